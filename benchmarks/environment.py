@@ -1,0 +1,66 @@
+"""What a benchmark ran on: every result carries it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["drop_page_cache", "environment", "peak_rss_bytes", "reset_peak_rss"]
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor()
+
+
+def environment() -> dict[str, Any]:
+    """Return machine, versions and the command line."""
+    packages = ("torch", "transformers", "fused-kv-llm", "safetensors", "tokenizers")
+    return {
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in packages},
+        "command": "python " + " ".join(sys.argv),
+    }
+
+
+def drop_page_cache(folder: Path) -> None:
+    """Ask the kernel to forget the cached pages of every file below a folder, so that reads hit the disk."""
+    for path in folder.rglob("*.safetensors"):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(handle)
+
+
+def _status_bytes(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def reset_peak_rss() -> int:
+    """Forget the highest resident size so far and return the present one, in bytes."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status_bytes("VmRSS")
+
+
+def peak_rss_bytes() -> int:
+    """Return the highest resident size since :func:`reset_peak_rss`, in bytes."""
+    return _status_bytes("VmHWM")

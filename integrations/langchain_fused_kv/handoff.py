@@ -1,0 +1,162 @@
+"""What a retriever tells the LLM: which texts it has just handed out.
+
+LangChain runs every step of a chain in a copy of the context, so nothing that a retriever leaves in a context
+variable reaches the LLM. The retriever therefore registers its texts on the LLM itself, and the LLM looks for
+them in the next prompts. They are a hint: whether KV is reused never depends on them, only whether the user
+hears that it was not.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from threading import Lock
+
+__all__ = ["RetrievalCheck", "RetrievalLog", "explain_mismatch"]
+
+_BEGINNING_CHARS = 80
+_PROBE_CHARS = 48
+
+_ESCAPED = (
+    "they are there with their line breaks escaped, as in the text of a Python list or of JSON. Join them "
+    'before they reach the prompt: retriever | (lambda docs: "\\n\\n".join(d.page_content for d in docs))'
+)
+_HTML = "they are there HTML-escaped, as mustache does with {{context}}: write {{{context}}} instead"
+_WHITESPACE = (
+    "they are there with other white space: pass page_content on without re-wrapping or dedenting it"
+)
+_SHORTENED = (
+    "only their beginnings are there: something between the retriever and the prompt shortens them (a "
+    "compressor, an extractor, a template that truncates). Put FusedKVRetriever around that step, and ingest "
+    "what it returns"
+)
+_UNKNOWN = (
+    "likely causes: documents put into the prompt as a Python list instead of their joined page_content, "
+    "mustache escaping ({{x}} instead of {{{x}}}), a compressor or a template that rewrites or truncates "
+    "them, or a call that was never meant to contain them"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RetrievalCheck:
+    """What became of recent retrievals in one prompt.
+
+    Parameters
+    ----------
+    unmatched : list of str
+        Beginnings of the retrieved texts that are not in the prompt verbatim.
+    explanation : str or None
+        Why, where not one of the retrieved texts is in the prompt; None where some are, or where nothing was
+        retrieved since the last prompt.
+    """
+
+    unmatched: list[str]
+    explanation: str | None
+
+
+class RetrievalLog:
+    """Recent retrievals that have not yet been seen in a prompt; thread-safe.
+
+    Parameters
+    ----------
+    limit : int
+        How many retrievals to remember; older ones are forgotten.
+
+    Examples
+    --------
+    >>> log = RetrievalLog()
+    >>> log.add(["The ferry leaves at nine."])
+    >>> log.check("Context: The ferry leaves at nine. When does it leave?").unmatched
+    []
+    """
+
+    def __init__(self, limit: int = 64) -> None:
+        self._pending: deque[_Retrieval] = deque(maxlen=limit)
+        self._lock = Lock()
+
+    def add(self, texts: Iterable[str]) -> None:
+        """Remember the texts of one retrieval."""
+        stripped = tuple(text.strip() for text in texts)
+        kept = tuple(text for text in stripped if text)
+        if kept:
+            with self._lock:
+                self._pending.append(_Retrieval(kept))
+
+    def check(self, prompt: str) -> RetrievalCheck:
+        """Look for the pending retrievals in a prompt.
+
+        The prompt belongs to the retrieval of which it contains most; in a batch several retrievals wait at
+        once and may share texts. A prompt that contains nothing of any of them settles them all, so that one
+        odd prompt is reported once.
+
+        Parameters
+        ----------
+        prompt : str
+            As the framework rendered it.
+
+        Returns
+        -------
+        RetrievalCheck
+        """
+        with self._lock:
+            shares = [(waiting.share_in(prompt), waiting) for waiting in self._pending]
+            best = max((share for share, _ in shares), default=0.0)
+            if best > 0:
+                concerned = [waiting for share, waiting in shares if share == best][
+                    : None if best == 1 else 1
+                ]
+                for share, waiting in shares:
+                    waiting.seen |= share > 0
+            else:
+                concerned = [waiting for _, waiting in shares if not waiting.seen][-1:]
+            rest = [w for _, w in shares if (best > 0 or w.seen) and not any(w is c for c in concerned)]
+            self._pending = deque(rest, maxlen=self._pending.maxlen)
+        missing = [text for waiting in concerned for text in waiting.texts if text not in prompt]
+        unmatched = [text[:_BEGINNING_CHARS] for text in dict.fromkeys(missing)]
+        return RetrievalCheck(unmatched, explain_mismatch(prompt, missing) if missing and best == 0 else None)
+
+
+@dataclass(slots=True)
+class _Retrieval:
+    texts: tuple[str, ...]
+    seen: bool = False
+
+    def share_in(self, prompt: str) -> float:
+        return sum(text in prompt for text in self.texts) / len(self.texts)
+
+
+def explain_mismatch(prompt: str, texts: Iterable[str]) -> str:
+    """Say why texts are not in a prompt verbatim, as far as the prompt shows it.
+
+    Parameters
+    ----------
+    prompt : str
+    texts : iterable of str
+        Stripped texts, none of them in the prompt.
+
+    Returns
+    -------
+    str
+        The cause and how to mend it.
+    """
+    flat_prompt = " ".join(prompt.split())
+    for text in texts:
+        forms = {
+            _ESCAPED: (repr(text)[1:-1], json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]),
+            _HTML: (
+                html.escape(text),
+                html.escape(text, quote=False),
+                html.escape(text).replace("&#x27;", "'"),
+            ),
+        }
+        for cause, candidates in forms.items():
+            if any(candidate in prompt for candidate in candidates):
+                return cause
+        if " ".join(text.split()) in flat_prompt:
+            return _WHITESPACE
+        if len(text) > _PROBE_CHARS and text[:_PROBE_CHARS] in prompt:
+            return _SHORTENED
+    return _UNKNOWN

@@ -1,0 +1,160 @@
+"""The fused-KV engine as a LangChain LLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from langchain_core.callbacks import CallbackManagerForLLMRun
+from langchain_core.language_models.llms import BaseLLM
+from langchain_core.outputs import (
+    ChatGeneration,
+    ChatGenerationChunk,
+    Generation,
+    GenerationChunk,
+    LLMResult,
+)
+
+from langchain_fused_kv.base import PER_CALL_OPTIONS, FusedKVModel
+
+__all__ = ["FusedKVLLM"]
+
+
+class FusedKVLLM(FusedKVModel, BaseLLM):
+    """A model in this process that reuses the stored KV of the chunks it finds in a prompt.
+
+    A prompt is a string. Where the model has a chat template the prompt becomes the content of one user
+    message, as an instruction-tuned model expects; ``wrap_chat_template=False`` sends the string as it is.
+    LangChain renders a ``ChatPromptTemplate`` before this LLM as ``"System: ...\\nHuman: ..."``, and that is
+    wrapped as a whole; a ``PromptTemplate`` avoids those words. The answer never repeats the prompt.
+
+    Chunks are found by their text, so any chain works whose prompt contains the retrieved texts verbatim. A
+    text without stored KV is prefilled like any other: the answer is right, only later.
+
+    Parameters
+    ----------
+    model : str, Path or PreTrainedModel
+        ``"smollm2-135m"`` (embedded), a hub id, a local folder, or a transformers model together with
+        `tokenizer`.
+    tokenizer : tokenizer, str or None
+        Defaults to the one that comes with the model.
+    kv_dir : str or Path
+        Folder of the KV store; shared between processes and models.
+    recompute_ratio : float
+        Share of the chunk tokens to recompute, 0 to 1. 1 gives exactly the plain model's answer.
+    selector : str or Selector
+        The rule that picks these tokens.
+    max_tokens : int
+        Longest answer, in tokens.
+    temperature, top_p, seed
+        Sampling; temperature 0 is greedy.
+    stop : list of str or None
+        Strings before which the answer ends; those of a call are added to these.
+    dtype, device : str or None
+        None chooses by the hardware.
+    tenant : str
+        Separates the KV of tenants within one folder.
+    wrap_chat_template : bool
+        See above.
+    store_misses : bool
+        Whether chunks whose stored KV could not be used are stored again.
+    memory_bytes : int
+        Budget of the store's memory tier.
+
+    Raises
+    ------
+    ConfigError
+        For unknown options and values that cannot work.
+    ModelNotFoundError, UnsupportedModelError, StoreUnavailableError
+        From the engine.
+
+    Notes
+    -----
+    Per call, ``llm.bind(recompute_ratio=0.5, max_tokens=64)`` or ``llm.invoke(prompt, seed=7)`` override
+    recompute_ratio, selector, max_tokens, temperature, top_p and seed. LangChain's own cache keeps answers of
+    different options and models apart; a cached answer carries the report of the request that made it.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from langchain_fused_kv import FusedKVLLM
+    >>> llm = FusedKVLLM(model="smollm2-135m", kv_dir=tempfile.mkdtemp(), max_tokens=8)
+    >>> passage = "Larkspur Ferries was founded in 1931 by two brothers who owned one steamer. " * 3
+    >>> llm.build_kv_cache([passage], progress=False).chunks_new
+    1
+    >>> text = llm.invoke(passage + "\\n\\nQuestion: When was Larkspur Ferries founded?")
+    >>> llm.last_report.chunks_found, llm.last_report.reused_tokens > 0
+    (1, True)
+    >>> exact = llm.bind(recompute_ratio=1.0).invoke(passage + "\\n\\nQuestion: Who founded it?")
+    >>> llm.last_report.reused_tokens
+    0
+    """
+
+    @property
+    def _llm_type(self) -> str:
+        return "fused_kv"
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        return self.identity
+
+    def get_token_ids(self, text: str) -> list[int]:
+        """Return the ids of a text in the model's own tokenizer."""
+        if self.custom_get_token_ids is not None:
+            return self.custom_get_token_ids(text)
+        return self.engine.token_ids(text)
+
+    def generate(self, prompts: list[str], *args: Any, **kwargs: Any) -> LLMResult:
+        """Generate for several prompts; see :meth:`BaseLLM.generate`.
+
+        Options of the call become fields of a copy, because LangChain's cache looks at fields only.
+        """
+        return super(FusedKVLLM, self._with_call_options(kwargs)).generate(prompts, *args, **kwargs)
+
+    async def agenerate(self, prompts: list[str], *args: Any, **kwargs: Any) -> LLMResult:
+        """Generate for several prompts, asynchronously; see :meth:`generate`."""
+        return await super(FusedKVLLM, self._with_call_options(kwargs)).agenerate(prompts, *args, **kwargs)
+
+    def _with_call_options(self, kwargs: dict[str, Any]) -> FusedKVLLM:
+        changed = {name: kwargs.pop(name) for name in PER_CALL_OPTIONS if name in kwargs}
+        return self.model_copy(update=changed) if changed else self
+
+    def _generate(
+        self,
+        prompts: list[str],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        options = self._engine_call(stop, kwargs)
+        generations: list[list[Generation | ChatGeneration | GenerationChunk | ChatGenerationChunk]] = []
+        usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+        for prompt in prompts:
+            check = self._runtime.check_retrievals(prompt)
+            made = self.engine.generate(prompt, **options)
+            info = self._runtime.finish(made.finish_reason, made.report, check)
+            generations.append([Generation(text=made.text, generation_info=info)])
+            for name in usage:
+                usage[name] += info["token_usage"][name]
+        return LLMResult(
+            generations=generations,
+            llm_output={"model_name": self.engine.model_id, "token_usage": usage},
+        )
+
+    def _stream(
+        self,
+        prompt: str,
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[GenerationChunk]:
+        options = self._engine_call(stop, kwargs)
+        check = self._runtime.check_retrievals(prompt)
+        for piece in self.engine.stream(prompt, **options):
+            info = None
+            if piece.report is not None:
+                info = self._runtime.finish(piece.finish_reason, piece.report, check)
+            chunk = GenerationChunk(text=piece.text, generation_info=info)
+            if run_manager is not None:
+                run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+            yield chunk

@@ -1,0 +1,95 @@
+"""The engine behind a model, and the bookkeeping of its requests."""
+
+from __future__ import annotations
+
+import warnings
+from threading import Lock
+from typing import Any
+
+from fused_kv_llm.engine import FusedKVEngine
+from fused_kv_llm.errors import FusedKVWarning
+from fused_kv_llm.report import FusionReport
+from langchain_fused_kv.handoff import RetrievalCheck, RetrievalLog
+
+__all__ = ["Runtime"]
+
+
+class Runtime:
+    """An engine, and what a model shares with the copies that LangChain makes of it; thread-safe.
+
+    Parameters
+    ----------
+    engine : FusedKVEngine
+    settings : dict
+        The model's fields that belong to the engine and cannot change any more.
+
+    Attributes
+    ----------
+    retrievals : RetrievalLog
+        What retrievers have announced.
+    last_report : FusionReport or None
+        Report of the request that ended last.
+    """
+
+    def __init__(self, engine: FusedKVEngine, settings: dict[str, Any]) -> None:
+        self.engine = engine
+        self.settings = settings
+        self.retrievals = RetrievalLog()
+        self.last_report: FusionReport | None = None
+        self._warned = False
+        self._lock = Lock()
+
+    def check_retrievals(self, prompt: str) -> RetrievalCheck:
+        """Look for announced texts in a prompt; the first time that none of them is there, warn.
+
+        Warns
+        -----
+        FusedKVWarning
+            Once in the life of this object.
+        """
+        check = self.retrievals.check(prompt)
+        if check.explanation is None:
+            return check
+        with self._lock:
+            first, self._warned = not self._warned, True
+        if first:
+            warnings.warn(
+                f"None of the {len(check.unmatched)} texts that were just retrieved is in the prompt "
+                f"verbatim (the first begins {check.unmatched[0]!r}), so their stored KV cannot be reused "
+                f"and the prompt is prefilled in full: {check.explanation}. "
+                "This warning is given once per LLM.",
+                FusedKVWarning,
+                stacklevel=2,
+            )
+        return check
+
+    def finish(self, reason: str | None, report: FusionReport, check: RetrievalCheck) -> dict[str, Any]:
+        """Complete a request's report and return it as LangChain's ``generation_info``.
+
+        Parameters
+        ----------
+        reason : str or None
+            Why the answer ended.
+        report : FusionReport
+            Gets what the check found.
+        check : RetrievalCheck
+
+        Returns
+        -------
+        dict
+            finish_reason, fused_kv (the report as plain data), token_usage.
+        """
+        report.unmatched.extend(check.unmatched)
+        if check.explanation is not None:
+            report.warnings.append(f"no retrieved text is in the prompt: {check.explanation}")
+        self.last_report = report
+        return {
+            "finish_reason": reason,
+            "fused_kv": report.to_dict(),
+            "token_usage": {
+                "prompt_tokens": report.prompt_tokens,
+                "completion_tokens": report.completion_tokens,
+                "total_tokens": report.prompt_tokens + report.completion_tokens,
+                "prompt_tokens_details": {"cached_tokens": report.cached_tokens},
+            },
+        }

@@ -1,0 +1,14 @@
+"""Operators of cache fusion: row attention, key re-rotation and token scores.
+
+The package imports nothing of the engine and can be used alone. :mod:`fused_kv_kernels.reference`
+specifies every operator in plain torch; the functions exported here are the fast paths and are tested
+against it.
+"""
+
+from __future__ import annotations
+
+from .row_attention import RowPlan, row_attention
+from .rotate import rerotate_keys, rotation_tables
+from .token_scores import token_scores
+
+__all__ = ["RowPlan", "rerotate_keys", "rotation_tables", "row_attention", "token_scores"]

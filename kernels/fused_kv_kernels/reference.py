@@ -1,0 +1,106 @@
+"""Every operator in plain torch: the specification and the oracle of the tests.
+
+Nothing here is fast. All arithmetic is done in float32 (float64 stays float64).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["rerotate_keys_reference", "row_attention_reference", "token_scores_reference"]
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _row_weights(q: Tensor, k: Tensor, q_positions: Tensor, scale: float) -> Tensor:
+    """Return the softmax weights ``[B, Hq, R, N]`` of scattered query rows, causal by true position."""
+    groups = q.shape[1] // k.shape[1]
+    keys = _wide(k).repeat_interleave(groups, dim=1)
+    scores = _wide(q) @ keys.transpose(-1, -2) * scale
+    future = torch.arange(k.shape[2], device=k.device)[None, :] > q_positions[:, None]
+    return scores.masked_fill(future, float("-inf")).softmax(dim=-1)
+
+
+def row_attention_reference(q: Tensor, k: Tensor, v: Tensor, q_positions: Tensor, scale: float) -> Tensor:
+    """Attend scattered query rows to a whole key/value sequence, causal by true position.
+
+    The mask is the one of CacheBlend's sparse prefill as FusionRAG section 2.2.2 (equation 9) gives it:
+    row ``i`` sees key ``j`` if and only if ``j <= q_positions[i]``.
+
+    Parameters
+    ----------
+    q : Tensor
+        ``[B, Hq, R, D]``.
+    k, v : Tensor
+        ``[B, Hkv, N, D]`` with ``Hq`` a multiple of ``Hkv``.
+    q_positions : Tensor
+        int64 ``[R]``.
+    scale : float
+        Multiplies the scores.
+
+    Returns
+    -------
+    Tensor
+        ``[B, Hq, R, D]`` in the dtype of `q`.
+    """
+    values = _wide(v).repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+    return (_row_weights(q, k, q_positions, scale) @ values).to(q.dtype)
+
+
+def token_scores_reference(q: Tensor, k: Tensor, q_positions: Tensor, scale: float) -> Tensor:
+    """Score every key by the attention it receives from the query rows.
+
+    FusionRAG section 3.2 sums each column of the question's attention matrix; the mean over rows and
+    heads ranks the same and does not depend on their number.
+
+    Parameters
+    ----------
+    q : Tensor
+        ``[Hq, R, D]``, the question's rotated queries.
+    k : Tensor
+        ``[Hkv, N, D]``, rotated keys.
+    q_positions : Tensor
+        int64 ``[R]``, indices into the key axis; row ``i`` sees keys ``0 .. q_positions[i]``.
+    scale : float
+        Multiplies the scores.
+
+    Returns
+    -------
+    Tensor
+        float32 ``[N]``: softmax mass with the full denominator, mean over rows and heads.
+    """
+    weights = _row_weights(q[None], k[None], q_positions, scale)[0]
+    return weights.mean(dim=(0, 1)).float()
+
+
+def rerotate_keys_reference(keys: Tensor, deltas: Tensor, inv_freq: Tensor) -> Tensor:
+    """Move rotated keys by a number of positions.
+
+    Rotary embedding is a rotation, so ``R(p + delta) k = R(delta) R(p) k``: a key need not be un-rotated
+    first. Dimensions ``d`` and ``d + rotary/2`` form a pair (half-split layout); dimensions beyond the
+    rotary ones carry no position and are returned unchanged.
+
+    Parameters
+    ----------
+    keys : Tensor
+        ``[..., T, D]``.
+    deltas : Tensor
+        int64 ``[T]``, positions to move each key by.
+    inv_freq : Tensor
+        ``[rotary / 2]``, the model's own frequencies.
+
+    Returns
+    -------
+    Tensor
+        Like `keys`.
+    """
+    wide = _wide(keys)
+    half = inv_freq.shape[0]
+    angle = deltas.to(torch.float64)[:, None] * inv_freq.to(torch.float64)[None, :]
+    cos, sin = angle.cos().to(wide.dtype), angle.sin().to(wide.dtype)
+    first, second, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
+    moved = torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+    return moved.to(keys.dtype)

@@ -1,0 +1,54 @@
+"""Key re-rotation: move rotated keys to other positions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["rerotate_keys", "rotation_tables"]
+
+
+def rotation_tables(deltas: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the cosines and sines that move keys by `deltas` positions.
+
+    Parameters
+    ----------
+    deltas : Tensor
+        int64 ``[T]``.
+    inv_freq : Tensor
+        ``[rotary / 2]``.
+
+    Returns
+    -------
+    tuple of Tensor
+        Cosines and sines, float32 ``[T, rotary / 2]``. The angles are formed in float64, since a float32
+        product is off by up to 1e-3 radians at 16,000 positions.
+    """
+    angle = deltas.to(torch.float64)[:, None] * inv_freq.to(torch.float64)[None, :]
+    return angle.cos().float(), angle.sin().float()
+
+
+def rerotate_keys(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate keys by the angles of :func:`rotation_tables`, in float32.
+
+    Parameters
+    ----------
+    keys : Tensor
+        ``[..., T, D]`` in any floating dtype; half-split rotary layout.
+    cos, sin : Tensor
+        float32 ``[T, rotary / 2]`` with ``rotary <= D``.
+
+    Returns
+    -------
+    Tensor
+        ``[..., T, D]``, float32: the caller rounds once, when it writes the keys where they belong.
+    """
+    wide = keys.float()
+    half = cos.shape[-1]
+    first, second = wide[..., :half], wide[..., half : 2 * half]
+    moved = torch.empty_like(wide)
+    torch.mul(first, cos, out=moved[..., :half]).addcmul_(second, sin, value=-1.0)
+    torch.mul(second, cos, out=moved[..., half : 2 * half]).addcmul_(first, sin)
+    if 2 * half < wide.shape[-1]:
+        moved[..., 2 * half :] = wide[..., 2 * half :]
+    return moved

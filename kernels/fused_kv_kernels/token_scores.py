@@ -1,0 +1,39 @@
+"""Token scores: how much attention each key receives from the question."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["token_scores"]
+
+
+def token_scores(q: Tensor, k: Tensor, q_positions: Tensor, scale: float) -> Tensor:
+    """Score every key by the attention mass it receives from the query rows.
+
+    FusionRAG section 3.2 (Query-Guided Selection) with the full softmax denominator.
+
+    Parameters
+    ----------
+    q : Tensor
+        ``[Hq, R, D]``, the question's rotated queries.
+    k : Tensor
+        ``[Hkv, N, D]``, rotated keys; ``Hq`` is a multiple of ``Hkv``.
+    q_positions : Tensor
+        int64 ``[R]``, indices into the key axis; row ``i`` sees keys ``0 .. q_positions[i]``.
+    scale : float
+        Multiplies the scores.
+
+    Returns
+    -------
+    Tensor
+        float32 ``[N]``, mean over rows and heads; sums to one.
+    """
+    q_heads, rows, dim = q.shape
+    kv_heads, num_keys, _ = k.shape
+    groups = q_heads // kv_heads
+    scores = torch.bmm((q * scale).reshape(kv_heads, groups * rows, dim), k.transpose(1, 2)).float()
+    first_future = int(q_positions.min()) + 1
+    future = torch.arange(first_future, num_keys, device=k.device)[None, :] > q_positions[:, None]
+    scores.view(kv_heads, groups, rows, num_keys)[..., first_future:].masked_fill_(future, float("-inf"))
+    return scores.softmax(dim=-1).sum(dim=(0, 1)) / (q_heads * rows)

@@ -1,0 +1,147 @@
+"""From files and folders to passages."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from fused_kv_llm.errors import ConfigError, CorpusError, FusedKVWarning, MissingExtraError
+
+__all__ = ["SUFFIXES", "Passage", "read_passages", "split_text"]
+
+SUFFIXES = (".txt", ".md", ".pdf")
+_BLANK_LINES = re.compile(r"\n[^\S\n]*\n\s*")
+_MIN_CHUNK_CHARS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """One retrieval unit.
+
+    Parameters
+    ----------
+    text : str
+        Stripped.
+    source : str
+        The file it comes from.
+    """
+
+    text: str
+    source: str
+
+
+def read_passages(paths: Iterable[str | Path], *, chunk_chars: int = 1000) -> list[Passage]:
+    """Read files and folders and split them into passages.
+
+    Parameters
+    ----------
+    paths : iterable of str or Path
+        Files of type ``.txt``, ``.md`` or ``.pdf``, and folders, which are searched recursively for them.
+    chunk_chars : int
+        Longest passage, in characters.
+
+    Returns
+    -------
+    list of Passage
+        In the order of the paths, folders sorted by name; equal texts once.
+
+    Raises
+    ------
+    CorpusError
+        If a path does not exist, a file named directly cannot be read, or no text is found at all. A file
+        inside a folder that cannot be read is skipped with a warning.
+    ConfigError
+        If `chunk_chars` is too small.
+    MissingExtraError
+        If a PDF is among the files and ``pypdf`` is not installed.
+    """
+    if chunk_chars < _MIN_CHUNK_CHARS:
+        raise ConfigError(f"chunk_chars={chunk_chars} is too small to be worth storing: use 100 or more")
+    named = [Path(path) for path in paths]
+    passages: dict[str, Passage] = {}
+    for file in _files(named):
+        for text in split_text(_read(file, named=file in named), chunk_chars):
+            passages.setdefault(text, Passage(text, str(file)))
+    if not passages:
+        places = ", ".join(map(str, named)) or "nothing"
+        raise CorpusError(f"No text in {places}: expected files of type {', '.join(SUFFIXES)}")
+    return list(passages.values())
+
+
+def split_text(text: str, chunk_chars: int) -> list[str]:
+    """Split a text at blank lines into passages of at most `chunk_chars` characters.
+
+    Neighbouring short paragraphs are packed together; a paragraph that is too long is split at line ends,
+    sentences or spaces.
+    """
+    passages: list[str] = []
+    for paragraph in _BLANK_LINES.split(text):
+        stripped = paragraph.strip()
+        pieces = [stripped] if len(stripped) <= chunk_chars else _split_long(stripped, chunk_chars)
+        for piece in filter(None, pieces):
+            if passages and len(passages[-1]) + 2 + len(piece) <= chunk_chars:
+                passages[-1] += "\n\n" + piece
+            else:
+                passages.append(piece)
+    return passages
+
+
+def _split_long(paragraph: str, chunk_chars: int) -> list[str]:
+    try:
+        from langchain_text_splitters import RecursiveCharacterTextSplitter
+    except ImportError as error:
+        raise MissingExtraError("langchain-text-splitters", "demo") from error
+    splitter = RecursiveCharacterTextSplitter(
+        chunk_size=chunk_chars, chunk_overlap=0, separators=["\n", ". ", " ", ""], keep_separator="end"
+    )
+    return [piece.strip() for piece in splitter.split_text(paragraph)]
+
+
+def _files(paths: Iterable[Path]) -> Iterator[Path]:
+    for path in paths:
+        if path.is_dir():
+            yield from sorted(
+                file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file()
+            )
+        elif not path.exists():
+            raise CorpusError(f"There is no file or folder {str(path)!r}")
+        elif path.suffix.lower() not in SUFFIXES:
+            raise CorpusError(f"Cannot read {str(path)!r}: expected a file of type {', '.join(SUFFIXES)}")
+        else:
+            yield path
+
+
+def _read(file: Path, *, named: bool) -> str:
+    try:
+        return _read_pdf(file) if file.suffix.lower() == ".pdf" else file.read_text(encoding="utf-8-sig")
+    except MissingExtraError:
+        raise
+    except UnicodeDecodeError as error:
+        problem = f"{str(file)!r} is not UTF-8 text ({error.reason} at byte {error.start}): convert it"
+    except OSError as error:
+        problem = f"{str(file)!r} cannot be read: {error.strerror or error}"
+    except _PdfReadError as error:
+        problem = f"{str(file)!r} is not a readable PDF: {error}"
+    if named:
+        raise CorpusError(problem)
+    warnings.warn(f"Skipped: {problem}", FusedKVWarning, stacklevel=2)
+    return ""
+
+
+class _PdfReadError(Exception):
+    """A PDF that pypdf cannot read."""
+
+
+def _read_pdf(file: Path) -> str:
+    try:
+        from pypdf import PdfReader
+        from pypdf.errors import PyPdfError
+    except ImportError as error:
+        raise MissingExtraError("pypdf", "demo") from error
+    try:
+        return "\n\n".join(page.extract_text() for page in PdfReader(file).pages)
+    except PyPdfError as error:
+        raise _PdfReadError(str(error) or type(error).__name__) from error

@@ -1,0 +1,416 @@
+"""The whole algorithm on one page: plan -> load -> select -> fuse -> generate.
+
+Everything below happens in the rooms it imports; the engine wires one model to one store and keeps requests of
+several threads apart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from fused_kv_llm.chunk import KVIdentity
+from fused_kv_llm.config import (
+    DEFAULT_MEMORY_BYTES,
+    DEFAULT_RATIO,
+    DEFAULT_SELECTOR,
+    GenerationConfig,
+    check_ratio,
+)
+from fused_kv_llm.errors import ChunkDamagedError, PromptError, PromptTooLongError
+from fused_kv_llm.model import LoadedModel, compute_prefix, load_model
+from fused_kv_llm.offline import Ingestor
+from fused_kv_llm.offline.background import BackgroundIngestor
+from fused_kv_llm.online import ChunkCatalog, FusedPrompt, Generation, Piece, Placement, Request, decode, fuse
+from fused_kv_llm.prompt import PromptRenderer, plan_prompt
+from fused_kv_llm.report import FusionReport, IngestReport
+from fused_kv_llm.selectors import Selector, resolve_selector
+from fused_kv_llm.store import KVStore
+
+__all__ = ["FusedKVEngine", "Messages"]
+
+Messages = Sequence[dict[str, Any]]
+
+_MIN_REUSED_TOKENS = 8
+_READ_THREADS = 4
+
+
+class FusedKVEngine:
+    """Answers prompts from precomputed chunk KV.
+
+    Parameters
+    ----------
+    model : str, Path, transformers.PreTrainedModel or LoadedModel
+        Alias ``"smollm2-135m"``, hub id, local folder, a model in memory, or what :func:`load_model` returned.
+    tokenizer : str, Path, tokenizer or None
+        Defaults to the model's own.
+    kv_dir : str or Path
+        Folder of the chunk-KV store.
+    recompute_ratio : float
+        Recomputed chunk tokens over chunk tokens, in [0, 1]; 1 is exactly full prefill.
+    selector : str or Selector
+        Which tokens to recompute: a key of ``selectors.SELECTORS`` or an object.
+    dtype, device
+        None decides by the hardware; :attr:`choice` says what was chosen.
+    memory_bytes : int
+        Budget of the store's memory tier.
+    tenant : str
+        Salt: stores of different tenants never share KV, even in one folder.
+    store_misses : bool
+        Whether retrieved chunks that a prompt contains but the store does not are ingested afterwards, in the
+        background, so that the next request finds them.
+    wrap : bool
+        Whether a prompt given as a string becomes one user message of the model's chat template.
+
+    Raises
+    ------
+    ConfigError
+        If an option cannot work.
+    ModelNotFoundError, UnsupportedModelError
+        If the model cannot be loaded or its KV cannot be moved.
+    StoreUnavailableError
+        If the folder cannot be used.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | LoadedModel | Any = "smollm2-135m",
+        *,
+        tokenizer: Any | None = None,
+        kv_dir: str | Path = "./kv",
+        recompute_ratio: float = DEFAULT_RATIO,
+        selector: str | Selector = DEFAULT_SELECTOR,
+        dtype: str | torch.dtype | None = None,
+        device: str | torch.device | None = None,
+        memory_bytes: int = DEFAULT_MEMORY_BYTES,
+        tenant: str = "",
+        store_misses: bool = True,
+        wrap: bool = True,
+    ) -> None:
+        self.recompute_ratio = check_ratio(recompute_ratio)
+        self._selector = resolve_selector(selector)
+        self.store = KVStore(kv_dir, memory_bytes=memory_bytes)
+        self._model_lock = threading.Lock()
+        self._readers = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="fused-kv-read")
+        self.loaded = (
+            model
+            if isinstance(model, LoadedModel)
+            else load_model(model, tokenizer=tokenizer, dtype=dtype, device=device)
+        )
+        self.renderer = PromptRenderer(self.loaded.tokenizer, wrap=wrap)
+        self.identity = self._identify(tenant)
+        self._prefix = compute_prefix(self.loaded, tuple(self.renderer.prefix_ids))
+        self._ingestor = Ingestor(
+            self.loaded, self.store, self.identity, self._prefix, self.renderer.encode_chunk, self._model_lock
+        )
+        self._catalog = ChunkCatalog(self.store, self.identity)
+        self._background = BackgroundIngestor(self._ingestor) if store_misses else None
+
+    def _identify(self, tenant: str) -> str:
+        ids = ",".join(map(str, self.renderer.prefix_ids))
+        return KVIdentity(
+            model=self.loaded.fingerprint,
+            tokenizer=self.loaded.tokenizer_fingerprint,
+            dtype=self.dtype,
+            rope=self.loaded.geometry.rope_digest,
+            prefix=hashlib.sha256(ids.encode()).hexdigest(),
+            tenant=tenant,
+        ).digest
+
+    # -- what it is ------------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> Any:
+        """The transformers model."""
+        return self.loaded.model
+
+    @property
+    def tokenizer(self) -> Any:
+        """The transformers tokenizer."""
+        return self.loaded.tokenizer
+
+    @property
+    def model_id(self) -> str:
+        """Alias, path, hub id or class name of the model."""
+        return self.loaded.model_id
+
+    @property
+    def model_fingerprint(self) -> str:
+        """Content fingerprint of the weights."""
+        return self.loaded.fingerprint
+
+    @property
+    def dtype(self) -> str:
+        """Compute and storage dtype, for example ``"bfloat16"``."""
+        return str(self.loaded.dtype).removeprefix("torch.")
+
+    @property
+    def choice(self) -> str:
+        """Which dtype and device are used, and why."""
+        return self.loaded.choice
+
+    @property
+    def selector(self) -> str:
+        """Name of the default selector."""
+        return self._selector.name
+
+    @property
+    def context_length(self) -> int:
+        """Longest prompt plus answer, in tokens."""
+        return self.loaded.geometry.context_length
+
+    def token_ids(self, text: str) -> list[int]:
+        """Return a text's ids, special-token text read as ordinary text."""
+        return self.renderer.encode_chunk(text)
+
+    def encode(self, prompt: str | Messages) -> list[int]:
+        """Return the ids the model sees for a prompt: rendered and tokenised once, whole."""
+        return list(self.renderer.encode(self.renderer.render(prompt)).ids)
+
+    # -- ingestion -------------------------------------------------------------------------------------------
+
+    def build_kv_cache(self, texts: Iterable[str], *, progress: bool = True) -> IngestReport:
+        """Prefill every chunk once and store its KV; resumes where an interrupted call stopped.
+
+        Parameters
+        ----------
+        texts : iterable of str
+            One chunk each, as they will stand in prompts.
+        progress : bool
+            Whether to show a progress bar.
+
+        Returns
+        -------
+        IngestReport
+
+        Raises
+        ------
+        CorpusError
+            If there is nothing to ingest.
+        StoreFullError
+            If the disk cannot hold the result.
+        """
+        return self._ingestor.run(texts, progress=progress)
+
+    def chunk_id(self, text: str) -> str | None:
+        """Return the key of a chunk's stored KV, or None where none is stored."""
+        key, _ = self._ingestor.key_of(text)
+        return key if self.store.contains([key]) else None
+
+    def prefetch(self, texts: Iterable[str]) -> list[str | None]:
+        """Start loading the KV of retrieved chunks into memory.
+
+        Parameters
+        ----------
+        texts : iterable of str
+            Retrieved chunks. Those without KV are remembered: if the next prompts contain them, they are
+            ingested afterwards (`store_misses`).
+
+        Returns
+        -------
+        list of str or None
+            Their keys; None where no KV is stored.
+        """
+        chunks = [(text.strip(), self._ingestor.key_of(text)[0]) for text in texts]
+        stored = self.store.contains(key for _, key in chunks)
+        self.store.prefetch([key for _, key in chunks if key in stored])
+        if self._background is not None:
+            self._background.expect(text for text, key in chunks if key not in stored)
+        return [key if key in stored else None for _, key in chunks]
+
+    def wait_for_background(self) -> None:
+        """Return when no background ingestion is under way."""
+        if self._background is not None:
+            self._background.wait()
+
+    # -- one request -----------------------------------------------------------------------------------------
+
+    def _plan(self, prompt: str | Messages, report: FusionReport) -> Request:
+        """Render, tokenise, find the chunks, and open those whose KV is there."""
+        rendered = self.renderer.render(prompt)
+        encoded = self.renderer.encode(rendered)
+        ids = list(encoded.ids)
+        if not ids:
+            raise PromptError("The prompt is empty: there is no token to answer to.")
+        if len(ids) >= self.context_length:
+            raise PromptTooLongError(
+                f"The prompt has {len(ids)} tokens, but {self.model_id!r} takes {self.context_length} with its answer. "
+                "Retrieve fewer or shorter chunks."
+            )
+        prefix_ids = self._prefix.token_ids
+        prefix_tokens = len(prefix_ids) if tuple(ids[: len(prefix_ids)]) == prefix_ids else 0
+        matches, rows = self._catalog.find(rendered.text)
+        plan = plan_prompt(encoded, matches, {key: row.token_ids for key, row in rows.items()}, _MIN_REUSED_TOKENS)
+        placements = []
+        for segment in plan.segments:
+            if segment.key is None or segment.start < prefix_tokens:
+                continue
+            stored = self.store.open(segment.key, rows[segment.key].token_ids)
+            if stored is None:
+                report.chunks_missed += 1
+                report.warnings.append(f"chunk {segment.key[:16]} could not be read and was computed instead")
+                self._remember(rows[segment.key].text)
+            else:
+                placements.append(Placement(segment, stored))
+        return Request(ids, prefix_tokens, placements, rendered.text)
+
+    def _remember(self, text: str) -> None:
+        if self._background is not None:
+            self._background.expect([text])
+
+    def prefill(
+        self,
+        prompt: str | Messages,
+        *,
+        recompute_ratio: float | None = None,
+        selector: str | Selector | None = None,
+        max_tokens: int = 1,
+        seed: int = 0,
+        report: FusionReport | None = None,
+    ) -> tuple[FusedPrompt, FusionReport]:
+        """Do everything up to the first token's logits.
+
+        Parameters
+        ----------
+        prompt : str or list of messages
+        recompute_ratio, selector
+            Override the engine's for this call.
+        max_tokens : int
+            Room to reserve for the answer.
+        seed : int
+            For selectors that draw.
+        report : FusionReport or None
+            A report to fill.
+
+        Returns
+        -------
+        FusedPrompt, FusionReport
+
+        Raises
+        ------
+        PromptError, PromptTooLongError
+            If the prompt is empty or does not fit.
+        ConfigError
+            If the ratio or the selector cannot be used.
+        """
+        ratio = self.recompute_ratio if recompute_ratio is None else check_ratio(recompute_ratio)
+        chosen = self._selector if selector is None else resolve_selector(selector)
+        report = FusionReport() if report is None else report
+        report.recompute_ratio, report.selector = ratio, chosen.name
+        while True:
+            started = time.perf_counter()
+            request = self._plan(prompt, report)
+            report.seconds["align"] = report.seconds.get("align", 0.0) + time.perf_counter() - started
+            capacity = min(request.num_tokens + max_tokens, self.context_length)
+            try:
+                with self._model_lock:
+                    fused = fuse(
+                        self.loaded, request, self._prefix, chosen, ratio, self._readers, report,
+                        capacity=capacity, seed=seed,
+                    )  # fmt: skip
+            except ChunkDamagedError as error:
+                # Planned again without the damaged chunk, which is computed as fresh text then.
+                self.store.discard(error.key, error.reason)
+                report.chunks_missed += 1
+                report.warnings.append(str(error))
+            else:
+                return fused, report
+            finally:
+                for placement in request.placements:
+                    placement.stored.close()
+
+    def stream(
+        self,
+        prompt: str | Messages,
+        *,
+        max_tokens: int = 256,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        stop: Sequence[str] | str | None = (),
+        seed: int | None = None,
+        recompute_ratio: float | None = None,
+        selector: str | Selector | None = None,
+    ) -> Iterator[Piece]:
+        """Answer a prompt, token by token.
+
+        Parameters
+        ----------
+        prompt : str or list of messages
+            A string becomes one user message of the chat template, unless the engine was made with
+            ``wrap=False``; messages are rendered as they are.
+        max_tokens, temperature, top_p, stop, seed
+            See :class:`~fused_kv_llm.config.GenerationConfig`. `max_tokens` is cut to what the context leaves.
+        recompute_ratio, selector
+            Override the engine's for this call.
+
+        Yields
+        ------
+        Piece
+            The last one has the finish reason and the report.
+        """
+        started = time.perf_counter()
+        config = GenerationConfig.create(
+            max_tokens=max_tokens, temperature=temperature, top_p=top_p, stop=stop, seed=seed
+        )
+        fused, report = self.prefill(
+            prompt,
+            recompute_ratio=recompute_ratio,
+            selector=selector,
+            max_tokens=config.max_tokens,
+            seed=seed or 0,
+        )
+        return self._decode(fused, config, report, started)
+
+    def _decode(self, fused: FusedPrompt, config: GenerationConfig, report: FusionReport, started: float) -> Iterator[Piece]:
+        room = fused.cache.get_max_length() - fused.cache.length
+        if room < config.max_tokens:
+            config = GenerationConfig(room, config.temperature, config.top_p, config.stop, config.seed)
+        try:
+            yield from decode(self.loaded, fused, config, report, started, self._model_lock)
+        finally:
+            # Only now: ingestion takes turns with forwards and would delay this answer's tokens.
+            if self._background is not None:
+                self._background.ingest_expected(fused.text)
+
+    def generate(self, prompt: str | Messages, **options: Any) -> Generation:
+        """Answer a prompt; the options are those of :meth:`stream`.
+
+        Returns
+        -------
+        Generation
+        """
+        pieces = list(self.stream(prompt, **options))
+        last = pieces[-1]
+        return Generation(
+            text="".join(piece.text for piece in pieces),
+            token_ids=[piece.token_id for piece in pieces if piece.token_id is not None],
+            finish_reason=last.finish_reason or "length",
+            report=last.report or FusionReport(),
+        )
+
+    # -- end -------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Finish background work and close the store; the model stays usable."""
+        if self._background is not None:
+            self._background.close()
+        self._readers.shutdown(wait=True, cancel_futures=True)
+        self.store.close()
+
+    def __enter__(self) -> FusedKVEngine:
+        """Return the engine."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the engine."""
+        self.close()

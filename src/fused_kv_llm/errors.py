@@ -1,0 +1,122 @@
+"""Every exception and warning the project raises, in one tree.
+
+::
+
+    FusedKVError
+    ├── ConfigError (ValueError)          an option has a value that cannot work
+    ├── MissingExtraError (ImportError)   an optional package is not installed
+    ├── CorpusError (ValueError)          there is nothing to ingest
+    ├── ModelError
+    │   ├── ModelNotFoundError            no such alias, path or hub id
+    │   └── UnsupportedModelError         its attention or its positions cannot be moved
+    ├── PromptError (ValueError)
+    │   └── PromptTooLongError            longer than the model's context
+    └── StoreError
+        ├── StoreUnavailableError         the folder cannot be used
+        ├── StoreFullError                the disk or the budget is full
+        └── ChunkDamagedError             a file is truncated, altered or foreign
+    FusedKVWarning (UserWarning)          the answer is right, something is slower than it could be
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ChunkDamagedError",
+    "ConfigError",
+    "CorpusError",
+    "FusedKVError",
+    "FusedKVWarning",
+    "MissingExtraError",
+    "ModelError",
+    "ModelNotFoundError",
+    "PromptError",
+    "PromptTooLongError",
+    "StoreError",
+    "StoreFullError",
+    "StoreUnavailableError",
+    "UnsupportedModelError",
+]
+
+
+class FusedKVError(Exception):
+    """Base class of every error raised by this project."""
+
+
+class ConfigError(FusedKVError, ValueError):
+    """An option has a value that cannot work."""
+
+
+class MissingExtraError(FusedKVError, ImportError):
+    """An optional package is not installed.
+
+    Parameters
+    ----------
+    package : str
+        The distribution that could not be imported.
+    extra : str
+        The extra of ``fused-kv-llm`` that brings it.
+    """
+
+    def __init__(self, package: str, extra: str) -> None:
+        self.package = package
+        self.extra = extra
+        super().__init__(
+            f"The package {package!r} is not installed. Install it with: pip install 'fused-kv-llm[{extra}]'"
+        )
+
+
+class CorpusError(FusedKVError, ValueError):
+    """There is nothing to ingest, or what was given is not text."""
+
+
+class ModelError(FusedKVError):
+    """Base class of the errors about a model."""
+
+
+class ModelNotFoundError(ModelError):
+    """No model has that alias, local path or hub id."""
+
+
+class UnsupportedModelError(ModelError):
+    """The model's attention or positions do not allow chunk KV to be moved."""
+
+
+class PromptError(FusedKVError, ValueError):
+    """A prompt cannot be used."""
+
+
+class PromptTooLongError(PromptError):
+    """The prompt does not fit in the model's context."""
+
+
+class StoreError(FusedKVError):
+    """Base class of the errors about a chunk-KV store."""
+
+
+class StoreUnavailableError(StoreError):
+    """The store's folder cannot be opened, created or written."""
+
+
+class StoreFullError(StoreError):
+    """The disk, or the store's budget, cannot hold what should be written."""
+
+
+class ChunkDamagedError(StoreError):
+    """A chunk-KV file is truncated, altered or foreign.
+
+    Parameters
+    ----------
+    key : str
+        The key of the chunk.
+    reason : str
+        What was found.
+    """
+
+    def __init__(self, key: str, reason: str) -> None:
+        self.key = key
+        self.reason = reason
+        super().__init__(f"The stored KV of chunk {key[:16]} is damaged: {reason}")
+
+
+class FusedKVWarning(UserWarning):
+    """The result is right, but something is slower or smaller than it could be."""

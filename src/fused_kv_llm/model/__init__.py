@@ -1,0 +1,37 @@
+"""The only seam to transformers: loading, attention, cache and positions."""
+
+from __future__ import annotations
+
+from .attention import AttentionPass, no_mask
+from .cache import BatchCache, FusedCache
+from .forward import (
+    KVPass,
+    PrefixKV,
+    RowPass,
+    StopForwardError,
+    compute_prefix,
+    forward_kv,
+    forward_logits,
+    forward_rows,
+)
+from .geometry import Geometry, read_geometry
+from .loading import LoadedModel, load_model
+
+__all__ = [
+    "AttentionPass",
+    "BatchCache",
+    "FusedCache",
+    "Geometry",
+    "KVPass",
+    "LoadedModel",
+    "PrefixKV",
+    "RowPass",
+    "StopForwardError",
+    "compute_prefix",
+    "forward_kv",
+    "forward_logits",
+    "forward_rows",
+    "load_model",
+    "no_mask",
+    "read_geometry",
+]

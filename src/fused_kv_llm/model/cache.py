@@ -1,0 +1,174 @@
+"""The cache seam: a transformers cache whose layers take fresh rows at any position.
+
+``update()`` first lets the request's chunk KV arrive (:class:`LayerFiller`), then scatters the fresh rows into
+their positions and returns the fused keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from fused_kv_llm.model.geometry import Geometry
+
+__all__ = ["BatchCache", "FusedCache", "LayerFiller"]
+
+LayerFiller = Callable[[int], None]
+
+
+class _FusedLayer(CacheLayerMixin):
+    """One layer of a :class:`FusedCache`: views into the request's buffers."""
+
+    def __init__(self, cache: FusedCache, layer_idx: int) -> None:
+        super().__init__()
+        self.cache = cache
+        self.layer_idx = layer_idx
+        self.keys = cache.keys[layer_idx]
+        self.values = cache.values[layer_idx]
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing: the buffers exist from the start."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        """Scatter fresh rows and return what the pass may see, ``[1, Hkv, N, D]``."""
+        cache = self.cache
+        if cache.fill_on_update:
+            cache.fill(self.layer_idx)
+        cache.scatter(self.layer_idx, key_states, value_states)
+        visible = cache.visible
+        if isinstance(visible, int):
+            return cache.keys[self.layer_idx, :, :, :visible], cache.values[self.layer_idx, :, :, :visible]
+        return (
+            cache.keys[self.layer_idx].index_select(2, visible),
+            cache.values[self.layer_idx].index_select(2, visible),
+        )
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the key length a mask would need; fused passes use none."""
+        return self.cache.length, 0
+
+    def get_seq_length(self) -> int:
+        """Return the tokens whose KV is in place."""
+        return self.cache.length
+
+    def get_max_length(self) -> int:
+        """Return the capacity."""
+        return int(self.cache.keys.shape[3])
+
+
+class FusedCache(Cache):
+    """Keys and values of one request.
+
+    Parameters
+    ----------
+    geometry : Geometry
+        The model's shapes.
+    capacity : int
+        Tokens of the prompt plus tokens to generate.
+    dtype, device
+        Of the model.
+
+    Attributes
+    ----------
+    keys, values : Tensor
+        ``[L, 1, Hkv, capacity, D]``.
+    length : int
+        Tokens in place: the prompt's, then one more with each generated token.
+    rows : Tensor
+        int64 positions the current pass computes.
+    visible : int or Tensor
+        What attention sees: the first `visible` positions, or the positions listed.
+    filler : callable or None
+        Called once with each layer's index before the layer is first used.
+    fill_on_update : bool
+        Off while a probe runs that does not attend to the chunks: it fills the layers it scores itself.
+    """
+
+    def __init__(self, geometry: Geometry, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
+        shape = (geometry.num_layers, 1, geometry.num_kv_heads, capacity, geometry.head_dim)
+        self.keys = torch.empty(shape, dtype=dtype, device=device)
+        self.values = torch.empty(shape, dtype=dtype, device=device)
+        self.length = 0
+        self.rows = torch.empty(0, dtype=torch.int64, device=device)
+        self.visible: int | Tensor = 0
+        self.filler: LayerFiller | None = None
+        self.fill_on_update = True
+        self._filled = [False] * geometry.num_layers
+        super().__init__(layers=[_FusedLayer(self, idx) for idx in range(geometry.num_layers)])
+
+    def fill(self, layer_idx: int) -> None:
+        """Wait for the chunk KV of a layer and put it in place; only the first call does anything."""
+        if self.filler is not None and not self._filled[layer_idx]:
+            self.filler(layer_idx)
+            self._filled[layer_idx] = True
+
+    def scatter(self, layer_idx: int, keys: Tensor, values: Tensor) -> None:
+        """Write fresh rows ``[1, Hkv, R, D]`` to the positions of the current pass."""
+        if self.rows.shape[0] == 1:
+            position = self.length - 1
+            self.keys[layer_idx, :, :, position] = keys[:, :, 0]
+            self.values[layer_idx, :, :, position] = values[:, :, 0]
+            return
+        self.keys[layer_idx].index_copy_(2, self.rows, keys)
+        self.values[layer_idx].index_copy_(2, self.rows, values)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers."""
+        return self.keys.nbytes + self.values.nbytes
+
+
+class _BatchLayer(CacheLayerMixin):
+    """One layer of a :class:`BatchCache`."""
+
+    def __init__(self, prefix_keys: Tensor, prefix_values: Tensor) -> None:
+        super().__init__()
+        self.prefix = (prefix_keys, prefix_values)
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing: the chunk's own KV is kept as it comes."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        """Keep a batch's KV ``[B, Hkv, T, D]`` and return it behind the prefix."""
+        self.keys, self.values = key_states, value_states
+        batch = key_states.shape[0]
+        before_k, before_v = (part.expand(batch, -1, -1, -1) for part in self.prefix)
+        return torch.cat((before_k, key_states), dim=2), torch.cat((before_v, value_states), dim=2)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the key length a mask would need; fused passes use none."""
+        return int(self.prefix[0].shape[2]) + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Return the length of the prefix."""
+        return int(self.prefix[0].shape[2])
+
+    def get_max_length(self) -> int:
+        """Return -1: a batch may have any length."""
+        return -1
+
+
+class BatchCache(Cache):
+    """Collects the KV of a right-padded batch of chunks that share one prefix.
+
+    Parameters
+    ----------
+    prefix_keys, prefix_values : Tensor
+        ``[L, Hkv, P, D]``; ``P`` may be zero.
+    """
+
+    def __init__(self, prefix_keys: Tensor, prefix_values: Tensor) -> None:
+        super().__init__(
+            layers=[_BatchLayer(k[None], v[None]) for k, v in zip(prefix_keys, prefix_values, strict=True)]
+        )
+
+    def chunk(self, row: int, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Return one chunk's keys and values ``[L, Hkv, num_tokens, D]``, copied."""
+        keys = torch.stack([layer.keys[row, :, :num_tokens] for layer in self.layers])
+        values = torch.stack([layer.values[row, :, :num_tokens] for layer in self.layers])
+        return keys, values

@@ -1,0 +1,62 @@
+"""The progress bar of an ingestion."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+__all__ = ["Advance", "ingestion_progress"]
+
+
+class Advance(Protocol):
+    """Tells the bar that one more chunk is written."""
+
+    def __call__(self, tokens: int, nbytes: int) -> None:
+        """Advance by one chunk of that many tokens and bytes."""
+
+
+def _ignore(tokens: int, nbytes: int) -> None:
+    return None
+
+
+@contextmanager
+def ingestion_progress(chunks: int, tokens: int, *, enabled: bool) -> Iterator[Advance]:
+    """Show chunks, tokens per second, bytes written and the time left.
+
+    Parameters
+    ----------
+    chunks, tokens : int
+        What is to be done.
+    enabled : bool
+        Off yields a function that shows nothing.
+    """
+    if not enabled or chunks == 0:
+        yield _ignore
+        return
+    columns = (
+        TextColumn("[bold]Prefilling chunks"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns) as bar:
+        # The bar runs over tokens so that the time left does not depend on the chunks' lengths.
+        task = bar.add_task("prefill", total=chunks, rate="")
+        done = {"chunks": 0, "tokens": 0, "bytes": 0}
+
+        def advance(tokens: int, nbytes: int) -> None:
+            done["chunks"] += 1
+            done["tokens"] += tokens
+            done["bytes"] += nbytes
+            elapsed = bar.tasks[0].elapsed or 1e-9
+            rate = (
+                f"{done['chunks'] / elapsed:.1f} chunks/s, {done['tokens'] / elapsed:,.0f} tokens/s, "
+                f"{done['bytes'] / 1e6:,.0f} MB"
+            )
+            bar.update(task, advance=1, rate=rate)
+
+        yield advance

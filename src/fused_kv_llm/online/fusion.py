@@ -1,0 +1,180 @@
+"""Fusion: from a planned request to a cache that is ready to generate, and the first logits.
+
+load -> probe -> select -> recompute the selected and the fresh tokens by true position, in one pass.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from fused_kv_kernels import RowPlan
+from torch import Tensor
+
+from fused_kv_llm.model import FusedCache, LoadedModel, PrefixKV, RowPass, forward_logits, forward_rows
+from fused_kv_llm.report import FusionReport
+from fused_kv_llm.selectors import Probe, Selector, View, budget_tokens
+
+from .loading import ChunkLoader
+from .probe import probe_scores
+from .request import Request
+
+__all__ = ["FusedPrompt", "fuse"]
+
+
+@dataclass(slots=True)
+class FusedPrompt:
+    """A prompt whose KV is complete.
+
+    Parameters
+    ----------
+    cache : FusedCache
+        KV of the whole prompt, with room for the answer.
+    logits : Tensor
+        float32 ``[vocabulary]``: the next token's.
+    selected : Tensor
+        int64 positions of the chunk tokens that were recomputed, ascending.
+    text : str
+        The rendered prompt.
+    """
+
+    cache: FusedCache
+    logits: Tensor
+    selected: Tensor
+    text: str
+
+    def append(self, loaded: LoadedModel, token_ids: list[int]) -> Tensor:
+        """Compute further tokens after the prompt.
+
+        Parameters
+        ----------
+        loaded : LoadedModel
+        token_ids : list of int
+            The next tokens: one while decoding, several to score a given answer.
+
+        Returns
+        -------
+        Tensor
+            float32 ``[len(token_ids), vocabulary]``, the logits after each of them.
+        """
+        cache, count = self.cache, len(token_ids)
+        positions = torch.arange(cache.length, cache.length + count, device=loaded.device)
+        cache.length += count
+        cache.rows, cache.visible = positions, cache.length
+        with torch.inference_mode():
+            ids = torch.tensor([token_ids], device=loaded.device)
+            state = RowPass(RowPlan(positions, cache.length))
+            return forward_rows(loaded, ids, positions, cache, state, keep=0)
+
+
+@contextmanager
+def _timed(report: FusionReport, stage: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    report.seconds[stage] = report.seconds.get(stage, 0.0) + time.perf_counter() - start
+
+
+def _start_cache(loaded: LoadedModel, request: Request, prefix: PrefixKV, capacity: int) -> FusedCache:
+    cache = FusedCache(loaded.geometry, capacity, loaded.dtype, loaded.device)
+    count = request.prefix_tokens
+    cache.keys[:, 0, :, :count] = prefix.keys[:, :, :count]
+    cache.values[:, 0, :, :count] = prefix.values[:, :, :count]
+    return cache
+
+
+def _describe_chunks(request: Request, scores: Tensor | None, seed: int) -> Probe:
+    positions = request.chunk_positions
+    chunk_index = request.kind[positions]
+    starts = torch.tensor([p.segment.start for p in request.placements])
+    return Probe(positions, chunk_index, positions - starts[chunk_index], scores, seed)
+
+
+def fuse(
+    loaded: LoadedModel,
+    request: Request,
+    prefix: PrefixKV,
+    selector: Selector,
+    ratio: float,
+    executor: Executor,
+    report: FusionReport,
+    *,
+    capacity: int,
+    seed: int = 0,
+) -> FusedPrompt:
+    """Build a request's KV, recomputing only what the selector picks.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+    request : Request
+    prefix : PrefixKV
+        KV of the prompt's header.
+    selector : Selector
+    ratio : float
+        Recomputed chunk tokens over reusable chunk tokens, in [0, 1].
+    executor : Executor
+        Threads that read from disk.
+    report : FusionReport
+        Gets token counts, bytes and the seconds of load, probe, select and fuse.
+    capacity : int
+        Prompt tokens plus room for the answer.
+    seed : int
+        For selectors that draw.
+
+    Returns
+    -------
+    FusedPrompt
+
+    Raises
+    ------
+    ChunkDamagedError
+        If a chunk's file turns out to be damaged while it is read; nothing has been returned then, and the
+        request can be planned again without it.
+    """
+    chunk = request.chunk_positions
+    budget = budget_tokens(ratio, int(chunk.shape[0]))
+    everything = budget == chunk.shape[0]
+    view = View() if budget == 0 or everything else selector.view(loaded.geometry.num_layers)
+    with torch.inference_mode():
+        with _timed(report, "load"):
+            cache = _start_cache(loaded, request, prefix, capacity)
+            placements = [] if everything else request.placements
+            for placement in placements:
+                tier = placement.stored.tier
+                report.bytes_loaded[tier] = report.bytes_loaded.get(tier, 0) + placement.stored.nbytes
+            loader = ChunkLoader(placements, loaded.geometry, cache, executor, view.layers)
+            cache.filler = loader
+        try:
+            scores = None
+            if view.layers:
+                with _timed(report, "probe"):
+                    scores = probe_scores(loaded, request, cache, view)
+            with _timed(report, "select"):
+                # Ratio 0 and ratio 1 leave nothing to decide, whatever the selector.
+                selected = chunk[:budget]
+                if 0 < budget < chunk.shape[0]:
+                    selected = selector.select(_describe_chunks(request, scores, seed), budget)
+            with _timed(report, "fuse"):
+                rows = request.rows(selected)
+                cache.rows, cache.visible, cache.length = rows.to(loaded.device), len(request.ids), len(request.ids)
+                ids = torch.tensor(request.ids)[rows][None].to(loaded.device)
+                plan = RowPlan(cache.rows, len(request.ids))
+                logits = forward_logits(loaded, ids, cache.rows, cache, plan)
+        finally:
+            loader.cancel()
+            cache.filler = None
+    _count(report, request, selected)
+    return FusedPrompt(cache, logits, selected, request.text)
+
+
+def _count(report: FusionReport, request: Request, selected: Tensor) -> None:
+    report.prompt_tokens = request.num_tokens
+    report.prefix_tokens = request.prefix_tokens
+    report.recomputed_tokens = int(selected.shape[0])
+    report.reused_tokens = int(request.chunk_positions.shape[0]) - report.recomputed_tokens
+    report.fresh_tokens = int(request.fresh_positions.shape[0])
+    report.chunks_found = len(request.placements)

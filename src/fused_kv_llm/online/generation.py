@@ -1,0 +1,124 @@
+"""Decoding: from a fused prompt to text."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fused_kv_llm.config import GenerationConfig
+from fused_kv_llm.model import LoadedModel
+from fused_kv_llm.report import FusionReport
+
+from .fusion import FusedPrompt
+from .sampling import TokenSampler
+from .text_stream import TextStream
+
+__all__ = ["FinishReason", "Generation", "Piece", "decode", "end_token_ids"]
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of an answer as it streams.
+
+    Parameters
+    ----------
+    text : str
+        May be empty.
+    token_id : int or None
+        The token that brought it.
+    finish_reason : {"stop", "length"} or None
+        Set on the last piece only.
+    report : FusionReport or None
+        Set on the last piece only.
+    """
+
+    text: str
+    token_id: int | None = None
+    finish_reason: FinishReason | None = None
+    report: FusionReport | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A whole answer.
+
+    Parameters
+    ----------
+    text : str
+        Without the prompt and without stop strings.
+    token_ids : list of int
+        All generated tokens, the end token included.
+    finish_reason : {"stop", "length"}
+    report : FusionReport
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    report: FusionReport
+
+
+def end_token_ids(loaded: LoadedModel) -> frozenset[int]:
+    """Return the ids that end an answer: the generation config's and the tokenizer's."""
+    configured: Any = getattr(getattr(loaded.model, "generation_config", None), "eos_token_id", None)
+    ids = set(configured if isinstance(configured, (list, tuple)) else [configured])
+    ids.add(loaded.tokenizer.eos_token_id)
+    return frozenset(int(i) for i in ids if i is not None)
+
+
+def decode(
+    loaded: LoadedModel,
+    prompt: FusedPrompt,
+    config: GenerationConfig,
+    report: FusionReport,
+    started_s: float,
+    lock: threading.Lock,
+) -> Iterator[Piece]:
+    """Generate token by token.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+    prompt : FusedPrompt
+        Its cache has room for ``config.max_tokens``.
+    config : GenerationConfig
+    report : FusionReport
+        Gets the time to the first token and the number of tokens.
+    started_s : float
+        ``time.perf_counter()`` when the request came.
+    lock : threading.Lock
+        Held during a forward only, never while a piece is out: a slow reader blocks nobody.
+
+    Yields
+    ------
+    Piece
+        The last one has a finish reason and the report.
+    """
+    sampler = TokenSampler(config, loaded.device)
+    stream = TextStream(loaded.tokenizer, config.stop)
+    ends = end_token_ids(loaded)
+    logits = prompt.logits
+    for count in range(1, config.max_tokens + 1):
+        token = sampler.choose(logits)
+        if count == 1:
+            report.ttft_s = time.perf_counter() - started_s
+            report.seconds["first_token"] = report.ttft_s
+        report.completion_tokens = count
+        if token in ends:
+            yield Piece(stream.flush(), token, "stop", report)
+            return
+        text = stream.push(token)
+        if stream.stopped:
+            yield Piece(text, token, "stop", report)
+            return
+        if count == config.max_tokens:
+            break
+        yield Piece(text, token)
+        with lock:
+            logits = prompt.append(loaded, [token])[-1]
+    yield Piece(text + stream.flush(), token, "length", report)

@@ -1,0 +1,26 @@
+"""The prompt: rendered and tokenised as the model does, with the stored chunks found in it."""
+
+from __future__ import annotations
+
+from .align import Alignment, align
+from .content_index import WINDOW, ContentIndex, Match, content_hash, is_indexable
+from .encoding import Encoded
+from .plan import PromptPlan, Segment, UnusedMatch, plan_prompt
+from .render import PromptRenderer, Rendered
+
+__all__ = [
+    "WINDOW",
+    "Alignment",
+    "ContentIndex",
+    "Encoded",
+    "Match",
+    "PromptPlan",
+    "PromptRenderer",
+    "Rendered",
+    "Segment",
+    "UnusedMatch",
+    "align",
+    "content_hash",
+    "is_indexable",
+    "plan_prompt",
+]

@@ -1,0 +1,128 @@
+"""The chat template: messages to text, and where each message's content stands in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import PromptError
+from .encoding import Span
+
+__all__ = ["ChatTemplate", "Message", "checked_messages"]
+
+Message = Mapping[str, str]
+
+
+class ChatTemplate:
+    """A tokenizer's chat template; thread-safe.
+
+    Parameters
+    ----------
+    tokenizer : transformers tokenizer
+        Only read.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        template = getattr(tokenizer, "chat_template", None) or ""
+        self.source: str = "\n".join(template.values()) if isinstance(template, dict) else template
+
+    def __bool__(self) -> bool:
+        """Whether the tokenizer has a template."""
+        return bool(self.source)
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """Render messages with the generation prompt, as ``apply_chat_template(tokenize=False)``.
+
+        Raises
+        ------
+        PromptError
+            If there is no template, or it refuses the messages.
+        """
+        if not self:
+            raise PromptError(
+                "Chat messages need a chat template and this tokenizer has none. Pass the prompt as one "
+                "string, or set tokenizer.chat_template."
+            )
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # a template is third-party code and may raise anything
+            roles = [message["role"] for message in messages]
+            raise PromptError(
+                f"The model's chat template refused messages with the roles {roles}: {error}. Change the "
+                "messages, or render the prompt yourself and pass it as a string with wrap=False."
+            ) from error
+        return str(text)
+
+    def locate(self, messages: Sequence[Message], index: int, text: str) -> Span | None:
+        """Find where a message's content stands in the rendered text.
+
+        The messages are rendered once more with a marker in the content's place; what stands before and
+        after the marker must be the beginning and the end of the text. What lies between is the content,
+        possibly trimmed or rewritten by the template.
+
+        Parameters
+        ----------
+        messages : sequence of mapping
+            The messages.
+        index : int
+            Which message.
+        text : str
+            What ``render(messages)`` returned.
+
+        Returns
+        -------
+        (int, int) or None
+            Half-open character span; None when the template drops or repeats the content, or renders
+            something else around another one.
+        """
+        marker = "contentmarker"
+        while marker in text:
+            marker += "x"
+        probe = [*messages]
+        probe[index] = {**messages[index], "content": marker}
+        try:
+            before, *rest = self.render(probe).split(marker)
+        except PromptError:
+            return None
+        if len(rest) != 1:
+            return None
+        after = rest[0]
+        start, end = len(before), len(text) - len(after)
+        if start > end or not text.startswith(before) or not text.endswith(after):
+            return None
+        return start, end
+
+
+def checked_messages(prompt: Any) -> list[Message]:
+    """Check that a prompt is a list of messages with a role and a text.
+
+    Raises
+    ------
+    PromptError
+        If it is not.
+    """
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes) or not prompt:
+        raise PromptError(
+            f"Expected a string or a non-empty list of messages, got {type(prompt).__name__}: {prompt!r:.80}."
+        )
+    for number, message in enumerate(prompt):
+        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+            raise PromptError(
+                f"Message {number} must be a mapping with 'role' and 'content', got {message!r:.80}."
+            )
+        extra = sorted(str(name) for name in message.keys() - {"role", "content"})
+        if extra:
+            raise PromptError(
+                f"Message {number} has the fields {extra}; only 'role' and 'content' are supported. Put what "
+                "they say into the content."
+            )
+        for name in ("role", "content"):
+            if not isinstance(message[name], str):
+                raise PromptError(
+                    f"The {name} of message {number} must be a string, got {type(message[name]).__name__}. "
+                    "Join the text parts; images and tools are not supported."
+                )
+    return list(prompt)

@@ -1,0 +1,133 @@
+"""What a request and an ingestion did, in numbers."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+__all__ = ["FusionReport", "IngestReport"]
+
+
+@dataclass(slots=True)
+class FusionReport:
+    """What one request reused, recomputed and waited for.
+
+    ``prompt_tokens = prefix_tokens + reused_tokens + recomputed_tokens + fresh_tokens``.
+
+    Parameters
+    ----------
+    prompt_tokens : int
+        Tokens of the prompt.
+    prefix_tokens : int
+        Tokens of the prompt's fixed header whose exact KV was at hand.
+    reused_tokens : int
+        Chunk tokens whose stored KV was used as it is.
+    recomputed_tokens : int
+        Chunk tokens that were recomputed although their KV is stored.
+    fresh_tokens : int
+        Tokens without stored KV: the question, separators, chunk edges, chunks that missed.
+    completion_tokens : int
+        Tokens generated.
+    chunks_found, chunks_missed : int
+        Chunks found in the prompt with usable KV, and found chunks whose KV could not be used.
+    unmatched : list of str
+        Beginnings of retrieved chunks that are not in the prompt verbatim.
+    recompute_ratio : float
+        The ratio asked for.
+    selector : str
+        The selector used.
+    bytes_loaded : dict of str to int
+        KV bytes by the tier they came from.
+    seconds : dict of str to float
+        Seconds by stage: align, load, probe, select, fuse, first_token.
+    ttft_s : float
+        Seconds from the call to the first token.
+    warnings : list of str
+        What made the request slower than it could be.
+    """
+
+    prompt_tokens: int = 0
+    prefix_tokens: int = 0
+    reused_tokens: int = 0
+    recomputed_tokens: int = 0
+    fresh_tokens: int = 0
+    completion_tokens: int = 0
+    chunks_found: int = 0
+    chunks_missed: int = 0
+    unmatched: list[str] = field(default_factory=list)
+    recompute_ratio: float = 0.0
+    selector: str = ""
+    bytes_loaded: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    ttft_s: float = 0.0
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were not computed: the exact prefix and the reused chunk tokens."""
+        return self.prefix_tokens + self.reused_tokens
+
+    @property
+    def computed_tokens(self) -> int:
+        """Prompt tokens that went through the model."""
+        return self.recomputed_tokens + self.fresh_tokens
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain data, ready for JSON."""
+        return {**asdict(self), "cached_tokens": self.cached_tokens, "computed_tokens": self.computed_tokens}
+
+
+@dataclass(slots=True)
+class IngestReport:
+    """What one ingestion did.
+
+    Parameters
+    ----------
+    chunks_total : int
+        Texts given.
+    chunks_new : int
+        Chunks prefilled and written.
+    chunks_present : int
+        Chunks that were in the store already.
+    chunks_duplicate : int
+        Texts equal to another one of the same call.
+    chunks_skipped : int
+        Texts that are empty or too short to be found in a prompt.
+    tokens : int
+        Tokens prefilled.
+    bytes_written : int
+        Bytes of KV files written.
+    seconds : float
+        Wall-clock time.
+    interrupted : bool
+        Whether the ingestion was stopped before its end; running it again resumes.
+    """
+
+    chunks_total: int = 0
+    chunks_new: int = 0
+    chunks_present: int = 0
+    chunks_duplicate: int = 0
+    chunks_skipped: int = 0
+    tokens: int = 0
+    bytes_written: int = 0
+    seconds: float = 0.0
+    interrupted: bool = False
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens prefilled per second."""
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+    def summary(self) -> str:
+        """Return one line for people."""
+        parts = [f"{self.chunks_new} chunks prefilled ({self.tokens} tokens, {self.tokens_per_s:.0f} tokens/s)"]
+        parts.append(f"{self.bytes_written / 1e6:.1f} MB written")
+        if self.chunks_present:
+            parts.append(f"{self.chunks_present} already stored")
+        if self.chunks_duplicate:
+            parts.append(f"{self.chunks_duplicate} duplicates")
+        if self.chunks_skipped:
+            parts.append(f"{self.chunks_skipped} skipped (empty or too short to be found in a prompt)")
+        if self.interrupted:
+            parts.append("interrupted: run it again to go on where it stopped")
+        return ", ".join(parts) + f" in {self.seconds:.1f} s"

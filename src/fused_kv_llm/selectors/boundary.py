@@ -1,0 +1,31 @@
+"""Boundary selection: the first tokens of every chunk (EPIC's LegoLink, as QCFuse section 2.2 describes it)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from .base import Probe, View, top_positions
+
+__all__ = ["Boundary"]
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """Takes token 0 of every chunk, then token 1 of every chunk, and so on until the budget is spent.
+
+    The first tokens of a chunk were prefilled as if they began the context and attract attention as sinks;
+    recomputing them repairs that. It looks at no question and needs no probe.
+    """
+
+    name: ClassVar[str] = "boundary"
+
+    def view(self, num_layers: int) -> View:
+        """Return the empty view."""
+        return View()
+
+    def select(self, probe: Probe, budget: int) -> Tensor:
+        """Return the `budget` positions nearest to their chunk's beginning."""
+        return top_positions(probe.positions, -probe.offset.float(), budget)

@@ -1,0 +1,75 @@
+"""Query-attention selection: recompute the tokens that the question attends to.
+
+One rule with two parameters covers three published selectors (the presets below): how much of the context the
+question sees on its way through the layers, and which layers' attention is averaged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from fused_kv_llm.errors import FusedKVError
+
+from .base import Probe, View, top_positions
+
+__all__ = ["FUSIONRAG", "MIDDLE_LAYERS", "PROPHETKV", "QueryAttention"]
+
+
+@dataclass(frozen=True, slots=True)
+class QueryAttention:
+    """Take the tokens with the highest mean question-to-token attention.
+
+    Scores are softmax weights with the full denominator over header, chunks and question, at true positions,
+    averaged over the question's tokens, the heads and the chosen layers; the budget is one global top-k.
+
+    Parameters
+    ----------
+    name : str
+        Name under which the preset is chosen and reported.
+    layers : {"last", "all", "middle"} or tuple of int
+        Layers whose attention counts.
+    full_context : bool
+        Whether the question attends to the chunks' stored KV in the probe.
+    """
+
+    name: str
+    layers: Literal["last", "all", "middle"] | tuple[int, ...]
+    full_context: bool = False
+
+    def view(self, num_layers: int) -> View:
+        """Return the layers to look at in a model of `num_layers` layers."""
+        if isinstance(self.layers, tuple):
+            layers = tuple(sorted({layer % num_layers for layer in self.layers}))
+        elif self.layers == "last":
+            layers = (num_layers - 1,)
+        elif self.layers == "all":
+            layers = tuple(range(num_layers))
+        else:
+            first = max(0, num_layers // 2 - 2)
+            layers = tuple(range(first, min(first + 4, num_layers)))
+        return View(layers=layers, full_context=self.full_context)
+
+    def select(self, probe: Probe, budget: int) -> Tensor:
+        """Return the `budget` positions with the highest scores.
+
+        Raises
+        ------
+        FusedKVError
+            If the probe carries no scores, which is a fault of the caller.
+        """
+        if probe.scores is None:
+            raise FusedKVError(f"The selector {self.name!r} needs question attention scores, but the probe has none.")
+        return top_positions(probe.positions, probe.scores, budget)
+
+
+FUSIONRAG = QueryAttention("fusionrag", layers="last")
+"""FusionRAG section 3.2: the question alone is prefilled, its last layer's queries score the chunks."""
+
+PROPHETKV = QueryAttention("prophetkv", layers="all", full_context=True)
+"""ProphetKV as QCFuse section 3.1 describes it: the question attends to the full context, all layers count."""
+
+MIDDLE_LAYERS = QueryAttention("middle_layers", layers="middle")
+"""Four middle layers, where QCFuse section 3.3 finds most critical layers; the probe stops after them."""

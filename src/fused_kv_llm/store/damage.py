@@ -1,0 +1,74 @@
+"""What happens to a chunk whose file or row cannot be used: it is taken out of the way, with one warning."""
+
+from __future__ import annotations
+
+import warnings
+
+from fused_kv_llm.errors import FusedKVWarning, StoreError
+from fused_kv_llm.store.index import ChunkIndex
+from fused_kv_llm.store.layout import StoreFolder
+from fused_kv_llm.store.reader import ChunkReader
+
+__all__ = ["DamageControl", "warn"]
+
+_IGNORED = "is ignored until the store is opened again"
+
+
+class DamageControl:
+    """Takes damaged chunks out of a store.
+
+    Parameters
+    ----------
+    folder, index, reader : StoreFolder, ChunkIndex, ChunkReader
+        The parts of the store that know the chunk.
+    read_only : bool
+        Move and drop nothing, just stop using the chunk.
+    """
+
+    def __init__(
+        self, folder: StoreFolder, index: ChunkIndex, reader: ChunkReader, *, read_only: bool
+    ) -> None:
+        self._folder = folder
+        self._index = index
+        self._reader = reader
+        self._read_only = read_only
+        # Damaged chunks that could not be moved away.
+        self.ignored: set[str] = set()
+
+    def discard(self, key: str, reason: str) -> bool:
+        """Take a chunk out of the store and warn; returns False, silently, if there was nothing."""
+        path = self._folder.chunk_path(key)
+        self._reader.forget(key)
+        try:
+            done = self._ignore(key) if self._read_only else self._quarantine(key)
+        except StoreError as error:
+            self.ignored.add(key)
+            done = f"it could not be moved away ({error}) and {_IGNORED}"
+        if done is None:
+            return False
+        warn(
+            f"The stored KV of chunk {key} ({path}) cannot be used: {reason}; {done}. It is computed afresh."
+        )
+        return True
+
+    def _quarantine(self, key: str) -> str | None:
+        """Move a chunk's file and drop its row; return what was done, None if there was nothing."""
+        with self._index.transaction():
+            dropped = self._index.remove([key])
+            moved = self._folder.quarantine(key)
+        if moved is not None:
+            return f"it was moved to {moved} and its row was dropped"
+        return "its row was dropped" if dropped else None
+
+    def _ignore(self, key: str) -> str | None:
+        """Stop using a chunk that may not be moved; return what was done, None if there was nothing."""
+        if key in self.ignored or not (self._folder.has(key) or self._index.present([key])):
+            return None
+        self.ignored.add(key)
+        return f"the store is read-only, so it was left where it is and {_IGNORED}"
+
+
+def warn(message: str) -> None:
+    """Emit a ``FusedKVWarning``."""
+    # Seen from here: DamageControl.discard, KVStore.discard, and then KVStore.open or the user.
+    warnings.warn(message, FusedKVWarning, stacklevel=4)

@@ -1,0 +1,206 @@
+"""SQLite as the store uses it: one connection per thread, several processes, every failure a store error."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from fused_kv_llm.errors import StoreError, StoreFullError, StoreUnavailableError
+
+__all__ = ["Database"]
+
+_BUSY_S = 30.0
+
+
+class Database:
+    """An SQLite file with a fixed schema; thread-safe, shared between processes.
+
+    Write-ahead logging lets one process ingest while others answer. SQLite's locks do not work on every
+    network file system; the file belongs on a local disk.
+
+    Parameters
+    ----------
+    path : Path
+        The file; created with mode 0600 unless ``read_only``.
+    schema : sequence of str
+        The ``CREATE`` statements of everything the file contains.
+    read_only : bool
+        Change nothing.
+
+    Raises
+    ------
+    StoreUnavailableError
+        The file is damaged, has another schema, or cannot be opened.
+    """
+
+    def __init__(self, path: Path, schema: Sequence[str], *, read_only: bool) -> None:
+        self._path = path
+        self._read_only = read_only
+        self._local = threading.local()
+        # A connection must not cross a fork, so each remembers the process that opened it.
+        self._connections: dict[tuple[int, threading.Thread], sqlite3.Connection] = {}
+        self._writing = threading.Lock()
+        self._changed = threading.Condition()
+        self._active = 0
+        self._closed = False
+        if not read_only:
+            self._create_file()
+        try:
+            with self.connection() as connection:
+                if not read_only:
+                    _create(connection, schema)
+                self._check_schema(connection, schema)
+        except BaseException:
+            self.close()
+            raise
+
+    @contextmanager
+    def connection(self) -> Iterator[sqlite3.Connection]:
+        """Give this thread's connection, in autocommit mode.
+
+        Raises
+        ------
+        StoreUnavailableError
+            The file is damaged, locked for too long, not writable, or closed.
+        StoreFullError
+            The disk is full.
+        """
+        with self._changed:
+            if self._closed:
+                raise StoreUnavailableError("The chunk-KV store was closed. Open a new KVStore.")
+            self._active += 1
+        try:
+            if getattr(self._local, "pid", None) != os.getpid():
+                self._local.connection, self._local.pid = self._connect(), os.getpid()
+            yield self._local.connection
+        except sqlite3.Error as error:
+            raise self.error(error) from error
+        finally:
+            with self._changed:
+                self._active -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Let nobody else write, in any process; what this thread writes inside takes effect at the end or not.
+
+        Raises
+        ------
+        StoreUnavailableError, StoreFullError
+            As ``connection``.
+        """
+        # Threads queue at the lock, because SQLite itself polls with growing pauses.
+        with self._writing, self.connection() as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                connection.execute("COMMIT")
+            except BaseException:
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+                raise
+
+    def error(self, error: Exception) -> StoreError:
+        """Return the store's error for one of SQLite's, or for content that makes no sense."""
+        text = str(error)
+        if "is full" in text:
+            return StoreFullError(f"There is no room for the index {self._path}: {text}. Free space.")
+        if "locked" in text:
+            return StoreUnavailableError(
+                f"Another process kept {self._path} locked for over {_BUSY_S:.0f} s. Wait for it, or end it."
+            )
+        if "unable to open" in text or "readonly" in text:
+            return StoreUnavailableError(
+                f"{self._path} cannot be opened: {text}. Check its permissions and those of its folder, "
+                "or open the store with read_only=True."
+            )
+        return StoreUnavailableError(f"The index {self._path} is damaged: {text}. {self._how_to_reset()}")
+
+    def close(self) -> None:
+        """Close every thread's connection, after calls in flight have ended."""
+        with self._changed:
+            self._closed = True
+            self._changed.wait_for(lambda: self._active == 0, timeout=_BUSY_S)
+            for (pid, _), connection in self._connections.items():
+                if pid == os.getpid():
+                    connection.close()
+            self._connections.clear()
+
+    def _create_file(self) -> None:
+        try:
+            # SQLite gives the write-ahead log the permissions of the file, so they are set here, once.
+            with suppress(FileExistsError):
+                os.close(os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
+        except OSError as error:
+            raise StoreUnavailableError(
+                f"The index {self._path} cannot be created: {error}. Set kv_dir to a folder that you "
+                "may write."
+            ) from error
+
+    def _connect(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(
+            self._uri(), uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
+        )
+        try:
+            # The file may come from elsewhere: nothing in its schema may call functions.
+            connection.execute("PRAGMA trusted_schema = OFF")
+            if not self._read_only:
+                connection.execute("PRAGMA synchronous = NORMAL")
+        except BaseException:
+            connection.close()
+            raise
+        with self._changed:
+            for pid, thread in list(self._connections):
+                if pid == os.getpid() and not thread.is_alive():
+                    self._connections.pop((pid, thread)).close()
+            self._connections[os.getpid(), threading.current_thread()] = connection
+        return connection
+
+    def _uri(self) -> str:
+        uri = self._path.absolute().as_uri()
+        if not self._read_only:
+            return f"{uri}?mode=rw"
+        # On a read-only disk SQLite cannot make the shared memory that a write-ahead log needs; without a
+        # log there is nothing to share.
+        log = self._path.with_name(self._path.name + "-wal")
+        if not os.access(self._path.parent, os.W_OK) and not log.exists():
+            return f"{uri}?mode=ro&immutable=1"
+        return f"{uri}?mode=ro"
+
+    def _check_schema(self, connection: sqlite3.Connection, schema: Sequence[str]) -> None:
+        # Also keeps triggers and look-alike tables out.
+        query = "SELECT sql FROM sqlite_master WHERE substr(name, 1, 7) != 'sqlite_'"
+        if {row[0] for row in connection.execute(query)} != set(schema):
+            raise StoreUnavailableError(
+                f"{self._path} is not an index of this release of fused-kv-llm. {self._how_to_reset()}"
+            )
+
+    def _how_to_reset(self) -> str:
+        name = self._path.name
+        return (
+            f"Delete {name}, {name}-wal and {name}-shm in {self._path.parent} and build the KV cache again, "
+            "or set kv_dir to another folder."
+        )
+
+
+def _create(connection: sqlite3.Connection, schema: Sequence[str]) -> None:
+    deadline = time.monotonic() + _BUSY_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            break
+        except sqlite3.OperationalError as error:
+            # SQLite does not wait by itself when two processes create the file at the same moment.
+            if "locked" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+    connection.execute("BEGIN IMMEDIATE")
+    with connection:
+        if not connection.execute("SELECT 1 FROM sqlite_master").fetchone():
+            for statement in schema:
+                connection.execute(statement)

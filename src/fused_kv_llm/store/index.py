@@ -1,0 +1,197 @@
+"""The store's index: which chunks there are.
+
+Nothing in the index is trusted to be safe: a key from it becomes part of a path only after
+``layout.check_key``, and a chunk's token ids are compared with its file's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fused_kv_llm.chunk import ContentHash
+from fused_kv_llm.store.database import Database
+
+__all__ = ["ChunkIndex", "ChunkRow", "ContentRows"]
+
+_BATCH = 500
+_HEX_KEY = "length(key) = 64 AND key NOT GLOB '*[^0-9a-f]*'"
+_SCHEMA = (
+    f"""CREATE TABLE chunks (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    key TEXT NOT NULL UNIQUE CHECK ({_HEX_KEY}),
+    identity TEXT NOT NULL,
+    position INTEGER NOT NULL,
+    nbytes INTEGER NOT NULL,
+    num_tokens INTEGER NOT NULL,
+    prefix_hash INTEGER NOT NULL,
+    full_hash INTEGER NOT NULL,
+    length INTEGER NOT NULL,
+    text TEXT NOT NULL,
+    token_ids BLOB NOT NULL
+) STRICT""",
+    # Covers content_rows() and totals(), so that neither walks over the texts.
+    """CREATE INDEX chunks_content ON chunks
+    (identity, id, prefix_hash, full_hash, length, key, num_tokens, nbytes)""",
+)
+_INSERT = """INSERT INTO chunks
+    (key, identity, position, nbytes, num_tokens, prefix_hash, full_hash, length, text, token_ids)
+    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRow:
+    """What the index knows about a chunk.
+
+    Parameters
+    ----------
+    key : str
+        The chunk's key.
+    identity : str
+        Digest of the identity for which the KV is valid.
+    text : str
+        The chunk's text.
+    token_ids : tuple of int
+        The chunk's stand-alone token ids.
+    position : int
+        Position of the first token when the chunk was prefilled.
+    nbytes : int
+        Size of the chunk's file.
+    """
+
+    key: str
+    identity: str
+    text: str
+    token_ids: tuple[int, ...]
+    position: int
+    nbytes: int
+
+
+class ContentRows(NamedTuple):
+    """Content hashes of many chunks, one entry per chunk, ascending by ``rowid``.
+
+    Parameters
+    ----------
+    rowid : numpy.ndarray
+        int64; grows with every chunk that is added to the store, never reused.
+    prefix, full : numpy.ndarray
+        uint64 hashes of the beginning and of the whole of the text.
+    length : numpy.ndarray
+        int64 length of the text in characters.
+    """
+
+    rowid: npt.NDArray[np.int64]
+    prefix: npt.NDArray[np.uint64]
+    full: npt.NDArray[np.uint64]
+    length: npt.NDArray[np.int64]
+
+
+class ChunkIndex:
+    """The index file of a store; thread-safe and shared between processes.
+
+    Parameters
+    ----------
+    path : Path
+        The SQLite file; created unless ``read_only``.
+    read_only : bool
+        Change nothing.
+
+    Raises
+    ------
+    StoreUnavailableError
+        The file is damaged, is not such an index, or cannot be opened.
+    """
+
+    def __init__(self, path: Path, *, read_only: bool) -> None:
+        self._database = Database(path, _SCHEMA, read_only=read_only)
+
+    def transaction(self) -> AbstractContextManager[None]:
+        """Let nobody else write, in any process; a chunk's file and its row change together in here."""
+        return self._database.transaction()
+
+    def add(self, row: ChunkRow, content: ContentHash) -> None:
+        """Add a chunk that has no row; inside a transaction that made sure of that."""
+        hashes = _signed(content.prefix), _signed(content.full), content.length
+        place = row.position, row.nbytes, len(row.token_ids)
+        blob = np.array(row.token_ids, dtype="<i4").tobytes()
+        with self._database.connection() as connection:
+            connection.execute(_INSERT, (row.key, row.identity, *place, *hashes, row.text, blob))
+
+    def present(self, keys: Iterable[str]) -> set[str]:
+        """Return those keys that have a row."""
+        return {row[0] for row in self._select("key", list(keys))}
+
+    def rows(self, keys: Iterable[str]) -> tuple[dict[str, ChunkRow], list[str]]:
+        """Return the rows of those keys that have one, and the keys of rows that cannot be understood."""
+        rows: dict[str, ChunkRow] = {}
+        damaged: list[str] = []
+        columns = "key, identity, CAST(text AS BLOB), token_ids, position, nbytes"
+        for found in self._select(columns, list(keys)):
+            row = _decode(found)
+            if row is None:
+                damaged.append(found[0])
+            else:
+                rows[row.key] = row
+        return rows, damaged
+
+    def content_rows(self, identity: str, after_rowid: int) -> tuple[ContentRows, list[str]]:
+        """Return content hashes and keys of one identity's chunks with a greater ``rowid``, ascending."""
+        with self._database.connection() as connection:
+            found = connection.execute(
+                "SELECT id, prefix_hash, full_hash, length, key FROM chunks "
+                f"WHERE identity = ? AND id > ? AND {_HEX_KEY} ORDER BY id",
+                (identity, after_rowid),
+            ).fetchall()
+        try:
+            table = np.array([row[:4] for row in found], dtype=np.int64).reshape(-1, 4).T.copy()
+        except (ValueError, TypeError) as error:
+            raise self._database.error(error) from error
+        rows = ContentRows(table[0], table[1].view(np.uint64), table[2].view(np.uint64), table[3])
+        return rows, [row[4] for row in found]
+
+    def remove(self, keys: Iterable[str]) -> set[str]:
+        """Delete rows; returns the keys that had one."""
+        delete = "DELETE FROM chunks WHERE key = ?"
+        with self._database.connection() as connection:
+            return {key for key in keys if connection.execute(delete, (key,)).rowcount == 1}
+
+    def totals(self) -> list[tuple[str, int, int, int]]:
+        """Return identity, number of chunks, tokens and file bytes, for every identity."""
+        with self._database.connection() as connection:
+            return connection.execute(
+                "SELECT identity, count(*), sum(num_tokens), sum(nbytes) FROM chunks GROUP BY identity"
+            ).fetchall()
+
+    def close(self) -> None:
+        """Close the index, after calls in flight have ended."""
+        self._database.close()
+
+    def _select(self, columns: str, keys: Sequence[str]) -> Iterator[tuple[Any, ...]]:
+        found: list[tuple[Any, ...]] = []
+        with self._database.connection() as connection:
+            for start in range(0, len(keys), _BATCH):
+                batch = keys[start : start + _BATCH]
+                marks = ",".join("?" * len(batch))
+                query = f"SELECT {columns} FROM chunks WHERE key IN ({marks})"
+                found += connection.execute(query, batch).fetchall()
+        return iter(found)
+
+
+def _decode(columns: tuple[Any, ...]) -> ChunkRow | None:
+    key, identity, text, ids, position, nbytes = columns
+    try:
+        token_ids = tuple(np.frombuffer(ids, dtype="<i4").tolist())
+        return ChunkRow(key, identity, text.decode(), token_ids, position, nbytes)
+    except (ValueError, TypeError, AttributeError):
+        return None
+
+
+def _signed(number: int) -> int:
+    """Map an unsigned 64-bit number to the signed one with the same bits, which SQLite can hold."""
+    return number - (1 << 64) if number >= 1 << 63 else number

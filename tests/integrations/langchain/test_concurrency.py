@@ -1,0 +1,63 @@
+"""One LLM used from several threads and tasks at once."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+from langchain_fused_kv import FusedKVLLM
+
+
+def test_threads_get_the_answers_they_get_alone(llm: FusedKVLLM, prompts: list[str]) -> None:
+    alone = [llm.invoke(prompt) for prompt in prompts]
+    assert len(set(alone)) > 1
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(llm.invoke, prompts * 2))
+    assert together == alone * 2
+
+
+def test_streams_in_threads_get_the_answers_they_get_alone(llm: FusedKVLLM, prompts: list[str]) -> None:
+    alone = [llm.invoke(prompt) for prompt in prompts]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda prompt: "".join(llm.stream(prompt)), prompts))
+    assert together == alone
+
+
+def test_each_result_carries_its_own_report(llm: FusedKVLLM, prompts: list[str]) -> None:
+    ratios = [0.0, 0.25, 0.5, 1.0]
+
+    def used(prompt: str, ratio: float) -> tuple[float, int]:
+        info = llm.generate([prompt], recompute_ratio=ratio).generations[0][0].generation_info
+        assert info is not None
+        return info["fused_kv"]["recompute_ratio"], info["fused_kv"]["chunks_found"]
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(used, prompts, ratios)) == [(ratio, 2) for ratio in ratios]
+
+
+def test_batch_and_abatch(llm: FusedKVLLM, prompts: list[str]) -> None:
+    alone = [llm.invoke(prompt) for prompt in prompts[:2]]
+    assert llm.batch(prompts[:2]) == alone
+    assert asyncio.run(llm.abatch(prompts[:2])) == alone
+
+
+def test_async_calls_do_not_block_the_loop(llm: FusedKVLLM, prompts: list[str]) -> None:
+    async def main() -> tuple[list[str], str, int]:
+        ticks = 0
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                await asyncio.sleep(0.005)
+                ticks += 1
+
+        ticking = asyncio.create_task(tick())
+        answers = await asyncio.gather(*(llm.ainvoke(prompt) for prompt in prompts))
+        streamed = "".join([piece async for piece in llm.astream(prompts[0])])
+        ticking.cancel()
+        return list(answers), streamed, ticks
+
+    answers, streamed, ticks = asyncio.run(main())
+    assert answers == [llm.invoke(prompt) for prompt in prompts]
+    assert streamed == answers[0]
+    assert ticks > 5

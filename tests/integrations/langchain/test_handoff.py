@@ -1,0 +1,114 @@
+"""The hand-off from retriever to LLM, without a model."""
+
+from __future__ import annotations
+
+import json
+from threading import Thread
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from langchain_fused_kv.handoff import RetrievalLog, explain_mismatch
+
+A = 'The ferry leaves at nine.\nIt is called "Aldebaran" & carries <412> people.'
+B = "Route 2 leads to Skeldra harbour, where the breakwater is 310 metres long and the quay is narrow."
+
+
+def test_a_prompt_that_contains_everything_is_fine() -> None:
+    log = RetrievalLog()
+    log.add([A, f"  {B}\n"])
+    check = log.check(f"Context:\n{A}\n\n{B}\n\nQuestion?")
+    assert (check.unmatched, check.explanation) == ([], None)
+
+
+def test_missing_ones_are_listed_but_not_explained_while_others_are_there() -> None:
+    log = RetrievalLog()
+    log.add([A, B])
+    check = log.check(f"{A}\nQuestion?")
+    assert check.unmatched == [B[:80]]
+    assert check.explanation is None
+
+
+def test_a_prompt_without_any_is_explained_once() -> None:
+    log = RetrievalLog()
+    log.add([A, B])
+    assert log.check("Rephrase the question").explanation is not None
+    assert log.check("Rephrase the question").explanation is None
+
+
+def test_nothing_retrieved_means_nothing_to_say() -> None:
+    log = RetrievalLog()
+    log.add([])
+    log.add(["", "  \n"])
+    assert log.check("Hello").explanation is None
+
+
+def test_a_settled_retrieval_does_not_disturb_a_later_call_without_chunks() -> None:
+    log = RetrievalLog()
+    log.add([A])
+    log.check(f"{A} Question?")
+    assert log.check("Rephrase: and how long?").explanation is None
+
+
+def test_prompts_of_a_batch_find_their_own_retrieval_although_they_share_texts() -> None:
+    texts = [f"Passage {letter} is long enough to be found in a prompt." for letter in "abcd"]
+    log = RetrievalLog()
+    retrievals = [texts[0:3], texts[1:4], [texts[0], texts[3]]]
+    for retrieved in retrievals:
+        log.add(retrieved)
+    for retrieved in retrievals:
+        check = log.check("\n\n".join(retrieved))
+        assert (check.unmatched, check.explanation) == ([], None)
+
+
+def test_old_retrievals_are_forgotten() -> None:
+    log = RetrievalLog(limit=2)
+    for number in range(5):
+        log.add([f"text number {number}"])
+    assert log.check("text number 3 text number 4").unmatched == []
+    assert log.check("nothing of that").explanation is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        (f"Context: {[A]}", "line breaks escaped"),
+        (json.dumps({"context": A}), "line breaks escaped"),
+        (A.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;").replace(">", "&gt;"), "mustache"),
+        (" ".join(A.split()), "white space"),
+        (f"{B[:60]}...", "shorten"),
+        ("Hello", "likely causes"),
+    ],
+)
+def test_the_cause_is_recognised(prompt: str, words: str) -> None:
+    assert words in explain_mismatch(prompt, [A, B])
+
+
+@given(st.lists(st.lists(st.text(min_size=1, max_size=12), min_size=1, max_size=4), max_size=5))
+def test_verbatim_prompts_never_raise_an_alarm(retrievals: list[list[str]]) -> None:
+    log = RetrievalLog()
+    for retrieved in retrievals:
+        log.add(retrieved)
+    for retrieved in retrievals:
+        check = log.check("|".join(retrieved))
+        assert check.explanation is None
+
+
+def test_many_threads() -> None:
+    log = RetrievalLog(limit=1000)
+    explained: list[str] = []
+
+    def work(number: int) -> None:
+        for step in range(50):
+            text = f"passage {number}/{step}."
+            log.add([text])
+            check = log.check(f"Context: {text} Question?")
+            if check.unmatched:
+                explained.extend(check.unmatched)
+
+    threads = [Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert explained == []

@@ -1,0 +1,84 @@
+"""Row attention against its reference, and the plan's refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fused_kv_kernels import RowPlan, row_attention
+from fused_kv_kernels.reference import row_attention_reference
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+
+
+def _case(batch: int, q_heads: int, kv_heads: int, dim: int, num_keys: int, rows: list[int], dtype: torch.dtype, seed: int = 0):
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(batch, q_heads, len(rows), dim, generator=generator).to(dtype)
+    k = torch.randn(batch, kv_heads, num_keys, dim, generator=generator).to(dtype)
+    v = torch.randn(batch, kv_heads, num_keys, dim, generator=generator).to(dtype)
+    return q, k, v, torch.tensor(rows, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(
+    "rows",
+    [[0], [299], [0, 299], list(range(300)), list(range(5)), list(range(290, 300)), list(range(0, 300, 7))],
+    ids=["first", "last", "ends", "dense", "first_block", "tail", "scattered"],
+)
+@pytest.mark.parametrize(("q_heads", "kv_heads", "batch"), [(9, 3, 1), (4, 4, 2), (8, 1, 3)])
+def test_row_attention_equals_reference(
+    dtype: torch.dtype, rows: list[int], q_heads: int, kv_heads: int, batch: int
+) -> None:
+    q, k, v, positions = _case(batch, q_heads, kv_heads, 64, 300, rows, dtype)
+    got = row_attention(q, k, v, RowPlan(positions, 300), 64**-0.5)
+    want = row_attention_reference(q.float(), k.float(), v.float(), positions, 64**-0.5)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.float(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    num_keys=st.integers(1, 200),
+    data=st.data(),
+    groups=st.sampled_from([1, 2, 3, 7]),
+    dim=st.sampled_from([8, 64, 80]),
+    block=st.sampled_from([1, 16, 64]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_any_rows_any_block(num_keys: int, data: st.DataObject, groups: int, dim: int, block: int, dtype: torch.dtype) -> None:
+    rows = sorted(data.draw(st.sets(st.integers(0, num_keys - 1), min_size=1)))
+    q, k, v, positions = _case(1, 2 * groups, 2, dim, num_keys, rows, dtype)
+    got = row_attention(q, k, v, RowPlan(positions, num_keys, block), dim**-0.5)
+    want = row_attention_reference(q.float(), k.float(), v.float(), positions, dim**-0.5)
+    torch.testing.assert_close(got.float(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def test_keys_after_a_row_are_never_seen() -> None:
+    rows = [3, 40, 41, 90]
+    q, k, v, positions = _case(1, 3, 1, 16, 100, rows, torch.float32)
+    for number, row in enumerate(rows):
+        k2, v2 = k.clone(), v.clone()
+        k2[:, :, row + 1 :] = 1e3
+        v2[:, :, row + 1 :] = float("nan")
+        masked_rows = positions[: number + 1]
+        got = row_attention(q[:, :, : number + 1], k2[:, :, : row + 1], v2[:, :, : row + 1], RowPlan(masked_rows, row + 1), 0.25)
+        want = row_attention(q, k, v, RowPlan(positions, 100), 0.25)[:, :, : number + 1]
+        torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-6)
+
+
+def test_no_rows_give_an_empty_output() -> None:
+    q, k, v, _ = _case(1, 3, 1, 16, 10, [], torch.float32)
+    assert row_attention(q, k, v, RowPlan(torch.empty(0, dtype=torch.int64), 10), 1.0).shape == (1, 3, 0, 16)
+
+
+@pytest.mark.parametrize("rows", [[1, 1], [2, 1], [-1, 3], [3, 10]], ids=["duplicate", "descending", "negative", "beyond"])
+def test_plan_refuses_positions(rows: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"ascending|outside"):
+        RowPlan(torch.tensor(rows), 10)
+
+
+def test_shapes_must_fit_the_plan() -> None:
+    q, k, v, _ = _case(1, 3, 1, 16, 10, [1, 2], torch.float32)
+    with pytest.raises(ValueError, match="2 rows and k 10 keys"):
+        row_attention(q, k, v, RowPlan(torch.tensor([1]), 10), 1.0)

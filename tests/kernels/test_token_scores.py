@@ -1,0 +1,36 @@
+"""Token scores against their reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fused_kv_kernels import token_scores
+from fused_kv_kernels.reference import token_scores_reference
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+@settings(max_examples=40, deadline=None)
+@given(num_keys=st.integers(1, 120), data=st.data(), groups=st.sampled_from([1, 3]))
+def test_equals_reference(num_keys: int, data: st.DataObject, groups: int) -> None:
+    rows = sorted(data.draw(st.sets(st.integers(0, num_keys - 1), min_size=1, max_size=20)))
+    generator = torch.Generator().manual_seed(num_keys)
+    q = torch.randn(2 * groups, len(rows), 16, generator=generator)
+    k = torch.randn(2, num_keys, 16, generator=generator)
+    positions = torch.tensor(rows)
+    got = token_scores(q, k, positions, 0.25)
+    torch.testing.assert_close(got, token_scores_reference(q, k, positions, 0.25), atol=1e-6, rtol=1e-5)
+    assert got.sum().item() == pytest.approx(1.0, abs=1e-5)
+
+
+def test_a_token_that_the_question_looks_for_wins() -> None:
+    k = torch.nn.functional.normalize(torch.randn(1, 50, 32, generator=torch.Generator().manual_seed(0)), dim=-1)
+    q = 20 * k[:, 17:18].expand(4, 3, 32)
+    scores = token_scores(q, k, torch.tensor([47, 48, 49]), 1.0)
+    assert int(scores.argmax()) == 17
+
+
+def test_future_keys_score_nothing() -> None:
+    q, k = torch.randn(2, 1, 8), torch.randn(1, 10, 8)
+    scores = token_scores(q, k, torch.tensor([4]), 1.0)
+    assert torch.equal(scores[5:], torch.zeros(5))

@@ -1,0 +1,90 @@
+"""An index from elsewhere can make the store miss, but not read or write where it should not."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+
+import pytest
+
+from fused_kv_llm.errors import StoreUnavailableError
+from fused_kv_llm.store import KVStore
+
+
+def tamper(kv_dir, *statements):
+    connection = sqlite3.connect(kv_dir / "index.sqlite", isolation_level=None)
+    for statement in statements:
+        connection.execute(statement)
+    connection.close()
+
+
+def test_keys_that_are_paths_are_never_given_out(kv_dir, make_chunk):
+    chunk, other = make_chunk(1), make_chunk(2)
+    with KVStore(kv_dir) as store:
+        chunk.put(store)
+        other.put(store)
+    tamper(
+        kv_dir,
+        "PRAGMA ignore_check_constraints = ON",
+        f"UPDATE chunks SET key = '../../../../../../etc/{'x' * 43}' WHERE key = '{other.key}'",
+    )
+    with KVStore(kv_dir) as store:
+        rows, keys = store.content_rows(chunk.identity)
+        assert keys == [chunk.key]
+        assert len(rows.rowid) == 1
+
+
+def test_the_index_itself_refuses_such_keys(kv_dir, make_chunk):
+    chunk = make_chunk()
+    with KVStore(kv_dir) as store:
+        chunk.put(store)
+    with pytest.raises(sqlite3.IntegrityError):
+        tamper(kv_dir, "UPDATE chunks SET key = '../x'")
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "CREATE TRIGGER t AFTER INSERT ON chunks BEGIN DELETE FROM chunks; END",
+        "ALTER TABLE chunks ADD COLUMN more TEXT",
+        "DROP INDEX chunks_content",
+        "CREATE VIEW v AS SELECT 1",
+    ],
+)
+def test_other_schemas_are_refused(kv_dir, statement):
+    KVStore(kv_dir).close()
+    tamper(kv_dir, statement)
+    with pytest.raises(StoreUnavailableError, match=r"not an index of this release.*Delete index.sqlite"):
+        KVStore(kv_dir)
+
+
+def test_somebody_elses_database_is_left_alone(kv_dir):
+    kv_dir.mkdir()
+    tamper(kv_dir, "CREATE TABLE theirs (a)", "INSERT INTO theirs VALUES (1)")
+    with pytest.raises(StoreUnavailableError, match="not an index"):
+        KVStore(kv_dir)
+    connection = sqlite3.connect(kv_dir / "index.sqlite")
+    assert connection.execute("SELECT a FROM theirs").fetchall() == [(1,)]
+    assert len(connection.execute("SELECT * FROM sqlite_master").fetchall()) == 1
+    connection.close()
+
+
+def test_altered_token_ids_in_the_index_do_not_hit(kv_dir, make_chunk):
+    chunk = make_chunk()
+    with KVStore(kv_dir) as store:
+        chunk.put(store)
+        tamper(kv_dir, "UPDATE chunks SET token_ids = x'01000000020000000300000004000000050000'||x'00'")
+        tamper(kv_dir, "UPDATE chunks SET token_ids = CAST(token_ids AS BLOB)")
+        row = store.rows([chunk.key])[chunk.key]
+        assert row.token_ids == (1, 2, 3, 4, 5)
+        with pytest.warns(match="token ids"):
+            assert store.open(chunk.key, row.token_ids) is None
+
+
+def test_connections_of_ended_threads_are_closed(store, make_chunk):
+    make_chunk().put(store)
+    for _ in range(20):
+        thread = threading.Thread(target=store.stats)
+        thread.start()
+        thread.join()
+    assert len(store._index._database._connections) <= 2

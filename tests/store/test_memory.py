@@ -1,0 +1,152 @@
+"""The memory tier keeps what was read completely, within its budget, least recently used out first."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fused_kv_llm.chunk import ContentHash
+from fused_kv_llm.errors import ConfigError
+from fused_kv_llm.store import KVStore
+from fused_kv_llm.store.header import ChunkHeader
+from fused_kv_llm.store.memory import MemoryTier, ResidentChunk
+
+
+def resident(name: str, tokens: int) -> ResidentChunk:
+    shape = (1, 1, tokens, 1)
+    header = ChunkHeader(
+        name, "", "", ContentHash(0, 0, 0), (0,) * tokens, 0, torch.float32, shape, ("",), ("",), 0
+    )
+    return ResidentChunk(header, torch.zeros(shape), torch.zeros(shape))
+
+
+def test_chunk_is_promoted_when_all_layers_were_read_and_not_copied(store, make_chunk):
+    chunk = make_chunk()
+    chunk.put(store)
+    with chunk.open(store) as stored:
+        first, _ = stored.read_layers(0, 1)
+        assert store.stats().memory_chunks == 0
+        stored.read_layers(1, 3)
+    assert store.stats().memory_bytes == chunk.kv.nbytes
+    with chunk.open(store) as stored:
+        assert stored.tier == "memory"
+        assert (stored.num_layers, stored.num_tokens, stored.position) == (3, 5, 7)
+        keys, values = stored.read_layers(0, 3)
+    assert keys.data_ptr() == first.data_ptr()
+    assert torch.equal(keys, chunk.kv.keys)
+    assert torch.equal(values, chunk.kv.values)
+
+
+def test_memory_hit_touches_no_file(store, kv_dir, make_chunk):
+    chunk = make_chunk()
+    chunk.put(store)
+    chunk.open(store).read_layers(0, 3)
+    chunk.path(kv_dir).unlink()
+    assert torch.equal(chunk.open(store).read_layers(1, 2)[0], chunk.kv.keys[1:2])
+
+
+def test_drop_memory(store, make_chunk):
+    chunk = make_chunk()
+    chunk.put(store)
+    pending = chunk.open(store)
+    pending.read_layers(0, 2)
+    store.drop_memory()
+    pending.read_layers(2, 3)
+    assert store.stats().memory_chunks == 0
+    assert chunk.open(store).tier == "disk"
+
+
+def test_least_recently_used_goes_first(kv_dir, make_chunk):
+    chunks = [make_chunk(seed) for seed in range(3)]
+    with KVStore(kv_dir, memory_bytes=2 * chunks[0].kv.nbytes) as store:
+        for chunk in chunks:
+            chunk.put(store)
+        for chunk in (*chunks[:2], chunks[0], chunks[2]):
+            chunk.open(store).read_layers(0, 3)
+        assert [chunk.open(store).tier for chunk in chunks] == ["memory", "disk", "memory"]
+
+
+def test_evicted_chunk_lives_on_while_it_is_used(kv_dir, make_chunk):
+    one, two = make_chunk(1), make_chunk(2)
+    with KVStore(kv_dir, memory_bytes=one.kv.nbytes) as store:
+        one.put(store)
+        two.put(store)
+        stored = one.open(store)
+        stored.read_layers(0, 3)
+        two.open(store).read_layers(0, 3)
+        assert one.open(store).tier == "disk"
+        assert torch.equal(stored.read_layers(0, 3)[0], one.kv.keys)
+
+
+@pytest.mark.parametrize("budget", [0, 1])
+def test_budget_too_small_disables_the_tier(kv_dir, make_chunk, budget):
+    chunk = make_chunk()
+    with KVStore(kv_dir, memory_bytes=budget) as store:
+        chunk.put(store)
+        for _ in range(2):
+            with chunk.open(store) as stored:
+                assert stored.tier == "disk"
+                assert torch.equal(stored.read_layers(0, 3)[0], chunk.kv.keys)
+        assert store.stats().memory_bytes == 0
+
+
+def test_negative_budget(kv_dir):
+    with pytest.raises(ConfigError, match="-1"):
+        KVStore(kv_dir, memory_bytes=-1)
+    assert not kv_dir.exists()
+
+
+@given(
+    budget=st.integers(0, 200),
+    steps=st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(1, 12), st.booleans()), max_size=40),
+)
+def test_tier_behaves_like_a_list_ordered_by_use(budget, steps):
+    tier = MemoryTier(budget)
+    model: list[tuple[str, int]] = []
+    for name, tokens, is_put in steps:
+        nbytes = 8 * tokens
+        if is_put:
+            taken = tier.put(resident(name, tokens))
+            assert taken == (nbytes <= budget)
+            if taken:
+                model = [entry for entry in model if entry[0] != name]
+                while sum(size for _, size in model) + nbytes > budget:
+                    model.pop(0)
+                model.append((name, nbytes))
+        else:
+            entry = next((entry for entry in model if entry[0] == name), None)
+            assert (tier.get(name) is not None) == (entry is not None)
+            if entry is not None:
+                model.remove(entry)
+                model.append(entry)
+        assert tier.usage() == (len(model), sum(size for _, size in model))
+        assert tier.usage()[1] <= budget
+
+
+def test_budget_holds_under_threads():
+    tier = MemoryTier(400)
+
+    def work(seed: int) -> bool:
+        rng = random.Random(seed)
+        within = True
+        for _ in range(300):
+            name = rng.choice("abcdefgh")
+            action = rng.random()
+            if action < 0.6:
+                tier.put(resident(name, rng.randint(1, 20)))
+            elif action < 0.8:
+                tier.discard(name)
+            else:
+                tier.get(name)
+            within = within and tier.usage()[1] <= 400
+        return within
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(8)))
+    tier.clear()
+    assert tier.usage() == (0, 0)
