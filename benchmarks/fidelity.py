@@ -42,7 +42,9 @@ def read_questions(path: Path, count: int, num_passages: int) -> list[dict[str, 
     return questions
 
 
-def answer_log_probs(engine: FusedKVEngine, prompt: str, answer_ids: list[int], **options: Any) -> torch.Tensor:
+def answer_log_probs(
+    engine: FusedKVEngine, prompt: str, answer_ids: list[int], **options: Any
+) -> torch.Tensor:
     """Return log-probabilities ``[len(answer), vocabulary]`` before each token of the answer."""
     fused, _ = engine.prefill(prompt, max_tokens=len(answer_ids) + 1, **options)
     logits = fused.logits[None]
@@ -64,12 +66,16 @@ def bootstrap(values: list[float], baseline: list[float], rounds: int = 2000) ->
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--questions", type=int, default=60)
     parser.add_argument("--passages", type=int, default=5)
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.15])
-    parser.add_argument("--selectors", nargs="+", default=["random", "boundary", "fusionrag", "middle_layers", "prophetkv"])
+    parser.add_argument(
+        "--selectors", nargs="+", default=["random", "boundary", "fusionrag", "middle_layers", "prophetkv"]
+    )
     parser.add_argument("--dtype", default=None)
     parser.add_argument("--kv-dir", type=Path, default=None)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "fidelity_cpu.json")
@@ -91,7 +97,9 @@ def main() -> None:
             kl[name, ratio].append(float(kl_div(got, full, log_target=True, reduction="none").sum(-1).mean()))
             agree[name, ratio].append(float((got.argmax(-1) == full.argmax(-1)).float().mean()))
     baseline = kl["full_reuse", 0.0]
-    table = Table(title=f"{len(questions)} questions of {args.data.name}, {args.passages} passages, {engine.dtype}")
+    table = Table(
+        title=f"{len(questions)} questions of {args.data.name}, {args.passages} passages, {engine.dtype}"
+    )
     for column in ("selector", "ratio", "KL", "recovered", "95% interval", "top-1 agreement"):
         table.add_column(column, justify="left" if column == "selector" else "right")
     rows = []
@@ -107,7 +115,12 @@ def main() -> None:
         }
         rows.append(row)
         table.add_row(
-            name, f"{ratio:g}", f"{row['kl']:.4f}", f"{row['recovered']:.1%}", f"{low:.1%} to {high:.1%}", f"{row['top1_agreement']:.1%}"
+            name,
+            f"{ratio:g}",
+            f"{row['kl']:.4f}",
+            f"{row['recovered']:.1%}",
+            f"{low:.1%} to {high:.1%}",
+            f"{row['top1_agreement']:.1%}",
         )
     Console(width=110).print(table)
     result = {"environment": environment(), "dtype": engine.dtype, "questions": len(questions), "rows": rows}

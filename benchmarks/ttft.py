@@ -124,7 +124,11 @@ def measure_memory(engine: FusedKVEngine, prompt: str) -> dict[str, float]:
     before = reset_peak_rss()
     report = engine.generate(prompt, max_tokens=1).report
     kv = report.prompt_tokens * engine.loaded.geometry.kv_bytes_per_token(engine.loaded.dtype)
-    return {"kv_bytes": kv, "peak_extra_bytes": peak_rss_bytes() - before, "times_kv": (peak_rss_bytes() - before) / kv}
+    return {
+        "kv_bytes": kv,
+        "peak_extra_bytes": peak_rss_bytes() - before,
+        "times_kv": (peak_rss_bytes() - before) / kv,
+    }
 
 
 def print_table(rows: list[dict[str, Any]], title: str) -> None:
@@ -150,11 +154,25 @@ def draw(rows: list[dict[str, Any]], path: Path, title: str) -> None:
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     names = ["plain"] + [f"fused {ratio:g} warm" for ratio in reversed(RATIOS)]
     labels = {"plain": "plain transformers (SDPA)", "fused 0 warm": "fused, full reuse"}
-    for name, colour in zip(names, ["black", "#7f7f7f", "#d95f02", "#1b9e77", "#7570b3", "#e7298a"], strict=True):
+    for name, colour in zip(
+        names, ["black", "#7f7f7f", "#d95f02", "#1b9e77", "#7570b3", "#e7298a"], strict=True
+    ):
         points = sorted((r["prompt_tokens"], r["ttft_s"]) for r in rows if r["what"] == name)
         ratio = name.removeprefix("fused ").removesuffix(" warm")
-        axes.plot(*zip(*points, strict=True), marker="o", color=colour, label=labels.get(name, f"fused, ratio {ratio}"))
-        axes.annotate(f"{points[-1][1]:.2f} s", points[-1], xytext=(6, 0), textcoords="offset points", fontsize=8, va="center")
+        axes.plot(
+            *zip(*points, strict=True),
+            marker="o",
+            color=colour,
+            label=labels.get(name, f"fused, ratio {ratio}"),
+        )
+        axes.annotate(
+            f"{points[-1][1]:.2f} s",
+            points[-1],
+            xytext=(6, 0),
+            textcoords="offset points",
+            fontsize=8,
+            va="center",
+        )
     axes.set_yscale("log")
     axes.set_xlabel("prompt length (tokens)")
     axes.set_ylabel("time to first token (s, log scale)")
@@ -167,7 +185,9 @@ def draw(rows: list[dict[str, Any]], path: Path, title: str) -> None:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--lengths", type=int, nargs="+", default=[1000, 2000, 3600, 5000, 7000])
     parser.add_argument("--dtype", default=None)
     parser.add_argument("--selector", default="fusionrag")
@@ -178,7 +198,9 @@ def main() -> None:
     args.kv_dir = args.kv_dir or Path(tempfile.mkdtemp(prefix="fused-kv-bench-"))
     engine = FusedKVEngine("smollm2-135m", kv_dir=args.kv_dir, dtype=args.dtype, memory_bytes=4 * 2**30)
     folder = embedded_model_folder(next(iter(EMBEDDED_MODELS)))
-    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=engine.loaded.dtype, attn_implementation="sdpa").eval()
+    plain = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=engine.loaded.dtype, attn_implementation="sdpa"
+    ).eval()
     passages, question = handbook_passages(), handbook_questions()[0]["question"]
     print(engine.build_kv_cache(passages).summary())
     rows: list[dict[str, Any]] = []
@@ -186,10 +208,18 @@ def main() -> None:
         rows += measure(engine, plain, build_prompt(engine, passages, question, length), args)
     memory = measure_memory(engine, build_prompt(engine, passages, question, 3600))
     stamp = environment()
-    title = f"SmolLM2-135M, {engine.dtype}, {stamp['cores']} cores of {stamp['cpu']}, selector {args.selector}"
+    title = (
+        f"SmolLM2-135M, {engine.dtype}, {stamp['cores']} cores of {stamp['cpu']}, selector {args.selector}"
+    )
     print_table(rows, title)
     print(f"One request from disk: peak resident size {memory['times_kv']:.2f} x its KV above the model")
-    result = {"environment": stamp, "dtype": engine.dtype, "selector": args.selector, "rows": rows, "memory": memory}
+    result = {
+        "environment": stamp,
+        "dtype": engine.dtype,
+        "selector": args.selector,
+        "rows": rows,
+        "memory": memory,
+    }
     args.out.with_suffix(".json").write_text(json.dumps(result, indent=1))
     draw(rows, args.out.with_suffix(".png"), title)
     engine.close()

@@ -74,23 +74,27 @@ class RetrievalLog:
     """
 
     def __init__(self, limit: int = 64) -> None:
-        self._pending: deque[_Retrieval] = deque(maxlen=limit)
+        self._limit = limit
+        self._pending: deque[_Retrieval] = deque()
+        self._forgotten = 0
         self._lock = Lock()
 
     def add(self, texts: Iterable[str]) -> None:
         """Remember the texts of one retrieval."""
-        stripped = tuple(text.strip() for text in texts)
-        kept = tuple(text for text in stripped if text)
+        kept = tuple(dict.fromkeys(filter(None, (text.strip() for text in texts))))
         if kept:
             with self._lock:
                 self._pending.append(_Retrieval(kept))
+                while len(self._pending) > self._limit:
+                    self._forgotten += not self._pending.popleft().seen
 
     def check(self, prompt: str) -> RetrievalCheck:
         """Look for the pending retrievals in a prompt.
 
-        The prompt belongs to the retrieval of which it contains most; in a batch several retrievals wait at
-        once and may share texts. A prompt that contains nothing of any of them settles them all, so that one
-        odd prompt is reported once.
+        The prompt belongs to the retrieval of which it contains most. In a batch several retrievals wait at
+        once and may share texts, so those that are in the prompt by the way go on waiting but raise no alarm
+        any more. A prompt that contains nothing of any of them settles them all, so that one odd prompt is
+        reported once.
 
         Parameters
         ----------
@@ -102,24 +106,27 @@ class RetrievalLog:
         RetrievalCheck
         """
         with self._lock:
-            shares = [(waiting.share_in(prompt), waiting) for waiting in self._pending]
-            best = max((share for share, _ in shares), default=0.0)
+            matches = [(waiting, waiting.share_in(prompt)) for waiting in self._pending]
+            best = max((share for _, share in matches), default=0.0)
             if best > 0:
-                concerned = [waiting for share, waiting in shares if share == best][
-                    : None if best == 1 else 1
-                ]
-                for share, waiting in shares:
+                closest = [waiting for waiting, share in matches if share == best]
+                concerned = max(closest, key=lambda waiting: sum(map(len, waiting.texts)))
+                for waiting, share in matches:
                     waiting.seen |= share > 0
+                self._pending.remove(concerned)
+            elif self._forgotten:
+                # The prompt may belong to one of those.
+                self._forgotten -= 1
+                return RetrievalCheck([], None)
             else:
-                concerned = [waiting for _, waiting in shares if not waiting.seen][-1:]
-            rest = [w for _, w in shares if (best > 0 or w.seen) and not any(w is c for c in concerned)]
-            self._pending = deque(rest, maxlen=self._pending.maxlen)
-        missing = [text for waiting in concerned for text in waiting.texts if text not in prompt]
-        unmatched = [text[:_BEGINNING_CHARS] for text in dict.fromkeys(missing)]
+                concerned = next((w for w, _ in reversed(matches) if not w.seen), _Retrieval(()))
+                self._pending = deque(w for w, _ in matches if w.seen)
+        missing = [text for text in concerned.texts if text not in prompt]
+        unmatched = [text[:_BEGINNING_CHARS] for text in missing]
         return RetrievalCheck(unmatched, explain_mismatch(prompt, missing) if missing and best == 0 else None)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Retrieval:
     texts: tuple[str, ...]
     seen: bool = False

@@ -80,7 +80,9 @@ class RowPlan:
         if dtype not in self._biases:
             columns = torch.arange(self.num_keys, device=self.q_positions.device)
             self._biases[dtype] = [
-                torch.zeros(b.stop - b.start, b.end - b.diagonal, dtype=dtype, device=columns.device).masked_fill_(
+                torch.zeros(
+                    b.stop - b.start, b.end - b.diagonal, dtype=dtype, device=columns.device
+                ).masked_fill_(
                     columns[b.diagonal : b.end] > self.q_positions[b.start : b.stop, None], float("-inf")
                 )
                 for b in self.blocks
@@ -173,7 +175,9 @@ def _folded_products(q: Tensor, k: Tensor, v: Tensor, plan: RowPlan, scale: floa
         weights = scratch[: shape[0] * shape[1] * shape[2]].view(shape)
         torch.bmm(
             queries[:, :, :, block.start : block.stop].reshape(shape[0], shape[1], dim),
-            keys_t[..., : block.end].reshape(shape[0], dim, block.end) if batch > 1 else keys_t[0, ..., : block.end],
+            keys_t[..., : block.end].reshape(shape[0], dim, block.end)
+            if batch > 1
+            else keys_t[0, ..., : block.end],
             out=weights,
         )
         weights.view(-1, count, block.end)[..., block.diagonal :].add_(bias)

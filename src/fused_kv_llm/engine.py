@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -107,7 +108,7 @@ class FusedKVEngine:
         )
         self.renderer = PromptRenderer(self.loaded.tokenizer, wrap=wrap)
         self.identity = self._identify(tenant)
-        self._prefix = compute_prefix(self.loaded, tuple(self.renderer.prefix_ids))
+        self._prefix = compute_prefix(self.loaded, tuple(self.renderer.header_ids))
         self._ingestor = Ingestor(
             self.loaded, self.store, self.identity, self._prefix, self.renderer.encode_chunk, self._model_lock
         )
@@ -115,7 +116,7 @@ class FusedKVEngine:
         self._background = BackgroundIngestor(self._ingestor) if store_misses else None
 
     def _identify(self, tenant: str) -> str:
-        ids = ",".join(map(str, self.renderer.prefix_ids))
+        ids = ",".join(map(str, self.renderer.header_ids))
         return KVIdentity(
             model=self.loaded.fingerprint,
             tokenizer=self.loaded.tokenizer_fingerprint,
@@ -245,10 +246,12 @@ class FusedKVEngine:
                 f"The prompt has {len(ids)} tokens, but {self.model_id!r} takes {self.context_length} with its answer. "
                 "Retrieve fewer or shorter chunks."
             )
-        prefix_ids = self._prefix.token_ids
-        prefix_tokens = len(prefix_ids) if tuple(ids[: len(prefix_ids)]) == prefix_ids else 0
+        # Attention is causal, so any leading part of the header's KV is exact by itself.
+        prefix_tokens = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(ids, self._prefix.token_ids, strict=False))))
         matches, rows = self._catalog.find(rendered.text)
-        plan = plan_prompt(encoded, matches, {key: row.token_ids for key, row in rows.items()}, _MIN_REUSED_TOKENS)
+        plan = plan_prompt(
+            encoded, matches, {key: row.token_ids for key, row in rows.items()}, _MIN_REUSED_TOKENS
+        )
         placements = []
         for segment in plan.segments:
             if segment.key is None or segment.start < prefix_tokens:
@@ -369,7 +372,9 @@ class FusedKVEngine:
         )
         return self._decode(fused, config, report, started)
 
-    def _decode(self, fused: FusedPrompt, config: GenerationConfig, report: FusionReport, started: float) -> Iterator[Piece]:
+    def _decode(
+        self, fused: FusedPrompt, config: GenerationConfig, report: FusionReport, started: float
+    ) -> Iterator[Piece]:
         room = fused.cache.get_max_length() - fused.cache.length
         if room < config.max_tokens:
             config = GenerationConfig(room, config.temperature, config.top_p, config.stop, config.seed)

@@ -28,8 +28,12 @@ def test_equals_reference(dim: int, dtype: torch.dtype) -> None:
 @given(a=st.integers(-8000, 8000), b=st.integers(-8000, 8000))
 def test_moves_compose(a: int, b: int) -> None:
     keys = _keys(32).double()
-    one = rerotate_keys_reference(rerotate_keys_reference(keys, torch.full((7,), a), INV_FREQ), torch.full((7,), b), INV_FREQ)
-    torch.testing.assert_close(one, rerotate_keys_reference(keys, torch.full((7,), a + b), INV_FREQ), atol=1e-9, rtol=1e-9)
+    one = rerotate_keys_reference(
+        rerotate_keys_reference(keys, torch.full((7,), a), INV_FREQ), torch.full((7,), b), INV_FREQ
+    )
+    torch.testing.assert_close(
+        one, rerotate_keys_reference(keys, torch.full((7,), a + b), INV_FREQ), atol=1e-9, rtol=1e-9
+    )
     fast = rerotate_keys(
         rerotate_keys(keys.float(), *rotation_tables(torch.full((7,), a), INV_FREQ)),
         *rotation_tables(torch.full((7,), b), INV_FREQ),

@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
-def _case(batch: int, q_heads: int, kv_heads: int, dim: int, num_keys: int, rows: list[int], dtype: torch.dtype, seed: int = 0):
+def _case(
+    batch: int,
+    q_heads: int,
+    kv_heads: int,
+    dim: int,
+    num_keys: int,
+    rows: list[int],
+    dtype: torch.dtype,
+    seed: int = 0,
+):
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(batch, q_heads, len(rows), dim, generator=generator).to(dtype)
     k = torch.randn(batch, kv_heads, num_keys, dim, generator=generator).to(dtype)
@@ -46,7 +55,9 @@ def test_row_attention_equals_reference(
     block=st.sampled_from([1, 16, 64]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_any_rows_any_block(num_keys: int, data: st.DataObject, groups: int, dim: int, block: int, dtype: torch.dtype) -> None:
+def test_any_rows_any_block(
+    num_keys: int, data: st.DataObject, groups: int, dim: int, block: int, dtype: torch.dtype
+) -> None:
     rows = sorted(data.draw(st.sets(st.integers(0, num_keys - 1), min_size=1)))
     q, k, v, positions = _case(1, 2 * groups, 2, dim, num_keys, rows, dtype)
     got = row_attention(q, k, v, RowPlan(positions, num_keys, block), dim**-0.5)
@@ -62,7 +73,13 @@ def test_keys_after_a_row_are_never_seen() -> None:
         k2[:, :, row + 1 :] = 1e3
         v2[:, :, row + 1 :] = float("nan")
         masked_rows = positions[: number + 1]
-        got = row_attention(q[:, :, : number + 1], k2[:, :, : row + 1], v2[:, :, : row + 1], RowPlan(masked_rows, row + 1), 0.25)
+        got = row_attention(
+            q[:, :, : number + 1],
+            k2[:, :, : row + 1],
+            v2[:, :, : row + 1],
+            RowPlan(masked_rows, row + 1),
+            0.25,
+        )
         want = row_attention(q, k, v, RowPlan(positions, 100), 0.25)[:, :, : number + 1]
         torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-6)
 
@@ -72,7 +89,9 @@ def test_no_rows_give_an_empty_output() -> None:
     assert row_attention(q, k, v, RowPlan(torch.empty(0, dtype=torch.int64), 10), 1.0).shape == (1, 3, 0, 16)
 
 
-@pytest.mark.parametrize("rows", [[1, 1], [2, 1], [-1, 3], [3, 10]], ids=["duplicate", "descending", "negative", "beyond"])
+@pytest.mark.parametrize(
+    "rows", [[1, 1], [2, 1], [-1, 3], [3, 10]], ids=["duplicate", "descending", "negative", "beyond"]
+)
 def test_plan_refuses_positions(rows: list[int]) -> None:
     with pytest.raises(ValueError, match=r"ascending|outside"):
         RowPlan(torch.tensor(rows), 10)

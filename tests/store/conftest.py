@@ -61,6 +61,22 @@ def build_chunk(
     return Chunk(chunk_key(identity, ids), identity, text, content, ChunkKV(keys, values, ids, 7 + seed))
 
 
+def put_and_check(kv_dir: Path) -> list[int]:
+    """Open a store, put thirty chunks, read them, and return how many bytes each put wrote."""
+    chunks = [build_chunk(seed) for seed in range(30)]
+    with KVStore(kv_dir) as store:
+        written = [chunk.put(store) for chunk in chunks]
+        for chunk in chunks:
+            with chunk.open(store) as stored:
+                assert torch.equal(stored.read_layers(0, 3)[0], chunk.kv.keys)
+    return written
+
+
+@pytest.fixture(name="put_and_check", scope="session")
+def _put_and_check() -> Callable[[Path], list[int]]:
+    return put_and_check
+
+
 @pytest.fixture(scope="session")
 def make_chunk() -> MakeChunk:
     return build_chunk

@@ -8,22 +8,19 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 from fused_kv_llm.store import KVStore
+
+pytestmark = pytest.mark.filterwarnings("error::fused_kv_llm.errors.FusedKVWarning")
 
 PROCESS = """
 import sys
 sys.path[:0] = sys.argv[2:]
-from conftest import build_chunk
-from fused_kv_llm.store import KVStore
-chunks = [build_chunk(seed) for seed in range(30)]
+from conftest import put_and_check
 print("ready", flush=True)
 sys.stdin.readline()
-with KVStore(sys.argv[1]) as store:
-    written = [chunk.put(store) for chunk in chunks]
-    for chunk in chunks:
-        with chunk.open(store) as stored:
-            assert stored.read_layers(0, 3)[0].equal(chunk.kv.keys)
-print(*written, flush=True)
+print(*put_and_check(sys.argv[1]), flush=True)
 """
 
 
@@ -46,31 +43,26 @@ def test_two_threads_put_the_same_chunk(store, kv_dir, make_chunk):
     assert len(files(kv_dir)) == 10
 
 
-def test_two_processes_put_the_same_chunks(kv_dir, make_chunk):
+def test_two_processes_put_the_same_chunks(kv_dir, make_chunk, put_and_check):
     paths = [str(Path(__file__).parent), *sys.path]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROCESS, str(kv_dir), *paths],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(2)
-    ]
-    for process in processes:
+    with subprocess.Popen(
+        [sys.executable, "-c", PROCESS, str(kv_dir), *paths],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
         assert process.stdout.readline() == "ready\n"
-    # Also the creation of the folder and of the index is a race.
-    for process in processes:
+        # The creation of the folder and of the index is part of the race.
         process.stdin.write("go\n")
         process.stdin.flush()
-    outputs = [process.communicate(timeout=60)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0]
-    written = [[int(n) for n in output.split()] for output in outputs]
-    sizes = [make_chunk(seed).path(kv_dir).stat().st_size for seed in range(30)]
-    assert [sorted(pair) for pair in zip(*written, strict=True)] == [[0, size] for size in sizes]
-    assert len(files(kv_dir)) == 30
+        mine = put_and_check(kv_dir)
+        theirs = [int(n) for n in process.communicate(timeout=60)[0].split()]
+        assert process.returncode == 0
+    sizes = [make_chunk(seed).path(kv_dir).stat().st_size for seed in range(len(mine))]
+    assert [sorted(pair) for pair in zip(mine, theirs, strict=True)] == [[0, size] for size in sizes]
+    assert len(files(kv_dir)) == len(mine)
     with KVStore(kv_dir) as store:
-        assert store.stats().chunks == 30
+        assert store.stats().chunks == len(mine)
 
 
 def test_stores_on_one_folder_race_to_create_it(tmp_path):

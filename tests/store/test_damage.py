@@ -19,6 +19,8 @@ from fused_kv_llm.errors import ChunkDamagedError, FusedKVWarning, StoreUnavaila
 from fused_kv_llm.store import KVStore, header
 from fused_kv_llm.store import file_format as file_format_module
 
+pytestmark = pytest.mark.filterwarnings("error::fused_kv_llm.errors.FusedKVWarning")
+
 
 def quarantined(kv_dir: Path) -> list[Path]:
     return list((kv_dir / "quarantine").iterdir())

@@ -17,6 +17,8 @@ from fused_kv_llm.store import KVStore
 from fused_kv_llm.store import database as database_module
 from fused_kv_llm.store.layout import StoreFolder
 
+pytestmark = pytest.mark.filterwarnings("error::fused_kv_llm.errors.FusedKVWarning")
+
 
 def files_under(folder: Path) -> set[str]:
     return {
@@ -139,6 +141,7 @@ import os, signal, sys
 sys.path[:0] = sys.argv[2:]
 from conftest import build_chunk
 from fused_kv_llm.store import KVStore
+
 store = KVStore(sys.argv[1])
 build_chunk(1).put(store)
 point = os.fsync

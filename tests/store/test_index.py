@@ -10,6 +10,8 @@ import pytest
 from fused_kv_llm.errors import StoreUnavailableError
 from fused_kv_llm.store import KVStore
 
+pytestmark = pytest.mark.filterwarnings("error::fused_kv_llm.errors.FusedKVWarning")
+
 
 def tamper(kv_dir, *statements):
     connection = sqlite3.connect(kv_dir / "index.sqlite", isolation_level=None)
@@ -73,8 +75,7 @@ def test_altered_token_ids_in_the_index_do_not_hit(kv_dir, make_chunk):
     chunk = make_chunk()
     with KVStore(kv_dir) as store:
         chunk.put(store)
-        tamper(kv_dir, "UPDATE chunks SET token_ids = x'01000000020000000300000004000000050000'||x'00'")
-        tamper(kv_dir, "UPDATE chunks SET token_ids = CAST(token_ids AS BLOB)")
+        tamper(kv_dir, "UPDATE chunks SET token_ids = x'0100000002000000030000000400000005000000'")
         row = store.rows([chunk.key])[chunk.key]
         assert row.token_ids == (1, 2, 3, 4, 5)
         with pytest.warns(match="token ids"):

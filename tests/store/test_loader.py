@@ -14,6 +14,8 @@ import torch
 from fused_kv_llm.errors import ConfigError
 from fused_kv_llm.store import KVStore
 
+pytestmark = pytest.mark.filterwarnings("error::fused_kv_llm.errors.FusedKVWarning")
+
 
 @pytest.fixture
 def reads(monkeypatch):

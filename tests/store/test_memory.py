@@ -16,6 +16,8 @@ from fused_kv_llm.store import KVStore
 from fused_kv_llm.store.header import ChunkHeader
 from fused_kv_llm.store.memory import MemoryTier, ResidentChunk
 
+pytestmark = pytest.mark.filterwarnings("error::fused_kv_llm.errors.FusedKVWarning")
+
 
 def resident(name: str, tokens: int) -> ResidentChunk:
     shape = (1, 1, tokens, 1)

@@ -12,6 +12,8 @@ import torch
 from fused_kv_llm.errors import FusedKVWarning
 from fused_kv_llm.store import KVStore
 
+pytestmark = pytest.mark.filterwarnings("error::fused_kv_llm.errors.FusedKVWarning")
+
 
 def wait_until(condition, timeout_s=10.0):
     deadline = time.monotonic() + timeout_s

@@ -16,6 +16,8 @@ from fused_kv_llm.chunk import ChunkKV, ContentHash
 from fused_kv_llm.errors import ConfigError, StoreError, StoreUnavailableError
 from fused_kv_llm.store import ChunkRow, KVStore
 
+pytestmark = pytest.mark.filterwarnings("error::fused_kv_llm.errors.FusedKVWarning")
+
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 

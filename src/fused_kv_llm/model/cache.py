@@ -33,7 +33,9 @@ class _FusedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the buffers exist from the start."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Scatter fresh rows and return what the pass may see, ``[1, Hkv, N, D]``."""
         cache = self.cache
         if cache.fill_on_update:
@@ -133,7 +135,9 @@ class _BatchLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the chunk's own KV is kept as it comes."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Keep a batch's KV ``[B, Hkv, T, D]`` and return it behind the prefix."""
         self.keys, self.values = key_states, value_states
         batch = key_states.shape[0]

@@ -106,7 +106,9 @@ class Ingestor:
         distinct: dict[str, None] = {}
         for text in texts:
             if not isinstance(text, str):
-                raise CorpusError(f"A chunk is of type {type(text).__name__}, not text: pass strings or documents.")
+                raise CorpusError(
+                    f"A chunk is of type {type(text).__name__}, not text: pass strings or documents."
+                )
             report.chunks_total += 1
             stripped = text.strip()
             if not is_indexable(stripped):

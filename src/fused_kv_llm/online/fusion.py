@@ -160,7 +160,11 @@ def fuse(
                     selected = selector.select(_describe_chunks(request, scores, seed), budget)
             with _timed(report, "fuse"):
                 rows = request.rows(selected)
-                cache.rows, cache.visible, cache.length = rows.to(loaded.device), len(request.ids), len(request.ids)
+                cache.rows, cache.visible, cache.length = (
+                    rows.to(loaded.device),
+                    len(request.ids),
+                    len(request.ids),
+                )
                 ids = torch.tensor(request.ids)[rows][None].to(loaded.device)
                 plan = RowPlan(cache.rows, len(request.ids))
                 logits = forward_logits(loaded, ids, cache.rows, cache, plan)

@@ -16,7 +16,7 @@ bounded memory either way.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,11 +24,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..errors import ConfigError
 from .cover import best_cover
+from .hash_table import HashTable
 from .texthash import WINDOW, SpanHashes, content_hash, is_indexable
 
 __all__ = ["WINDOW", "ContentIndex", "Match", "content_hash", "is_indexable"]
 
-_PAIRS_PER_BLOCK = 1 << 18
 _PENDING_BATCHES = 256
 
 _Columns = tuple[list[str], NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint32]]
@@ -51,125 +51,6 @@ class Match:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Table:
-    """An immutable part of the index.
-
-    ``keys``, ``prefix``, ``full`` and ``length`` are parallel, in ascending order of ``full``. ``heads`` are
-    the distinct prefix hashes, ascending; ``lengths[first[i]:first[i + 1]]`` the distinct lengths of head i.
-    """
-
-    keys: list[str]
-    prefix: NDArray[np.uint64]
-    full: NDArray[np.uint64]
-    length: NDArray[np.uint32]
-    heads: NDArray[np.uint64]
-    first: NDArray[np.uint32]
-    lengths: NDArray[np.uint32]
-
-    @classmethod
-    def build(
-        cls, keys: list[str], prefix: NDArray[np.uint64], full: NDArray[np.uint64], length: NDArray[np.uint32]
-    ) -> _Table:
-        """Sort the rows, drop rows that repeat a key and its hash, and derive the heads."""
-        order = np.argsort(full, kind="stable")
-        order = order[~_repeats(keys, full, order)]
-        prefix, full, length = prefix[order], full[order], length[order]
-        by_head = np.lexsort((length, prefix))
-        sorted_prefix, sorted_length = prefix[by_head], length[by_head]
-        new_head = np.ones(len(order), dtype=bool)
-        new_head[1:] = sorted_prefix[1:] != sorted_prefix[:-1]
-        new_pair = new_head.copy()
-        new_pair[1:] |= sorted_length[1:] != sorted_length[:-1]
-        first = np.append(np.flatnonzero(new_head[new_pair]), np.count_nonzero(new_pair))
-        return cls(
-            keys=[keys[i] for i in order.tolist()],
-            prefix=prefix,
-            full=full,
-            length=length,
-            heads=sorted_prefix[new_head],
-            first=first.astype(np.uint32),
-            lengths=sorted_length[new_pair],
-        )
-
-    def without(self, dead: set[str]) -> _Table:
-        """The same table less some keys."""
-        kept = [i for i, key in enumerate(self.keys) if key not in dead]
-        return _Table.build(
-            [self.keys[i] for i in kept], self.prefix[kept], self.full[kept], self.length[kept]
-        )
-
-    def merged(self, other: _Table) -> _Table:
-        """One table with the rows of both."""
-        return _Table.build(
-            self.keys + other.keys,
-            np.concatenate([self.prefix, other.prefix]),
-            np.concatenate([self.full, other.full]),
-            np.concatenate([self.length, other.length]),
-        )
-
-    def candidates(self, hashes: SpanHashes, windows: NDArray[np.uint64]) -> Iterator[Match]:
-        """Spans whose hash and length are those of a stored chunk."""
-        head = np.searchsorted(self.heads, windows)
-        head[head == len(self.heads)] = 0
-        offsets = np.flatnonzero(self.heads[head] == windows)
-        head = head[offsets]
-        begin = self.first[head].astype(np.int64)
-        counts = self.first[head + 1].astype(np.int64) - begin
-        for lo, hi in _blocks(counts):
-            which, rank = _expand(counts[lo:hi])
-            starts = offsets[lo:hi][which]
-            lengths = self.lengths[begin[lo:hi][which] + rank].astype(np.int64)
-            fits = starts + lengths <= len(hashes)
-            starts, lengths = starts[fits], lengths[fits]
-            wanted = hashes.spans(starts, lengths)
-            left = np.searchsorted(self.full, wanted)
-            left[left == len(self.full)] = 0
-            for i in np.flatnonzero(self.full[left] == wanted).tolist():
-                yield from self._rows(int(left[i]), int(starts[i]), int(lengths[i]))
-
-    def _rows(self, row: int, start: int, length: int) -> Iterator[Match]:
-        full = self.full[row]
-        while row < len(self.full) and self.full[row] == full:
-            if self.length[row] == length:
-                yield Match(self.keys[row], start, start + length)
-            row += 1
-
-
-def _repeats(keys: list[str], full: NDArray[np.uint64], order: NDArray[np.intp]) -> NDArray[np.bool_]:
-    """Mark, in sorted order, the rows whose key already stands among the rows of the same full hash."""
-    repeated = np.zeros(len(order), dtype=bool)
-    ordered = full[order]
-    seen: set[str] = set()
-    run = -1
-    for i in np.flatnonzero(ordered[1:] == ordered[:-1]).tolist():
-        if i != run:
-            seen = {keys[order[i]]}
-        run = i + 1
-        key = keys[order[run]]
-        repeated[run] = key in seen
-        seen.add(key)
-    return repeated
-
-
-def _blocks(counts: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Cut into runs of about ``_PAIRS_PER_BLOCK`` pairs, at least one item each."""
-    totals = np.cumsum(counts)
-    lo = 0
-    while lo < len(counts):
-        done = int(totals[lo - 1]) if lo else 0
-        hi = max(lo + 1, int(np.searchsorted(totals, done + _PAIRS_PER_BLOCK, side="right")))
-        yield lo, hi
-        lo = hi
-
-
-def _expand(counts: NDArray[np.int64]) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
-    """For counts [2, 3]: the items [0, 0, 1, 1, 1] and the ranks within them [0, 1, 0, 1, 2]."""
-    which = np.repeat(np.arange(len(counts)), counts)
-    starts = np.cumsum(counts) - counts
-    return which, np.arange(len(which)) - starts[which]
-
-
 class ContentIndex:
     """Index over the texts of stored chunks; thread-safe.
 
@@ -181,7 +62,7 @@ class ContentIndex:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._pending: list[_Columns] = []
-        self._tables: tuple[_Table, ...] = ()
+        self._tables: tuple[HashTable, ...] = ()
         self._dead: set[str] = set()
 
     def __len__(self) -> int:
@@ -267,19 +148,18 @@ class ContentIndex:
             return []
         hashes = SpanHashes(text)
         windows = hashes.windows()
-        candidates = [match for table in tables for match in table.candidates(hashes, windows)]
+        candidates = [found for table in tables for found in table.candidates(hashes, windows)]
         with self._lock:
-            candidates = [match for match in candidates if match.key not in self._dead]
+            candidates = [found for found in candidates if found[0] not in self._dead]
         if not candidates:
             return []
-        texts = text_of(list(dict.fromkeys(match.key for match in candidates)))
-        verified: dict[tuple[int, int], Match] = {}
-        for match in candidates:
-            stored = texts.get(match.key)
-            if stored is not None and text[match.start : match.end] == stored:
-                verified.setdefault((match.start, match.end), match)
-        matches = list(verified.values())
-        return [matches[i] for i in best_cover(list(verified))]
+        texts = text_of(list(dict.fromkeys(key for key, _, _ in candidates)))
+        verified: dict[tuple[int, int], str] = {}
+        for key, start, end in candidates:
+            if (start, end) not in verified and texts.get(key) == text[start:end]:
+                verified[start, end] = key
+        spans = list(verified)
+        return [Match(verified[spans[i]], *spans[i]) for i in best_cover(spans)]
 
     def _rows_held(self) -> int:
         return sum(len(table.keys) for table in self._tables) + sum(len(rows[0]) for rows in self._pending)
@@ -290,7 +170,7 @@ class ContentIndex:
             return
         batches, self._pending = self._pending, []
         keys = [key for batch in batches for key in batch[0]]
-        table = _Table.build(
+        table = HashTable.build(
             keys,
             np.concatenate([batch[1] for batch in batches]),
             np.concatenate([batch[2] for batch in batches]),

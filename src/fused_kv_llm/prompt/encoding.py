@@ -25,7 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Encoding, Tokenizer
 
-from ..errors import PromptError, UnsupportedModelError
+from ..errors import PromptError
+from .backend import backend_state, is_control, unknown_token
 
 __all__ = ["Encoded", "Span", "TokenEncoder"]
 
@@ -74,12 +75,12 @@ class TokenEncoder:
     """
 
     def __init__(self, tokenizer: Any, template_source: str = "") -> None:
-        state = _backend_state(tokenizer)
-        control = [token for token in state["added_tokens"] if _is_control(token, template_source)]
+        state = backend_state(tokenizer)
+        control = [token for token in state["added_tokens"] if is_control(token, template_source)]
         self._control_ids = {token["content"]: int(token["id"]) for token in control}
         self._special = _any_of([token["content"] for token in control if token["special"]])
         self._control = _any_of([token["content"] for token in control])
-        unknown = _unknown_token(state["model"])
+        unknown = unknown_token(state["model"])
         # Ordinary text of a tokenizer without byte fallback may yield the unknown token; it ends nothing.
         self._forbidden = {
             token["id"] for token in control if token["special"] and token["content"] != unknown
@@ -214,39 +215,6 @@ class TokenEncoder:
                 "The text contains private-use characters that this process uses internally. Remove them, or "
                 "create the engine again: the characters are drawn at random."
             )
-
-
-def _backend_state(tokenizer: Any) -> dict[str, Any]:
-    """The Rust tokenizer as JSON, without truncation and padding."""
-    name = type(tokenizer).__name__
-    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-    if not getattr(tokenizer, "is_fast", False) or not hasattr(backend, "to_str"):
-        raise UnsupportedModelError(
-            f"{name} is not a fast tokenizer, so the characters of each token are unknown. Load the model's "
-            "tokenizer with AutoTokenizer.from_pretrained from a folder that holds a tokenizer.json."
-        )
-    try:
-        state: dict[str, Any] = json.loads(backend.to_str())
-    except Exception as error:  # the Rust binding raises bare Exception
-        raise UnsupportedModelError(
-            f"The backend of {name} cannot be copied ({error}). Tokenizers with components written in Python "
-            "are not supported."
-        ) from error
-    return {**state, "truncation": None, "padding": None}
-
-
-def _is_control(token: dict[str, Any], template_source: str) -> bool:
-    text: str = token["content"]
-    if token["special"]:
-        return bool(text)
-    return text in template_source and any(not char.isalnum() and not char.isspace() for char in text)
-
-
-def _unknown_token(model: dict[str, Any]) -> str | None:
-    unknown = model.get("unk_token")
-    if unknown is None and model.get("unk_id") is not None:
-        unknown = model["vocab"][model["unk_id"]][0]
-    return unknown
 
 
 def _any_of(texts: list[str]) -> re.Pattern[str]:

@@ -73,9 +73,11 @@ class PromptRenderer:
 
     Attributes
     ----------
+    header_ids : list of int
+        The ids before the user's content when that begins with an ordinary word. Without wrapping, what the
+        tokenizer prepends, if anything.
     prefix_ids : list of int
-        The ids with which every wrapped prompt starts: the rendered header up to the user's content, less
-        final ids that depend on the content. Without wrapping, what the tokenizer prepends, if anything.
+        The part of them with which every wrapped prompt starts, whatever its content begins with.
 
     Raises
     ------
@@ -89,7 +91,7 @@ class PromptRenderer:
         self._template = ChatTemplate(tokenizer)
         self._encoder = TokenEncoder(tokenizer, self._template.source)
         self._wrap = wrap and bool(self._template)
-        self.prefix_ids: list[int] = self._stable_prefix()
+        self.header_ids, self.prefix_ids = self._headers()
 
     def render(self, prompt: str | Sequence[Message]) -> Rendered:
         """Render a prompt.
@@ -215,8 +217,8 @@ class PromptRenderer:
             position = end
         return own
 
-    def _stable_prefix(self) -> list[int]:
-        """The ids before the content that are the same for every beginning of the content."""
+    def _headers(self) -> tuple[list[int], list[int]]:
+        """The ids before ordinary content, and those that are the same for every beginning of the content."""
         prefixes = []
         for beginning in _BEGINNINGS:
             try:
@@ -236,9 +238,9 @@ class PromptRenderer:
             beyond = encoded.offsets[:, 1] > header
             count = int(beyond.argmax()) if beyond.any() else len(encoded.ids)
             prefixes.append(encoded.ids[:count])
-        return [
-            column[0] for column in takewhile(lambda ids: len(set(ids)) == 1, zip(*prefixes, strict=False))
-        ]
+        common = takewhile(lambda ids: len(set(ids)) == 1, zip(*prefixes, strict=False))
+        # The first beginning is empty, so that the content is a plain word.
+        return list(prefixes[0]), [column[0] for column in common]
 
 
 def _touches(span: Span, others: Sequence[Span]) -> bool:

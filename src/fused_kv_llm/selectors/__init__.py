@@ -39,5 +39,7 @@ def resolve_selector(selector: str | Selector) -> Selector:
             raise ConfigError(f"selector={selector!r} is unknown: use one of {', '.join(sorted(SELECTORS))}")
         return SELECTORS[selector]
     if not isinstance(selector, Selector):
-        raise ConfigError(f"selector={selector!r} has no name, view() and select(): see selectors.base.Selector")
+        raise ConfigError(
+            f"selector={selector!r} has no name, view() and select(): see selectors.base.Selector"
+        )
     return selector

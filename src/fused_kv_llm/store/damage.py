@@ -38,12 +38,12 @@ class DamageControl:
     def discard(self, key: str, reason: str) -> bool:
         """Take a chunk out of the store and warn; returns False, silently, if there was nothing."""
         path = self._folder.chunk_path(key)
-        self._reader.forget(key)
         try:
             done = self._ignore(key) if self._read_only else self._quarantine(key)
         except StoreError as error:
             self.ignored.add(key)
             done = f"it could not be moved away ({error}) and {_IGNORED}"
+        self._reader.forget(key)
         if done is None:
             return False
         warn(

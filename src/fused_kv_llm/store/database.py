@@ -87,7 +87,7 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Let nobody else write, in any process; what this thread writes inside takes effect at the end or not.
+        """Let nobody else write, in any process; what this thread writes takes effect at the end or not.
 
         Raises
         ------

@@ -142,7 +142,7 @@ class StoreFolder:
                 os.unlink(temp)
 
     def publish(self, staged: str, key: str) -> None:
-        """Give a staged file its place, so that it stands there even if the power fails; raises as ``staged``."""
+        """Give a staged file its place, even if the power fails; raises as ``staged``."""
         path = self.chunk_path(key)
         shard = os.path.dirname(path)
         with self._write_errors():

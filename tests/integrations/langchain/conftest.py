@@ -7,12 +7,13 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
-from fused_kv_llm import FusedKVEngine
-from fused_kv_llm.demo.embedder import MiniLM
-from fused_kv_llm.demo.passages import read_passages
 from langchain_community.vectorstores import FAISS
 from langchain_core.documents import Document
 from langchain_core.prompts import PromptTemplate
+
+from fused_kv_llm import FusedKVEngine
+from fused_kv_llm.demo.embedder import MiniLM
+from fused_kv_llm.demo.passages import read_passages
 from langchain_fused_kv import FusedKVLLM
 
 K = 4
@@ -57,6 +58,4 @@ def prompts(documents: list[Document]) -> list[str]:
         "Who owns the ferries?",
         "How fast is the vessel?",
     ]
-    return [
-        f"{texts[i]}\n\n{texts[i + 5]}\n\nQuestion: {question}" for i, question in enumerate(asked)
-    ]
+    return [f"{texts[i]}\n\n{texts[i + 5]}\n\nQuestion: {question}" for i, question in enumerate(asked)]
