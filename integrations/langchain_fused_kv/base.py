@@ -38,7 +38,7 @@ _ENGINE_OPTIONS = {
 class FusedKVModel(BaseModel):
     """Fields and engine of a fused-KV language model; see :class:`langchain_fused_kv.FusedKVLLM` for them."""
 
-    model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
+    model_config = ConfigDict(extra="forbid")
 
     model: Any = Field(default="smollm2-135m", frozen=True)
     tokenizer: Any = Field(default=None, frozen=True, repr=False)

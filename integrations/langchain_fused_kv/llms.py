@@ -14,6 +14,7 @@ from langchain_core.outputs import (
     GenerationChunk,
     LLMResult,
 )
+from pydantic import ConfigDict
 
 from langchain_fused_kv.base import PER_CALL_OPTIONS, FusedKVModel
 
@@ -89,6 +90,9 @@ class FusedKVLLM(FusedKVModel, BaseLLM):
     >>> llm.last_report.reused_tokens
     0
     """
+
+    # The configuration of BaseLLM would win over that of FusedKVModel.
+    model_config = ConfigDict(extra="forbid")
 
     @property
     def _llm_type(self) -> str:

@@ -112,9 +112,12 @@ def test_stop_strings_end_the_answer(engine: FusedKVEngine, prompts: list[str], 
 
 def test_stop_strings_of_call_and_constructor_both_count(engine: FusedKVEngine, prompts: list[str]) -> None:
     whole = FusedKVLLM.from_engine(engine, max_tokens=12).invoke(prompts[0])
-    early, late = whole[5:8], whole[20:23]
+    early, late = whole[3:6], whole[9:12]
+    assert whole.index(early) < whole.index(late)
     llm = FusedKVLLM.from_engine(engine, max_tokens=12, stop=[early])
-    assert llm.invoke(prompts[0], stop=[late]) == whole[: min(whole.index(early), whole.index(late))]
+    assert llm.invoke(prompts[0], stop=[late]) == whole[: whole.index(early)]
+    llm.stop = [late]
+    assert llm.invoke(prompts[0], stop=[early]) == whole[: whole.index(early)]
 
 
 def test_options_of_a_call_override_those_of_the_object(llm: FusedKVLLM, prompts: list[str]) -> None:

@@ -1,0 +1,69 @@
+"""Selective recomputation written out plainly, layer by layer, for a Llama: the oracle of the fused pass and the probe."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from fused_kv_kernels.reference import row_attention_reference
+from torch import Tensor
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from fused_kv_llm import FusedKVEngine
+from fused_kv_llm.model import FusedCache
+from fused_kv_llm.online import Request
+from fused_kv_llm.online.loading import ChunkLoader
+
+
+def stitched_kv(engine: FusedKVEngine, request: Request) -> FusedCache:
+    """Return a cache with the header's and the chunks' stored KV in place and nothing else."""
+    cache = FusedCache(engine.loaded.geometry, request.num_tokens, engine.loaded.dtype, engine.loaded.device)
+    cache.keys.zero_()
+    cache.values.zero_()
+    count = request.prefix_tokens
+    cache.keys[:, 0, :, :count] = engine._prefix.keys[:, :, :count]
+    cache.values[:, 0, :, :count] = engine._prefix.values[:, :, :count]
+    with ThreadPoolExecutor(1) as pool:
+        loader = ChunkLoader(request.placements, engine.loaded.geometry, cache, pool)
+        for layer in range(engine.loaded.geometry.num_layers):
+            loader(layer)
+    return cache
+
+
+def project(layer: Any, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return rotated queries and keys and the values, each ``[1, heads, R, D]``."""
+    attention, normed = layer.self_attn, layer.input_layernorm(hidden)
+    shape = (1, hidden.shape[1], -1, attention.head_dim)
+    q, k, v = (p(normed).view(shape).transpose(1, 2) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
+    q, k = apply_rotary_pos_emb(q, k, *rotary)
+    return q, k, v
+
+
+def finish(layer: Any, hidden: Tensor, attended: Tensor) -> Tensor:
+    """Return the layer's output from its attention output ``[1, heads, R, D]``."""
+    hidden = hidden + layer.self_attn.o_proj(attended.transpose(1, 2).reshape(hidden.shape[0], hidden.shape[1], -1))
+    return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+
+
+@torch.inference_mode()
+def recompute_rows(model: Any, ids: list[int], rows: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Recompute `rows` over stored keys and values ``[L, 1, Hkv, N, D]``.
+
+    Returns
+    -------
+    tuple of Tensor
+        Logits of the last row, and the fused keys and values.
+    """
+    keys, values = keys.clone(), values.clone()
+    decoder = model.model
+    hidden = decoder.embed_tokens(torch.tensor([ids])[:, rows])
+    rotary = decoder.rotary_emb(hidden, rows[None])
+    for index, layer in enumerate(decoder.layers):
+        q, k, v = project(layer, hidden, rotary)
+        for number, row in enumerate(rows.tolist()):
+            keys[index, :, :, row] = k[:, :, number]
+            values[index, :, :, row] = v[:, :, number]
+        attended = row_attention_reference(q, keys[index], values[index], rows, layer.self_attn.scaling)
+        hidden = finish(layer, hidden, attended)
+    return model.lm_head(decoder.norm(hidden))[0, -1], keys, values

@@ -1,0 +1,61 @@
+"""Layer-wise loading: order of reads, and the same KV from disk and from memory."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from corpus import SHORT, rag_prompt
+from hypothesis import given
+from hypothesis import strategies as st
+from models import smollm2_tokenizer, tiny_model
+
+from fused_kv_llm import FusedKVEngine
+from fused_kv_llm.online.loading import layer_groups
+
+
+@given(num_layers=st.integers(1, 64), first=st.sets(st.integers(0, 63), max_size=6))
+def test_groups_cover_all_layers_once_with_the_needed_ones_first(num_layers: int, first: set[int]) -> None:
+    first = {layer for layer in first if layer < num_layers}
+    groups = layer_groups(num_layers, first)
+    read = [layer for group in groups for layer in group]
+    assert sorted(read) == list(range(num_layers))
+    assert read[: len(first)] == sorted(first)
+    assert all(len(group) <= 4 for group in groups)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.2])
+def test_disk_and_memory_give_the_same_logits(ratio: float, tmp_path: Path) -> None:
+    with FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=tmp_path) as engine:
+        engine.build_kv_cache(SHORT[:5], progress=False)
+        engine.store.drop_memory()
+        cold, first = engine.prefill(rag_prompt(SHORT[:5]), recompute_ratio=ratio)
+        warm, second = engine.prefill(rag_prompt(SHORT[:5]), recompute_ratio=ratio)
+        assert set(first.bytes_loaded) == {"disk"}
+        assert set(second.bytes_loaded) == {"memory"}
+        assert first.bytes_loaded["disk"] == second.bytes_loaded["memory"] > 0
+        assert torch.equal(cold.logits, warm.logits)
+        assert torch.equal(cold.selected, warm.selected)
+
+
+def test_without_a_memory_tier_everything_comes_from_disk(tmp_path: Path) -> None:
+    with FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, memory_bytes=0) as engine:
+        engine.build_kv_cache(SHORT[:3], progress=False)
+        for _ in range(2):
+            _, report = engine.prefill(rag_prompt(SHORT[:3]), recompute_ratio=0.0)
+            assert set(report.bytes_loaded) == {"disk"}
+
+
+def test_prefetch_brings_chunks_into_memory(tmp_path: Path) -> None:
+    with FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=tmp_path) as engine:
+        engine.build_kv_cache(SHORT[:3], progress=False)
+        engine.store.drop_memory()
+        keys = engine.prefetch([*SHORT[:3], SHORT[9]])
+        assert [key is None for key in keys] == [False, False, False, True]
+        deadline = time.monotonic() + 30
+        while engine.store.stats().memory_chunks < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        _, report = engine.prefill(rag_prompt(SHORT[:3]), recompute_ratio=0.0)
+        assert set(report.bytes_loaded) == {"memory"}

@@ -1,0 +1,103 @@
+"""Every selector: budget, order, membership, determinism; and each rule against its formula."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fused_kv_llm.errors import ConfigError, FusedKVError
+from fused_kv_llm.selectors import SELECTORS, Probe, QueryAttention, View, budget_tokens, resolve_selector
+
+
+def make_probe(lengths: list[int], gap: int = 3, seed: int = 0) -> Probe:
+    """Chunks of these lengths, `gap` fresh tokens between them, random scores."""
+    positions, chunk, offset, start = [], [], [], 5
+    for index, length in enumerate(lengths):
+        positions += range(start, start + length)
+        chunk += [index] * length
+        offset += range(length)
+        start += length + gap
+    scores = torch.rand(len(positions), generator=torch.Generator().manual_seed(seed))
+    return Probe(torch.tensor(positions), torch.tensor(chunk), torch.tensor(offset), scores, seed)
+
+
+@pytest.mark.parametrize("name", sorted(SELECTORS))
+@settings(max_examples=30, deadline=None)
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6), ratio=st.floats(0, 1))
+def test_budget_order_membership_determinism(name: str, lengths: list[int], ratio: float) -> None:
+    probe = make_probe(lengths)
+    budget = budget_tokens(ratio, sum(lengths))
+    selector = resolve_selector(name)
+    chosen = selector.select(probe, budget)
+    assert chosen.dtype == torch.int64
+    assert chosen.shape[0] == (0 if name == "full_reuse" else budget)
+    assert chosen.tolist() == sorted(set(chosen.tolist()))
+    assert set(chosen.tolist()) <= set(probe.positions.tolist())
+    assert torch.equal(chosen, selector.select(probe, budget))
+
+
+def test_boundary_takes_the_first_tokens_of_every_chunk() -> None:
+    probe = make_probe([4, 2, 4])
+    assert resolve_selector("boundary").select(probe, 6).tolist() == [5, 6, 12, 13, 17, 18]
+    # Token 2 exists in the first and the last chunk only; the earlier chunk goes first.
+    assert resolve_selector("boundary").select(probe, 7).tolist() == [5, 6, 7, 12, 13, 17, 18]
+
+
+def test_query_attention_is_a_global_top_k() -> None:
+    probe = make_probe([10, 10, 10])
+    assert probe.scores is not None
+    want = sorted(probe.positions[probe.scores.topk(7).indices].tolist())
+    assert resolve_selector("fusionrag").select(probe, 7).tolist() == want
+
+
+def test_query_attention_does_not_depend_on_chunk_order() -> None:
+    probe = make_probe([6, 6])
+    assert probe.scores is not None
+    swapped = Probe(probe.positions, probe.chunk_index, probe.offset, torch.cat((probe.scores[6:], probe.scores[:6])))
+    first = resolve_selector("fusionrag").select(probe, 4)
+    second = resolve_selector("fusionrag").select(swapped, 4)
+    index = torch.searchsorted(probe.positions, first)
+    moved = torch.searchsorted(probe.positions, second)
+    assert sorted(((index + 6) % 12).tolist()) == sorted(moved.tolist())
+
+
+def test_equal_scores_choose_the_earlier_token() -> None:
+    probe = make_probe([8])
+    flat = Probe(probe.positions, probe.chunk_index, probe.offset, torch.ones(8))
+    assert resolve_selector("fusionrag").select(flat, 3).tolist() == [5, 6, 7]
+
+
+def test_views() -> None:
+    assert resolve_selector("fusionrag").view(30) == View(layers=(29,), full_context=False)
+    assert resolve_selector("prophetkv").view(3) == View(layers=(0, 1, 2), full_context=True)
+    assert resolve_selector("middle_layers").view(30) == View(layers=(13, 14, 15, 16))
+    assert resolve_selector("middle_layers").view(2) == View(layers=(0, 1))
+    assert QueryAttention("mine", layers=(-1, 4)).view(10) == View(layers=(4, 9))
+    for name in ("full_reuse", "random", "boundary"):
+        assert resolve_selector(name).view(30) == View()
+
+
+@pytest.mark.parametrize(("ratio", "count", "want"), [(0, 10, 0), (0.15, 10, 1), (0.01, 10, 1), (0.5, 0, 0), (1, 10, 10)])
+def test_budget(ratio: float, count: int, want: int) -> None:
+    assert budget_tokens(ratio, count) == want
+
+
+def test_random_draws_differently_with_another_seed() -> None:
+    one, two = make_probe([200], seed=1), make_probe([200], seed=2)
+    assert not torch.equal(resolve_selector("random").select(one, 50), resolve_selector("random").select(two, 50))
+
+
+def test_unknown_names_and_objects_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"selector='best' is unknown: use one of boundary, full_reuse"):
+        resolve_selector("best")
+    with pytest.raises(ConfigError, match="no name"):
+        resolve_selector(object())  # type: ignore[arg-type]
+
+
+def test_missing_scores_are_an_error_not_a_guess() -> None:
+    probe = make_probe([4])
+    blind = Probe(probe.positions, probe.chunk_index, probe.offset)
+    with pytest.raises(FusedKVError, match="needs question attention scores"):
+        resolve_selector("fusionrag").select(blind, 2)
