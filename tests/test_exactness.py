@@ -47,7 +47,9 @@ def test_ratio_one_is_full_prefill(architecture: str, rope: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("architecture", "rope"), PAIRS)
-def test_a_chunk_where_it_was_prefilled_is_exact_at_ratio_zero(architecture: str, rope: str, tmp_path: Path) -> None:
+def test_a_chunk_where_it_was_prefilled_is_exact_at_ratio_zero(
+    architecture: str, rope: str, tmp_path: Path
+) -> None:
     with make_engine(tmp_path, tiny_model(architecture, rope)) as engine:
         engine.build_kv_cache(SHORT[:1], progress=False)
         prompt = SHORT[0] + "\n\nHow many?"
@@ -70,7 +72,9 @@ def test_a_moved_chunk_keeps_its_layer_zero_exactly(architecture: str, rope: str
         count = report.prompt_tokens
         for got, want in ((reused.cache.keys, exact.cache.keys), (reused.cache.values, exact.cache.values)):
             torch.testing.assert_close(got[0, ..., :count, :], want[0, ..., :count, :], atol=1e-4, rtol=1e-4)
-        assert not torch.allclose(reused.cache.values[2, ..., :count, :], exact.cache.values[2, ..., :count, :], atol=1e-4)
+        assert not torch.allclose(
+            reused.cache.values[2, ..., :count, :], exact.cache.values[2, ..., :count, :], atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("selector", sorted(SELECTORS))
@@ -87,7 +91,9 @@ def test_every_selector_obeys_causality_and_budget(selector: str, tmp_path: Path
         assert total == report.prompt_tokens == len(engine.encode(prompt))
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 3}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 3}], ids=["greedy", "sampled"]
+)
 def test_the_same_request_twice_is_the_same_answer(options: dict[str, Any], tmp_path: Path) -> None:
     with make_engine(tmp_path, tiny_model()) as engine:
         engine.build_kv_cache(SHORT[:3], progress=False)
@@ -106,7 +112,9 @@ def test_greedy_answers_at_ratio_one_equal_transformers(architecture: str, tmp_p
         plain = copy.deepcopy(engine.model)
         plain.set_attn_implementation("sdpa")
         with torch.inference_mode():
-            want = plain.generate(torch.tensor([ids]), max_new_tokens=16, do_sample=False)[0, len(ids) :].tolist()
+            want = plain.generate(torch.tensor([ids]), max_new_tokens=16, do_sample=False)[
+                0, len(ids) :
+            ].tolist()
         assert engine.generate(prompt, max_tokens=16, recompute_ratio=1.0).token_ids == want
 
 
@@ -136,8 +144,12 @@ def test_smollm2_ratio_one_equals_plain(tmp_path: Path) -> None:
         plain = copy.deepcopy(engine.model)
         plain.set_attn_implementation("sdpa")
         with torch.inference_mode():
-            want = plain.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0, len(ids) :].tolist()
+            want = plain.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[
+                0, len(ids) :
+            ].tolist()
         assert engine.generate(prompt, max_tokens=12, recompute_ratio=1.0).token_ids == want
         single = PASSAGES[0] + "\n\nHow many passengers?"
         fused, _ = engine.prefill(single, recompute_ratio=0.0)
-        torch.testing.assert_close(fused.logits, plain_logits(engine.model, engine.encode(single))[-1], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            fused.logits, plain_logits(engine.model, engine.encode(single))[-1], atol=1e-4, rtol=1e-4
+        )

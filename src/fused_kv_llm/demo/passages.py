@@ -39,7 +39,8 @@ def read_passages(paths: Iterable[str | Path], *, chunk_chars: int = 1000) -> li
     Parameters
     ----------
     paths : iterable of str or Path
-        Files of type ``.txt``, ``.md`` or ``.pdf``, and folders, which are searched recursively for them.
+        Files of type ``.txt``, ``.md`` or ``.pdf``, and folders, which are searched recursively for them;
+        hidden files and folders are left out.
     chunk_chars : int
         Longest passage, in characters.
 
@@ -103,15 +104,18 @@ def _split_long(paragraph: str, chunk_chars: int) -> list[str]:
 def _files(paths: Iterable[Path]) -> Iterator[Path]:
     for path in paths:
         if path.is_dir():
-            yield from sorted(
-                file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file()
-            )
+            yield from sorted(file for file in path.rglob("*") if _is_wanted(file, path))
         elif not path.exists():
             raise CorpusError(f"There is no file or folder {str(path)!r}")
         elif path.suffix.lower() not in SUFFIXES:
             raise CorpusError(f"Cannot read {str(path)!r}: expected a file of type {', '.join(SUFFIXES)}")
         else:
             yield path
+
+
+def _is_wanted(file: Path, folder: Path) -> bool:
+    hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+    return not hidden and file.suffix.lower() in SUFFIXES and file.is_file()
 
 
 def _read(file: Path, *, named: bool) -> str:

@@ -16,7 +16,7 @@ import torch
 from fused_kv_kernels import RowPlan
 
 from fused_kv_llm.chunk import ChunkKV, chunk_key
-from fused_kv_llm.errors import CorpusError, FusedKVWarning, StoreFullError
+from fused_kv_llm.errors import CorpusError, FusedKVWarning, PromptError, StoreFullError
 from fused_kv_llm.model import BatchCache, KVPass, LoadedModel, PrefixKV, forward_kv
 from fused_kv_llm.prompt import content_hash, is_indexable
 from fused_kv_llm.report import IngestReport
@@ -119,14 +119,19 @@ class Ingestor:
                 distinct[stripped] = None
         if report.chunks_total == 0:
             raise CorpusError("There are no chunks to ingest: the corpus is empty.")
-        chunks = {}
+        chunks: dict[str, PendingChunk] = {}
         for text in distinct:
-            key, token_ids = self.key_of(text)
-            chunks[key] = PendingChunk(key, text, token_ids)
+            try:
+                key, token_ids = self.key_of(text)
+            except PromptError as error:
+                report.chunks_skipped += 1
+                warnings.warn(f"A chunk is skipped: {error} {text[:60]!r}...", FusedKVWarning, stacklevel=4)
+            else:
+                # Two texts can have the same token ids, for instance under a normalising tokenizer.
+                report.chunks_duplicate += key in chunks
+                chunks[key] = PendingChunk(key, text, token_ids)
         stored = self._store.contains(chunks)
         report.chunks_present = len(stored)
-        # Two texts can have the same token ids, for instance under a normalising tokenizer.
-        report.chunks_duplicate += len(distinct) - len(chunks)
         return self._drop_too_long([c for c in chunks.values() if c.key not in stored], report)
 
     def _drop_too_long(self, chunks: list[PendingChunk], report: IngestReport) -> list[PendingChunk]:
