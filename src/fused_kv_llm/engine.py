@@ -321,6 +321,8 @@ class FusedKVEngine:
                     )  # fmt: skip
             except ChunkDamagedError as error:
                 # Planned again without the damaged chunk, which is computed as fresh text then.
+                for row in self.store.rows([error.key]).values():
+                    self._remember(row.text)
                 self.store.discard(error.key, error.reason)
                 report.chunks_missed += 1
                 report.warnings.append(str(error))

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["TEMPLATE", "Rag"]
 
 TEMPLATE = (
-    "Answer the question from the passages below, briefly.\n\n{context}\n\n"
-    "Question: {question}\nAnswer in one sentence."
+    "{context}\n\nAnswer the following question from the passages above in one short sentence.\n"
+    "Question: {question}"
 )
 _RESERVED_TOKENS = 128
 
@@ -80,7 +80,8 @@ class Rag:
                 break
             found.append(Document(passage.text, metadata={"source": passage.source}))
         self.passages_used = len(found)
-        return found
+        # The best one last: a small model reads best what stands next to the question.
+        return found[::-1]
 
 
 def _join(documents: Sequence[Document]) -> str:

@@ -20,10 +20,13 @@ class ChatTemplate:
     ----------
     tokenizer : transformers tokenizer
         Only read.
+    variables : mapping, optional
+        What the template is given besides the messages.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, variables: Mapping[str, Any] | None = None) -> None:
         self._tokenizer = tokenizer
+        self._variables = dict(variables or {})
         template = getattr(tokenizer, "chat_template", None) or ""
         self.source: str = "\n".join(template.values()) if isinstance(template, dict) else template
 
@@ -46,7 +49,10 @@ class ChatTemplate:
             )
         try:
             text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=True,
+                **self._variables,
             )
         except Exception as error:  # a template is third-party code and may raise anything
             roles = [message["role"] for message in messages]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from itertools import takewhile
 from typing import Any
 
@@ -25,6 +27,13 @@ _BEGINNINGS = (
     "  ",
     "The",
 )
+
+
+# Chunk KV depends on the header; with today's date in it, every stored chunk would miss tomorrow.
+_FIXED_DATE = {
+    "date_string": "01 Jan 2025",
+    "strftime_now": datetime(2025, 1, 1, tzinfo=timezone.utc).strftime,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +83,9 @@ class PromptRenderer:
     Attributes
     ----------
     header_ids : list of int
-        The ids before the user's content when that begins with an ordinary word. Without wrapping, what the
-        tokenizer prepends, if anything.
+        The ids before the user's content when that begins with an ordinary word, in a template that prints
+        the date with a fixed one, so that they are the same tomorrow. Without wrapping, what the tokenizer
+        prepends, if anything.
     prefix_ids : list of int
         The part of them with which every wrapped prompt starts, whatever its content begins with.
 
@@ -91,7 +101,9 @@ class PromptRenderer:
         self._template = ChatTemplate(tokenizer)
         self._encoder = TokenEncoder(tokenizer, self._template.source)
         self._wrap = wrap and bool(self._template)
-        self.header_ids, self.prefix_ids = self._headers()
+        undated = copy.copy(self)
+        undated._template = ChatTemplate(tokenizer, _FIXED_DATE)
+        self.header_ids, self.prefix_ids = undated._headers()
 
     def render(self, prompt: str | Sequence[Message]) -> Rendered:
         """Render a prompt.
