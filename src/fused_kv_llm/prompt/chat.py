@@ -12,6 +12,8 @@ __all__ = ["ChatTemplate", "Message", "checked_messages"]
 
 Message = Mapping[str, str]
 
+_FIXED_DATE = "{% macro strftime_now(format) %}01 Jan 2025{% endmacro %}"
+
 
 class ChatTemplate:
     """A tokenizer's chat template; thread-safe.
@@ -20,15 +22,17 @@ class ChatTemplate:
     ----------
     tokenizer : transformers tokenizer
         Only read.
-    variables : mapping, optional
-        What the template is given besides the messages.
+    fixed_date : bool
+        Let a template that prints today's date print a fixed one.
     """
 
-    def __init__(self, tokenizer: Any, variables: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, tokenizer: Any, *, fixed_date: bool = False) -> None:
         self._tokenizer = tokenizer
-        self._variables = dict(variables or {})
         template = getattr(tokenizer, "chat_template", None) or ""
         self.source: str = "\n".join(template.values()) if isinstance(template, dict) else template
+        # A macro hides the function of the same name that transformers gives to templates.
+        dated = fixed_date and isinstance(template, str) and "strftime_now" in template
+        self._options = {"chat_template": _FIXED_DATE + template} if dated else {}
 
     def __bool__(self) -> bool:
         """Whether the tokenizer has a template."""
@@ -52,7 +56,7 @@ class ChatTemplate:
                 [dict(message) for message in messages],
                 tokenize=False,
                 add_generation_prompt=True,
-                **self._variables,
+                **self._options,
             )
         except Exception as error:  # a template is third-party code and may raise anything
             roles = [message["role"] for message in messages]

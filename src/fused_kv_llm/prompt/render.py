@@ -6,7 +6,6 @@ import copy
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from itertools import takewhile
 from typing import Any
 
@@ -27,13 +26,6 @@ _BEGINNINGS = (
     "  ",
     "The",
 )
-
-
-# Chunk KV depends on the header; with today's date in it, every stored chunk would miss tomorrow.
-_FIXED_DATE = {
-    "date_string": "01 Jan 2025",
-    "strftime_now": datetime(2025, 1, 1, tzinfo=timezone.utc).strftime,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +93,9 @@ class PromptRenderer:
         self._template = ChatTemplate(tokenizer)
         self._encoder = TokenEncoder(tokenizer, self._template.source)
         self._wrap = wrap and bool(self._template)
+        # Chunk KV depends on the header; with today's date in it, every stored chunk would miss tomorrow.
         undated = copy.copy(self)
-        undated._template = ChatTemplate(tokenizer, _FIXED_DATE)
+        undated._template = ChatTemplate(tokenizer, fixed_date=True)
         self.header_ids, self.prefix_ids = undated._headers()
 
     def render(self, prompt: str | Sequence[Message]) -> Rendered:
