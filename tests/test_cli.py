@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
+from importlib.resources import files
 from pathlib import Path
 
 import faiss
@@ -13,12 +19,12 @@ from typer.testing import CliRunner, Result
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.baseline import full_prefill
 from fused_kv_llm.cli import app
-from fused_kv_llm.demo import passages as reading
 from fused_kv_llm.demo.compare import compare
 from fused_kv_llm.demo.embedder import MiniLM
 from fused_kv_llm.demo.passages import Passage, read_passages, split_text
 from fused_kv_llm.demo.retrieval import PassageIndex
 from fused_kv_llm.errors import ConfigError, CorpusError, FusedKVWarning, MissingExtraError
+from fused_kv_llm.store import KVStore
 
 TEXTS = [
     "The harbour office at Skeldra opens at 06:30 and closes at 22:00. Berths are given out by radio on "
@@ -51,7 +57,7 @@ def kv_dir(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Path:
     made = tmp_path_factory.mktemp("store") / "kv"
     result = run("ingest", folder, "--kv-dir", made, "--chunk-chars", "250")
     assert result.exit_code == 0, result.output
-    assert "3 passages of 2 files" in result.output
+    assert "3 passages, files read: 2" in result.output
     assert "3 chunks prefilled" in result.output
     return made
 
@@ -153,14 +159,35 @@ def test_an_index_that_does_not_fit_its_passages(kv_dir: Path, tmp_path: Path) -
     check_error(run("ask", "Why?", "--kv-dir", tmp_path), "run fused-kv ingest again")
 
 
-def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path) -> None:
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(reading, "read_passages", interrupted)
-    result = run("ingest", folder, "--kv-dir", tmp_path / "kv")
-    assert result.exit_code == 130
-    assert "Stopped" in result.output
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
+def test_ctrl_c_stops_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    handbook = str(files("fused_kv_llm.demo") / "handbook")
+    kv_dir = tmp_path / "kv"
+    # A shell's background jobs ignore the signal, and so would their children.
+    code = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
+        "from fused_kv_llm.cli import app; app(sys.argv[1:])"
+    )
+    roots = os.pathsep.join(path for path in sys.path if path)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "ingest", handbook, "--kv-dir", str(kv_dir)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONPATH": roots},
+    )
+    deadline = time.monotonic() + 120
+    while not list(kv_dir.glob("chunks/*/*.safetensors")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, output
+    assert "Stopped" in output
+    assert "Traceback" not in output
+    with KVStore(kv_dir, read_only=True) as store:
+        stored = store.stats().chunks
+    assert 0 < stored < 87
+    assert f"{stored} already stored" in run("ingest", handbook, "--kv-dir", kv_dir).output
 
 
 def test_changed_files_replace_their_passages(tmp_path: Path) -> None:

@@ -112,12 +112,9 @@ class FusedKVModel(BaseModel):
                 "set them in FusedKVEngine(...)"
             )
         settings = {name: cls.model_fields[name].default for name in _ENGINE_OPTIONS}
-        settings["model"] = engine.model_id
-        settings["kv_dir"] = engine.store.kv_dir
-        settings["dtype"] = engine.dtype
-        runtime = Runtime(engine, settings)
+        settings |= {"model": engine.model_id, "kv_dir": engine.store.kv_dir, "dtype": engine.dtype}
         defaults = {"recompute_ratio": engine.recompute_ratio, "selector": None}
-        return cls(**{**settings, **defaults, **options, "runtime": runtime})
+        return cls(**{**settings, **defaults, **options, "runtime": Runtime(engine, settings)})
 
     @property
     def engine(self) -> FusedKVEngine:

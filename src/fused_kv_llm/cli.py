@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from importlib.resources import files
@@ -103,15 +102,16 @@ def demo(
 
     Needs no network and takes some minutes on two CPU cores, most of it for the ways it is compared with.
     """
+    from fused_kv_llm.demo import handbook_questions
     from fused_kv_llm.demo.embedder import MiniLM
     from fused_kv_llm.demo.rag import Rag
     from fused_kv_llm.demo.retrieval import PassageIndex
     from fused_kv_llm.model.paths import cache_folder
 
-    package = files("fused_kv_llm.demo")
-    asked = json.loads((package / "questions.json").read_text(encoding="utf-8"))[:questions]
+    asked = handbook_questions()[:questions]
+    handbook = Path(str(files("fused_kv_llm.demo") / "handbook"))
     folder = kv_dir or cache_folder() / "demo-kv"
-    llm = _ingest([Path(str(package / "handbook"))], folder, _MODEL, None, 1000)
+    llm = _ingest([handbook], folder, _MODEL, None, 1000)
     with llm:
         llm.recompute_ratio, llm.max_tokens = ratio, max_tokens
         rag = Rag(PassageIndex.open(folder, MiniLM()), llm, k=k)
@@ -128,7 +128,7 @@ def store_stats(kv_dir: KvDir = Path("./kv")) -> None:
     """Show what a KV store holds."""
     from fused_kv_llm.store import KVStore
 
-    if not kv_dir.exists():
+    if not (kv_dir / "index.sqlite").is_file():
         raise CorpusError(f"There is no KV store in {str(kv_dir)!r}")
     with KVStore(kv_dir, read_only=True) as store:
         stats, free_nbytes = store.stats(), store.free_bytes()
@@ -151,7 +151,7 @@ def _ingest(
 
     quiet_libraries()
     passages = read_passages(paths, chunk_chars=chunk_chars)
-    out.print(f"{len(passages)} passages of {len({passage.source for passage in passages})} files")
+    out.print(f"{len(passages)} passages, files read: {len({passage.source for passage in passages})}")
     llm = _load(model, kv_dir, dtype)
     report = llm.build_kv_cache([passage.text for passage in passages])
     out.print(report.summary(), highlight=False)

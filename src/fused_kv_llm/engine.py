@@ -27,7 +27,7 @@ from fused_kv_llm.config import (
     check_ratio,
 )
 from fused_kv_llm.errors import ChunkDamagedError, PromptError, PromptTooLongError
-from fused_kv_llm.model import LoadedModel, compute_prefix, load_model
+from fused_kv_llm.model import BufferPool, LoadedModel, compute_prefix, load_model
 from fused_kv_llm.offline import Ingestor
 from fused_kv_llm.offline.background import BackgroundIngestor
 from fused_kv_llm.online import ChunkCatalog, FusedPrompt, Generation, Piece, Placement, Request, decode, fuse
@@ -113,6 +113,7 @@ class FusedKVEngine:
             self.loaded, self.store, self.identity, self._prefix, self.renderer.encode_chunk, self._model_lock
         )
         self._catalog = ChunkCatalog(self.store, self.identity)
+        self._buffers = BufferPool(self.loaded.dtype, self.loaded.device)
         self._background = BackgroundIngestor(self._ingestor) if store_misses else None
 
     def _identify(self, tenant: str) -> str:
@@ -247,7 +248,9 @@ class FusedKVEngine:
                 "Retrieve fewer or shorter chunks."
             )
         # Attention is causal, so any leading part of the header's KV is exact by itself.
-        prefix_tokens = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(ids, self._prefix.token_ids, strict=False))))
+        prefix_tokens = len(
+            list(takewhile(lambda pair: pair[0] == pair[1], zip(ids, self._prefix.token_ids, strict=False)))
+        )
         matches, rows = self._catalog.find(rendered.text)
         plan = plan_prompt(
             encoded, matches, {key: row.token_ids for key, row in rows.items()}, _MIN_REUSED_TOKENS
@@ -316,7 +319,7 @@ class FusedKVEngine:
             try:
                 with self._model_lock:
                     fused = fuse(
-                        self.loaded, request, self._prefix, chosen, ratio, self._readers, report,
+                        self.loaded, request, self._prefix, chosen, ratio, self._readers, self._buffers, report,
                         capacity=capacity, seed=seed,
                     )  # fmt: skip
             except ChunkDamagedError as error:
@@ -383,6 +386,7 @@ class FusedKVEngine:
         try:
             yield from decode(self.loaded, fused, config, report, started, self._model_lock)
         finally:
+            fused.cache.release()
             # Only now: ingestion takes turns with forwards and would delay this answer's tokens.
             if self._background is not None:
                 self._background.ingest_expected(fused.text)

@@ -39,7 +39,9 @@ def load(model: Any) -> Any:
     ids=["dynamic_ntk", "longrope"],
 )
 def test_rotations_that_do_not_compose_are_refused(rope: dict[str, Any], options: dict[str, Any]) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"rotations of type '\w+' change with the prompt's length"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"rotations of type '\w+' change with the prompt's length"
+    ):
         load(tiny_model("llama", rope_parameters=rope, **options))
 
 
@@ -54,7 +56,9 @@ def test_other_architectures_are_refused_by_name() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=100))
-    with pytest.raises(UnsupportedModelError, match=r"'GPT2LMHeadModel' is not supported: its type 'gpt2' has not been"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"'GPT2LMHeadModel' is not supported: its type 'gpt2' has not been"
+    ):
         load(model)
 
 
@@ -71,7 +75,9 @@ def test_the_fingerprint_is_of_the_content() -> None:
     assert fingerprint_weights(one) != fingerprint_weights(same)
 
 
-def test_the_fingerprint_of_files_is_remembered_until_they_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fingerprint_of_files_is_remembered_until_they_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FUSED_KV_CACHE", str(tmp_path / "cache"))
     model = tiny_model()
     model.save_pretrained(tmp_path / "model")
@@ -122,7 +128,9 @@ def test_a_missing_model_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_a_missing_gguf_package_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FUSED_KV_CACHE", str(tmp_path))
     find_spec = embedded.importlib.util.find_spec
-    monkeypatch.setattr(embedded.importlib.util, "find_spec", lambda name: None if name == "gguf" else find_spec(name))
+    monkeypatch.setattr(
+        embedded.importlib.util, "find_spec", lambda name: None if name == "gguf" else find_spec(name)
+    )
     with pytest.raises(MissingExtraError, match=r"fused-kv-llm\[demo\]"):
         embedded_model_folder("smollm2-135m")
 

@@ -43,7 +43,12 @@ def test_summary_counts_everything(tmp_path: Path) -> None:
     with make_engine(tmp_path) as engine:
         texts = [SHORT[0], SHORT[1], "  " + SHORT[0] + "\n", "", "   ", "too short"]
         first = engine.build_kv_cache(texts, progress=False)
-        assert (first.chunks_total, first.chunks_new, first.chunks_duplicate, first.chunks_skipped) == (6, 2, 1, 3)
+        assert (first.chunks_total, first.chunks_new, first.chunks_duplicate, first.chunks_skipped) == (
+            6,
+            2,
+            1,
+            3,
+        )
         assert first.bytes_written > first.tokens * engine.loaded.geometry.kv_bytes_per_token(torch.float32)
         second = engine.build_kv_cache(texts, progress=False)
         assert (second.chunks_new, second.chunks_present, second.tokens) == (0, 2, 0)
@@ -81,7 +86,9 @@ def test_an_empty_document_is_skipped_and_said(tmp_path: Path) -> None:
 def test_a_chunk_longer_than_the_context_is_skipped_with_a_warning(tmp_path: Path) -> None:
     with make_engine(tmp_path) as engine:
         long = "ferry " * 3000
-        with pytest.warns(FusedKVWarning, match=r"does not fit in the model's context of 2048 and is skipped; split it"):
+        with pytest.warns(
+            FusedKVWarning, match=r"does not fit in the model's context of 2048 and is skipped; split it"
+        ):
             report = engine.build_kv_cache([long, SHORT[0]], progress=False)
         assert (report.chunks_new, report.chunks_skipped) == (1, 1)
 
@@ -89,7 +96,9 @@ def test_a_chunk_longer_than_the_context_is_skipped_with_a_warning(tmp_path: Pat
 def test_text_that_cannot_be_encoded_is_skipped_with_a_warning(tmp_path: Path) -> None:
     with make_engine(tmp_path) as engine:
         with pytest.warns(FusedKVWarning, match="skipped"):
-            report = engine.build_kv_cache(["a lone surrogate \ud800 in a chunk that is long enough", SHORT[0]], progress=False)
+            report = engine.build_kv_cache(
+                ["a lone surrogate \ud800 in a chunk that is long enough", SHORT[0]], progress=False
+            )
         assert (report.chunks_new, report.chunks_skipped) == (1, 1)
 
 
@@ -98,7 +107,9 @@ def test_it_refuses_before_computing_when_the_disk_cannot_hold_the_result(
 ) -> None:
     with make_engine(tmp_path) as engine:
         monkeypatch.setattr(engine.store, "free_bytes", lambda: 1000)
-        monkeypatch.setattr(Ingestor, "_prefill", lambda *_: pytest.fail("computed although the disk is full"))
+        monkeypatch.setattr(
+            Ingestor, "_prefill", lambda *_: pytest.fail("computed although the disk is full")
+        )
         with pytest.raises(StoreFullError, match=r"Nothing was written: free some space"):
             engine.build_kv_cache(SHORT[:2], progress=False)
 
@@ -131,7 +142,7 @@ def test_ctrl_c_keeps_what_was_computed_and_the_next_run_resumes(tmp_path: Path)
         from models import smollm2_tokenizer, tiny_model
         from fused_kv_llm import FusedKVEngine
         from fused_kv_llm.offline import preprocess
-        preprocess._BATCH_TOKENS = 1
+        preprocess.BATCH_TOKENS = 1
         prefill = preprocess.Ingestor._prefill
         def slow(self, batch):
             print("batch", flush=True)
@@ -142,7 +153,9 @@ def test_ctrl_c_keeps_what_was_computed_and_the_next_run_resumes(tmp_path: Path)
         engine.build_kv_cache(SHORT[:20], progress=False)
         """)
     )
-    process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     for _ in range(4):
         assert process.stdout.readline().strip() == "batch"
@@ -160,7 +173,10 @@ def test_ctrl_c_keeps_what_was_computed_and_the_next_run_resumes(tmp_path: Path)
 
 def test_two_engines_ingest_the_same_corpus_at_once(tmp_path: Path) -> None:
     with make_engine(tmp_path) as one, make_engine(tmp_path) as two:
-        threads = [threading.Thread(target=e.build_kv_cache, args=(SHORT[:8],), kwargs={"progress": False}) for e in (one, two)]
+        threads = [
+            threading.Thread(target=e.build_kv_cache, args=(SHORT[:8],), kwargs={"progress": False})
+            for e in (one, two)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -11,14 +11,15 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from fused_kv_llm import FusedKVEngine
-from fused_kv_llm.model import FusedCache
+from fused_kv_llm.model import BufferPool, FusedCache
 from fused_kv_llm.online import Request
 from fused_kv_llm.online.loading import ChunkLoader
 
 
 def stitched_kv(engine: FusedKVEngine, request: Request) -> FusedCache:
     """Return a cache with the header's and the chunks' stored KV in place and nothing else."""
-    cache = FusedCache(engine.loaded.geometry, request.num_tokens, engine.loaded.dtype, engine.loaded.device)
+    pool = BufferPool(engine.loaded.dtype, engine.loaded.device)
+    cache = FusedCache(engine.loaded.geometry, request.num_tokens, pool)
     cache.keys.zero_()
     cache.values.zero_()
     count = request.prefix_tokens
@@ -35,19 +36,25 @@ def project(layer: Any, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[
     """Return rotated queries and keys and the values, each ``[1, heads, R, D]``."""
     attention, normed = layer.self_attn, layer.input_layernorm(hidden)
     shape = (1, hidden.shape[1], -1, attention.head_dim)
-    q, k, v = (p(normed).view(shape).transpose(1, 2) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
+    q, k, v = (
+        p(normed).view(shape).transpose(1, 2) for p in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
     q, k = apply_rotary_pos_emb(q, k, *rotary)
     return q, k, v
 
 
 def finish(layer: Any, hidden: Tensor, attended: Tensor) -> Tensor:
     """Return the layer's output from its attention output ``[1, heads, R, D]``."""
-    hidden = hidden + layer.self_attn.o_proj(attended.transpose(1, 2).reshape(hidden.shape[0], hidden.shape[1], -1))
+    hidden = hidden + layer.self_attn.o_proj(
+        attended.transpose(1, 2).reshape(hidden.shape[0], hidden.shape[1], -1)
+    )
     return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
 
 
 @torch.inference_mode()
-def recompute_rows(model: Any, ids: list[int], rows: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def recompute_rows(
+    model: Any, ids: list[int], rows: Tensor, keys: Tensor, values: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Recompute `rows` over stored keys and values ``[L, 1, Hkv, N, D]``.
 
     Returns

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from typing import Any
 
@@ -41,11 +42,12 @@ class FriendlyGroup(TyperGroup):
 
 
 def quiet_libraries() -> None:
-    """Keep the progress bars and notices of transformers out of the terminal."""
-    from transformers.utils import logging
+    """Keep the progress bars and notices of transformers and its hub client out of the terminal."""
+    from transformers.utils import logging as transformers_logging
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
 def _one_line(text: object) -> str:

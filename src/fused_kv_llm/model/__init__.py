@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .attention import AttentionPass, no_mask
+from .buffers import BufferPool
 from .cache import BatchCache, FusedCache
 from .forward import (
     KVPass,
@@ -20,6 +21,7 @@ from .loading import LoadedModel, load_model
 __all__ = [
     "AttentionPass",
     "BatchCache",
+    "BufferPool",
     "FusedCache",
     "Geometry",
     "KVPass",

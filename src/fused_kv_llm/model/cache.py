@@ -6,12 +6,14 @@ their positions and returns the fused keys and values.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from fused_kv_llm.model.buffers import BufferPool
 from fused_kv_llm.model.geometry import Geometry
 
 __all__ = ["BatchCache", "FusedCache", "LayerFiller"]
@@ -71,8 +73,8 @@ class FusedCache(Cache):
         The model's shapes.
     capacity : int
         Tokens of the prompt plus tokens to generate.
-    dtype, device
-        Of the model.
+    pool : BufferPool
+        Where its memory comes from.
 
     Attributes
     ----------
@@ -90,12 +92,13 @@ class FusedCache(Cache):
         Off while a probe runs that does not attend to the chunks: it fills the layers it scores itself.
     """
 
-    def __init__(self, geometry: Geometry, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
-        shape = (geometry.num_layers, 1, geometry.num_kv_heads, capacity, geometry.head_dim)
-        self.keys = torch.empty(shape, dtype=dtype, device=device)
-        self.values = torch.empty(shape, dtype=dtype, device=device)
+    def __init__(self, geometry: Geometry, capacity: int, pool: BufferPool) -> None:
+        shape = (2, geometry.num_layers, 1, geometry.num_kv_heads, capacity, geometry.head_dim)
+        self._pool = pool
+        self._buffer: Tensor | None = pool.take(math.prod(shape))
+        self.keys, self.values = self._buffer[: math.prod(shape)].view(shape)
         self.length = 0
-        self.rows = torch.empty(0, dtype=torch.int64, device=device)
+        self.rows = torch.empty(0, dtype=torch.int64, device=self._buffer.device)
         self.visible: int | Tensor = 0
         self.filler: LayerFiller | None = None
         self.fill_on_update = True
@@ -117,6 +120,15 @@ class FusedCache(Cache):
             return
         self.keys[layer_idx].index_copy_(2, self.rows, keys)
         self.values[layer_idx].index_copy_(2, self.rows, values)
+
+    def release(self) -> None:
+        """Give the memory back; the cache must not be used afterwards. Calling it again does nothing."""
+        if self._buffer is not None:
+            buffer, self._buffer = self._buffer, None
+            self.keys = self.values = buffer[:0]
+            for layer in self.layers:
+                layer.keys = layer.values = self.keys
+            self._pool.give_back(buffer)
 
     @property
     def nbytes(self) -> int:

@@ -26,9 +26,9 @@ from .batches import PendingChunk, length_sorted_batches
 from .progress import Advance, ingestion_progress
 from .writer import BackgroundWriter
 
-__all__ = ["Ingestor"]
+__all__ = ["BATCH_TOKENS", "Ingestor"]
 
-_BATCH_TOKENS = 2048
+BATCH_TOKENS = 2048
 _SPARE_DISK_BYTES = 64 * 2**20
 
 
@@ -169,7 +169,7 @@ class Ingestor:
             return
         writer = BackgroundWriter(self._write, written)
         try:
-            for batch in length_sorted_batches(pending, _BATCH_TOKENS):
+            for batch in length_sorted_batches(pending, BATCH_TOKENS):
                 cache = self._prefill(batch)
                 for row, chunk in enumerate(batch):
                     writer.submit(chunk, _copy_out(cache, row, chunk, len(self._prefix.token_ids)))

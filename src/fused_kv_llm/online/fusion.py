@@ -15,7 +15,15 @@ import torch
 from fused_kv_kernels import RowPlan
 from torch import Tensor
 
-from fused_kv_llm.model import FusedCache, LoadedModel, PrefixKV, RowPass, forward_logits, forward_rows
+from fused_kv_llm.model import (
+    BufferPool,
+    FusedCache,
+    LoadedModel,
+    PrefixKV,
+    RowPass,
+    forward_logits,
+    forward_rows,
+)
 from fused_kv_llm.report import FusionReport
 from fused_kv_llm.selectors import Probe, Selector, View, budget_tokens
 
@@ -78,8 +86,10 @@ def _timed(report: FusionReport, stage: str) -> Iterator[None]:
     report.seconds[stage] = report.seconds.get(stage, 0.0) + time.perf_counter() - start
 
 
-def _start_cache(loaded: LoadedModel, request: Request, prefix: PrefixKV, capacity: int) -> FusedCache:
-    cache = FusedCache(loaded.geometry, capacity, loaded.dtype, loaded.device)
+def _start_cache(
+    loaded: LoadedModel, request: Request, prefix: PrefixKV, capacity: int, pool: BufferPool
+) -> FusedCache:
+    cache = FusedCache(loaded.geometry, capacity, pool)
     count = request.prefix_tokens
     cache.keys[:, 0, :, :count] = prefix.keys[:, :, :count]
     cache.values[:, 0, :, :count] = prefix.values[:, :, :count]
@@ -100,6 +110,7 @@ def fuse(
     selector: Selector,
     ratio: float,
     executor: Executor,
+    pool: BufferPool,
     report: FusionReport,
     *,
     capacity: int,
@@ -118,6 +129,8 @@ def fuse(
         Recomputed chunk tokens over reusable chunk tokens, in [0, 1].
     executor : Executor
         Threads that read from disk.
+    pool : BufferPool
+        Where the cache's memory comes from.
     report : FusionReport
         Gets token counts, bytes and the seconds of load, probe, select and fuse.
     capacity : int
@@ -141,7 +154,7 @@ def fuse(
     view = View() if budget == 0 or everything else selector.view(loaded.geometry.num_layers)
     with torch.inference_mode():
         with _timed(report, "load"):
-            cache = _start_cache(loaded, request, prefix, capacity)
+            cache = _start_cache(loaded, request, prefix, capacity, pool)
             placements = [] if everything else request.placements
             for placement in placements:
                 tier = placement.stored.tier

@@ -77,11 +77,8 @@ class ChunkLoader:
         self._placements = placements
         self._cache = cache
         self._reads: dict[tuple[int, int], tuple[int, Future[tuple[Tensor, Tensor]]]] = {}
-        spans = [torch.arange(p.segment.start, p.segment.stop) for p in placements]
         deltas = [torch.full((p.num_tokens,), p.delta) for p in placements]
-        empty = torch.empty(0, dtype=torch.int64)
-        self._positions = torch.cat([empty, *spans]).to(cache.keys.device)
-        tables = rotation_tables(torch.cat([empty, *deltas]), geometry.inv_freq)
+        tables = rotation_tables(torch.cat([torch.empty(0, dtype=torch.int64), *deltas]), geometry.inv_freq)
         self._cos, self._sin = (table.to(cache.keys.device) for table in tables)
         for group in layer_groups(geometry.num_layers, first_layers):
             for index, placement in enumerate(placements):
@@ -101,17 +98,21 @@ class ChunkLoader:
         """
         if not self._placements:
             return
-        keys, values = [], []
-        for index, placement in enumerate(self._placements):
-            k, v = self._layer(index, placement, layer_idx)
-            span = slice(placement.segment.chunk_start, placement.segment.chunk_start + placement.num_tokens)
-            keys.append(k[:, span])
-            values.append(v[:, span])
-        device = self._cache.keys.device
-        moved = rerotate_keys(torch.cat(keys, dim=1).to(device), self._cos, self._sin)
         layer_keys, layer_values = self._cache.keys[layer_idx, 0], self._cache.values[layer_idx, 0]
-        layer_keys.index_copy_(1, self._positions, moved.to(layer_keys.dtype))
-        layer_values.index_copy_(1, self._positions, torch.cat(values, dim=1).to(device))
+        keys = []
+        for index, placement in enumerate(self._placements):
+            segment = placement.segment
+            span = slice(segment.chunk_start, segment.chunk_start + placement.num_tokens)
+            k, v = self._layer(index, placement, layer_idx)
+            keys.append(k[:, span])
+            layer_values[:, segment.start : segment.stop] = v[:, span]
+        # All chunks of a layer are rotated in one go: per chunk, dispatching would cost more than rotating.
+        moved = rerotate_keys(torch.cat(keys, dim=1).to(layer_keys.device), self._cos, self._sin)
+        begin = 0
+        for placement in self._placements:
+            end = begin + placement.num_tokens
+            layer_keys[:, placement.segment.start : placement.segment.stop] = moved[:, begin:end]
+            begin = end
 
     def _layer(self, index: int, placement: Placement, layer_idx: int) -> tuple[Tensor, Tensor]:
         queued = self._reads.get((index, layer_idx))
