@@ -42,9 +42,7 @@ def read_questions(path: Path, count: int, num_passages: int) -> list[dict[str, 
     return questions
 
 
-def answer_log_probs(
-    engine: FusedKVEngine, prompt: str, answer_ids: list[int], **options: Any
-) -> torch.Tensor:
+def answer_log_probs(engine: FusedKVEngine, prompt: str, answer_ids: list[int], **options: Any) -> torch.Tensor:
     """Return log-probabilities ``[len(answer), vocabulary]`` before each token of the answer."""
     fused, _ = engine.prefill(prompt, max_tokens=len(answer_ids) + 1, **options)
     logits = fused.logits[None]
@@ -66,9 +64,7 @@ def bootstrap(values: list[float], baseline: list[float], rounds: int = 2000) ->
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--questions", type=int, default=60)
     parser.add_argument("--passages", type=int, default=5)
@@ -97,9 +93,7 @@ def main() -> None:
             kl[name, ratio].append(float(kl_div(got, full, log_target=True, reduction="none").sum(-1).mean()))
             agree[name, ratio].append(float((got.argmax(-1) == full.argmax(-1)).float().mean()))
     baseline = kl["full_reuse", 0.0]
-    table = Table(
-        title=f"{len(questions)} questions of {args.data.name}, {args.passages} passages, {engine.dtype}"
-    )
+    table = Table(title=f"{len(questions)} questions of {args.data.name}, {args.passages} passages, {engine.dtype}")
     for column in ("selector", "ratio", "KL", "recovered", "95% interval", "top-1 agreement"):
         table.add_column(column, justify="left" if column == "selector" else "right")
     rows = []

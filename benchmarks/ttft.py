@@ -154,9 +154,7 @@ def draw(rows: list[dict[str, Any]], path: Path, title: str) -> None:
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     names = ["plain"] + [f"fused {ratio:g} warm" for ratio in reversed(RATIOS)]
     labels = {"plain": "plain transformers (SDPA)", "fused 0 warm": "fused, full reuse"}
-    for name, colour in zip(
-        names, ["black", "#7f7f7f", "#d95f02", "#1b9e77", "#7570b3", "#e7298a"], strict=True
-    ):
+    for name, colour in zip(names, ["black", "#7f7f7f", "#d95f02", "#1b9e77", "#7570b3", "#e7298a"], strict=True):
         points = sorted((r["prompt_tokens"], r["ttft_s"]) for r in rows if r["what"] == name)
         ratio = name.removeprefix("fused ").removesuffix(" warm")
         axes.plot(
@@ -185,9 +183,7 @@ def draw(rows: list[dict[str, Any]], path: Path, title: str) -> None:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1000, 2000, 3600, 5000, 7000])
     parser.add_argument("--dtype", default=None)
     parser.add_argument("--selector", default="fusionrag")
@@ -198,9 +194,7 @@ def main() -> None:
     args.kv_dir = args.kv_dir or Path(tempfile.mkdtemp(prefix="fused-kv-bench-"))
     engine = FusedKVEngine("smollm2-135m", kv_dir=args.kv_dir, dtype=args.dtype, memory_bytes=4 * 2**30)
     folder = embedded_model_folder(next(iter(EMBEDDED_MODELS)))
-    plain = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=engine.loaded.dtype, attn_implementation="sdpa"
-    ).eval()
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=engine.loaded.dtype, attn_implementation="sdpa").eval()
     passages, question = handbook_passages(), handbook_questions()[0]["question"]
     print(engine.build_kv_cache(passages).summary())
     rows: list[dict[str, Any]] = []
@@ -208,9 +202,7 @@ def main() -> None:
         rows += measure(engine, plain, build_prompt(engine, passages, question, length), args)
     memory = measure_memory(engine, build_prompt(engine, passages, question, 3600))
     stamp = environment()
-    title = (
-        f"SmolLM2-135M, {engine.dtype}, {stamp['cores']} cores of {stamp['cpu']}, selector {args.selector}"
-    )
+    title = f"SmolLM2-135M, {engine.dtype}, {stamp['cores']} cores of {stamp['cpu']}, selector {args.selector}"
     print_table(rows, title)
     print(f"One request from disk: peak resident size {memory['times_kv']:.2f} x its KV above the model")
     result = {

@@ -51,9 +51,7 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_model(
-    architecture: str = "llama", rope: str = "default", seed: int = 0, **options: Any
-) -> PreTrainedModel:
+def tiny_model(architecture: str = "llama", rope: str = "default", seed: int = 0, **options: Any) -> PreTrainedModel:
     """Build a three-layer model with grouped heads and random float32 weights."""
     config_type, model_type = ARCHITECTURES[architecture]
     settings: dict[str, Any] = {

@@ -68,9 +68,7 @@ def _imports(module: str, path: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize(
-    ("module", "path"), _modules(), ids=lambda value: value if isinstance(value, str) else ""
-)
+@pytest.mark.parametrize(("module", "path"), _modules(), ids=lambda value: value if isinstance(value, str) else "")
 def test_imports_go_down(module: str, path: Path) -> None:
     room = _room(module)
     if room is None:
@@ -88,10 +86,7 @@ def test_imports_go_down(module: str, path: Path) -> None:
 def test_no_import_cycles() -> None:
     graph = {module: {n for n in _imports(module, path) if _room(n)} for module, path in _modules()}
     names = set(graph)
-    edges = {
-        m: {n if n in names else n.rpartition(".")[0] for n in deps} & names - {m}
-        for m, deps in graph.items()
-    }
+    edges = {m: {n if n in names else n.rpartition(".")[0] for n in deps} & names - {m} for m, deps in graph.items()}
     state: dict[str, int] = {}
 
     def visit(module: str, trail: tuple[str, ...]) -> None:

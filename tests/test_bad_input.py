@@ -83,9 +83,7 @@ def test_a_model_object_needs_its_tokenizer(tmp_path: Path) -> None:
         ({"stop": [""]}, "stop="),
     ],
 )
-def test_generation_options_are_checked(
-    engine: FusedKVEngine, options: dict[str, object], message: str
-) -> None:
+def test_generation_options_are_checked(engine: FusedKVEngine, options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         engine.generate("hello", **options)
 
@@ -155,9 +153,7 @@ def _damage(engine: FusedKVEngine, folder: Path, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["truncated", "flipped", "header"])
 @pytest.mark.parametrize("ratio", [0.0, 0.15])
-def test_a_damaged_file_is_computed_instead(
-    engine: FusedKVEngine, tmp_path: Path, how: str, ratio: float
-) -> None:
+def test_a_damaged_file_is_computed_instead(engine: FusedKVEngine, tmp_path: Path, how: str, ratio: float) -> None:
     """The answer is the one the engine gives when that chunk was never stored."""
     prompt = rag_prompt(SHORT[:4])
     with make_engine(tmp_path / "fresh", store_misses=False) as fresh:
@@ -186,9 +182,7 @@ def test_a_damaged_chunk_is_prefilled_again_in_the_background(tmp_path: Path) ->
         assert engine.generate(prompt, max_tokens=2).report.chunks_found == 4
 
 
-def test_ctrl_c_in_generation_leaves_the_engine_usable(
-    engine: FusedKVEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_in_generation_leaves_the_engine_usable(engine: FusedKVEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = rag_prompt(SHORT[:4])
     want = engine.generate(prompt, max_tokens=6).token_ids
     forward = type(engine.model).forward

@@ -240,9 +240,7 @@ def test_reading_a_pdf(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("name", "content"), [("bad.pdf", b"%PDF-1.4 not really"), ("bad.txt", b"caf\xe9 au lait")]
-)
+@pytest.mark.parametrize(("name", "content"), [("bad.pdf", b"%PDF-1.4 not really"), ("bad.txt", b"caf\xe9 au lait")])
 def test_unreadable_files(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)
     (tmp_path / "good.txt").write_text("Something to read.")

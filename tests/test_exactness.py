@@ -17,7 +17,6 @@ from models import ARCHITECTURES, ROPES, smollm2_tokenizer, tiny_model
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.selectors import SELECTORS
 
-
 # Phi-3 knows no other rotary types than the default one and LongRoPE.
 PAIRS = [(a, r) for a in ARCHITECTURES for r in ROPES if a != "phi3" or r == "default"]
 
@@ -47,9 +46,7 @@ def test_ratio_one_is_full_prefill(architecture: str, rope: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("architecture", "rope"), PAIRS)
-def test_a_chunk_where_it_was_prefilled_is_exact_at_ratio_zero(
-    architecture: str, rope: str, tmp_path: Path
-) -> None:
+def test_a_chunk_where_it_was_prefilled_is_exact_at_ratio_zero(architecture: str, rope: str, tmp_path: Path) -> None:
     with make_engine(tmp_path, tiny_model(architecture, rope)) as engine:
         engine.build_kv_cache(SHORT[:1], progress=False)
         prompt = SHORT[0] + "\n\nHow many?"
@@ -91,9 +88,7 @@ def test_every_selector_obeys_causality_and_budget(selector: str, tmp_path: Path
         assert total == report.prompt_tokens == len(engine.encode(prompt))
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 3}], ids=["greedy", "sampled"]
-)
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 3}], ids=["greedy", "sampled"])
 def test_the_same_request_twice_is_the_same_answer(options: dict[str, Any], tmp_path: Path) -> None:
     with make_engine(tmp_path, tiny_model()) as engine:
         engine.build_kv_cache(SHORT[:3], progress=False)
@@ -112,9 +107,7 @@ def test_greedy_answers_at_ratio_one_equal_transformers(architecture: str, tmp_p
         plain = copy.deepcopy(engine.model)
         plain.set_attn_implementation("sdpa")
         with torch.inference_mode():
-            want = plain.generate(torch.tensor([ids]), max_new_tokens=16, do_sample=False)[
-                0, len(ids) :
-            ].tolist()
+            want = plain.generate(torch.tensor([ids]), max_new_tokens=16, do_sample=False)[0, len(ids) :].tolist()
         assert engine.generate(prompt, max_tokens=16, recompute_ratio=1.0).token_ids == want
 
 
@@ -144,9 +137,7 @@ def test_smollm2_ratio_one_equals_plain(tmp_path: Path) -> None:
         plain = copy.deepcopy(engine.model)
         plain.set_attn_implementation("sdpa")
         with torch.inference_mode():
-            want = plain.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[
-                0, len(ids) :
-            ].tolist()
+            want = plain.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0, len(ids) :].tolist()
         assert engine.generate(prompt, max_tokens=12, recompute_ratio=1.0).token_ids == want
         single = PASSAGES[0] + "\n\nHow many passengers?"
         fused, _ = engine.prefill(single, recompute_ratio=0.0)

@@ -108,8 +108,7 @@ class FusedKVModel(BaseModel):
         refused = sorted(set(options) & set(_ENGINE_OPTIONS))
         if refused:
             raise ConfigError(
-                f"{', '.join(refused)} belong to the engine, which exists already: "
-                "set them in FusedKVEngine(...)"
+                f"{', '.join(refused)} belong to the engine, which exists already: set them in FusedKVEngine(...)"
             )
         settings = {name: cls.model_fields[name].default for name in _ENGINE_OPTIONS}
         settings |= {"model": engine.model_id, "kv_dir": engine.store.kv_dir, "dtype": engine.dtype}
@@ -176,9 +175,7 @@ class FusedKVModel(BaseModel):
             If the disk is full.
         """
         if isinstance(documents, (str, Document)):
-            raise CorpusError(
-                "build_kv_cache takes a list of documents or strings; put the single one into a list"
-            )
+            raise CorpusError("build_kv_cache takes a list of documents or strings; put the single one into a list")
         return self.engine.build_kv_cache([_text_of(item) for item in documents], progress=progress)
 
     def prefetch(self, texts: Sequence[str]) -> list[str | None]:
@@ -220,8 +217,7 @@ class FusedKVModel(BaseModel):
         unknown = sorted(set(overrides) - set(PER_CALL_OPTIONS))
         if unknown:
             raise ConfigError(
-                f"{', '.join(unknown)} cannot be set for one call; "
-                f"what can: {', '.join(PER_CALL_OPTIONS)} and stop"
+                f"{', '.join(unknown)} cannot be set for one call; what can: {', '.join(PER_CALL_OPTIONS)} and stop"
             )
         stops = dict.fromkeys([*(self.stop or ()), *(stop or ())])
         return {**{name: getattr(self, name) for name in PER_CALL_OPTIONS}, **overrides, "stop": tuple(stops)}

@@ -25,9 +25,7 @@ _ESCAPED = (
     'before they reach the prompt: retriever | (lambda docs: "\\n\\n".join(d.page_content for d in docs))'
 )
 _HTML = "they are there HTML-escaped, as mustache does with {{context}}: write {{{context}}} instead"
-_WHITESPACE = (
-    "they are there with other white space: pass page_content on without re-wrapping or dedenting it"
-)
+_WHITESPACE = "they are there with other white space: pass page_content on without re-wrapping or dedenting it"
 _SHORTENED = (
     "only their beginnings are there: something between the retriever and the prompt shortens them (a "
     "compressor, an extractor, a template that truncates). Put FusedKVRetriever around that step, and ingest "

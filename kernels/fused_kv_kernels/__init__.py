@@ -7,8 +7,8 @@ against it.
 
 from __future__ import annotations
 
-from .row_attention import RowPlan, row_attention
 from .rotate import rerotate_keys, rotation_tables
+from .row_attention import RowPlan, row_attention
 from .token_scores import token_scores
 
 __all__ = ["RowPlan", "rerotate_keys", "rotation_tables", "row_attention", "token_scores"]

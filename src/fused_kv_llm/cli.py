@@ -142,9 +142,7 @@ def store_stats(kv_dir: KvDir = Path("./kv")) -> None:
     out.print(table)
 
 
-def _ingest(
-    paths: Sequence[Path], kv_dir: Path, model: str, dtype: str | None, chunk_chars: int
-) -> FusedKVLLM:
+def _ingest(paths: Sequence[Path], kv_dir: Path, model: str, dtype: str | None, chunk_chars: int) -> FusedKVLLM:
     from fused_kv_llm.demo.embedder import MiniLM
     from fused_kv_llm.demo.passages import read_passages
     from fused_kv_llm.demo.retrieval import PassageIndex
@@ -189,9 +187,7 @@ def _answer(rag: Rag, llm: FusedKVLLM, question: str, *, compared: bool) -> list
     prompt = rag.prompt.invoke(question).to_string()
     ratios = dict.fromkeys((0.0, llm.recompute_ratio))
     with out.status("Answering again without stored KV"):
-        rows = compare(
-            llm.engine, prompt, ratios=list(ratios), selector=llm.selector, max_tokens=llm.max_tokens
-        )
+        rows = compare(llm.engine, prompt, ratios=list(ratios), selector=llm.selector, max_tokens=llm.max_tokens)
     out.print(as_table(rows))
     return rows
 

@@ -62,9 +62,7 @@ class GenerationConfig:
         if isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, int) or self.max_tokens < 1:
             raise ConfigError(f"max_tokens={self.max_tokens!r} is not a whole number of at least 1")
         if not 0.0 <= self.temperature < float("inf"):
-            raise ConfigError(
-                f"temperature={self.temperature!r} is negative or not finite: 0 is greedy, 1 is neutral"
-            )
+            raise ConfigError(f"temperature={self.temperature!r} is negative or not finite: 0 is greedy, 1 is neutral")
         if not 0.0 < self.top_p <= 1.0:
             raise ConfigError(f"top_p={self.top_p!r} is outside (0, 1]: 1 considers every token")
         if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):

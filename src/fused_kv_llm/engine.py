@@ -252,9 +252,7 @@ class FusedKVEngine:
             list(takewhile(lambda pair: pair[0] == pair[1], zip(ids, self._prefix.token_ids, strict=False)))
         )
         matches, rows = self._catalog.find(rendered.text)
-        plan = plan_prompt(
-            encoded, matches, {key: row.token_ids for key, row in rows.items()}, _MIN_REUSED_TOKENS
-        )
+        plan = plan_prompt(encoded, matches, {key: row.token_ids for key, row in rows.items()}, _MIN_REUSED_TOKENS)
         placements = []
         for segment in plan.segments:
             if segment.key is None or segment.start < prefix_tokens:

@@ -120,9 +120,7 @@ class IngestReport:
 
     def summary(self) -> str:
         """Return one line for people."""
-        parts = [
-            f"{self.chunks_new} chunks prefilled ({self.tokens} tokens, {self.tokens_per_s:.0f} tokens/s)"
-        ]
+        parts = [f"{self.chunks_new} chunks prefilled ({self.tokens} tokens, {self.tokens_per_s:.0f} tokens/s)"]
         parts.append(f"{self.bytes_written / 1e6:.1f} MB written")
         if self.chunks_present:
             parts.append(f"{self.chunks_present} already stored")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fused_kv_kernels import rerotate_keys, rotation_tables
-from fused_kv_kernels.reference import rerotate_keys_reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from fused_kv_kernels import rerotate_keys, rotation_tables
+from fused_kv_kernels.reference import rerotate_keys_reference
 
 INV_FREQ = 1.0 / (10000.0 ** (torch.arange(0, 32, 2, dtype=torch.float32) / 32))
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fused_kv_kernels import RowPlan, row_attention
-from fused_kv_kernels.reference import row_attention_reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from fused_kv_kernels import RowPlan, row_attention
+from fused_kv_kernels.reference import row_attention_reference
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 

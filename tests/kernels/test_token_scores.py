@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fused_kv_kernels import token_scores
-from fused_kv_kernels.reference import token_scores_reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from fused_kv_kernels import token_scores
+from fused_kv_kernels.reference import token_scores_reference
 
 
 @settings(max_examples=40, deadline=None)
@@ -24,9 +25,7 @@ def test_equals_reference(num_keys: int, data: st.DataObject, groups: int) -> No
 
 
 def test_a_token_that_the_question_looks_for_wins() -> None:
-    k = torch.nn.functional.normalize(
-        torch.randn(1, 50, 32, generator=torch.Generator().manual_seed(0)), dim=-1
-    )
+    k = torch.nn.functional.normalize(torch.randn(1, 50, 32, generator=torch.Generator().manual_seed(0)), dim=-1)
     q = 20 * k[:, 17:18].expand(4, 3, 32)
     scores = token_scores(q, k, torch.tensor([47, 48, 49]), 1.0)
     assert int(scores.argmax()) == 17

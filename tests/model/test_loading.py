@@ -39,9 +39,7 @@ def load(model: Any) -> Any:
     ids=["dynamic_ntk", "longrope"],
 )
 def test_rotations_that_do_not_compose_are_refused(rope: dict[str, Any], options: dict[str, Any]) -> None:
-    with pytest.raises(
-        UnsupportedModelError, match=r"rotations of type '\w+' change with the prompt's length"
-    ):
+    with pytest.raises(UnsupportedModelError, match=r"rotations of type '\w+' change with the prompt's length"):
         load(tiny_model("llama", rope_parameters=rope, **options))
 
 
@@ -128,9 +126,7 @@ def test_a_missing_model_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_a_missing_gguf_package_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FUSED_KV_CACHE", str(tmp_path))
     find_spec = embedded.importlib.util.find_spec
-    monkeypatch.setattr(
-        embedded.importlib.util, "find_spec", lambda name: None if name == "gguf" else find_spec(name)
-    )
+    monkeypatch.setattr(embedded.importlib.util, "find_spec", lambda name: None if name == "gguf" else find_spec(name))
     with pytest.raises(MissingExtraError, match=r"fused-kv-llm\[demo\]"):
         embedded_model_folder("smollm2-135m")
 

@@ -107,9 +107,7 @@ def test_it_refuses_before_computing_when_the_disk_cannot_hold_the_result(
 ) -> None:
     with make_engine(tmp_path) as engine:
         monkeypatch.setattr(engine.store, "free_bytes", lambda: 1000)
-        monkeypatch.setattr(
-            Ingestor, "_prefill", lambda *_: pytest.fail("computed although the disk is full")
-        )
+        monkeypatch.setattr(Ingestor, "_prefill", lambda *_: pytest.fail("computed although the disk is full"))
         with pytest.raises(StoreFullError, match=r"Nothing was written: free some space"):
             engine.build_kv_cache(SHORT[:2], progress=False)
 
@@ -153,9 +151,7 @@ def test_ctrl_c_keeps_what_was_computed_and_the_next_run_resumes(tmp_path: Path)
         engine.build_kv_cache(SHORT[:20], progress=False)
         """)
     )
-    process = subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     for _ in range(4):
         assert process.stdout.readline().strip() == "batch"
@@ -174,8 +170,7 @@ def test_ctrl_c_keeps_what_was_computed_and_the_next_run_resumes(tmp_path: Path)
 def test_two_engines_ingest_the_same_corpus_at_once(tmp_path: Path) -> None:
     with make_engine(tmp_path) as one, make_engine(tmp_path) as two:
         threads = [
-            threading.Thread(target=e.build_kv_cache, args=(SHORT[:8],), kwargs={"progress": False})
-            for e in (one, two)
+            threading.Thread(target=e.build_kv_cache, args=(SHORT[:8],), kwargs={"progress": False}) for e in (one, two)
         ]
         for thread in threads:
             thread.start()

@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from fused_kv_kernels.reference import row_attention_reference
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from fused_kv_kernels.reference import row_attention_reference
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.model import BufferPool, FusedCache
 from fused_kv_llm.online import Request
@@ -36,18 +36,14 @@ def project(layer: Any, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[
     """Return rotated queries and keys and the values, each ``[1, heads, R, D]``."""
     attention, normed = layer.self_attn, layer.input_layernorm(hidden)
     shape = (1, hidden.shape[1], -1, attention.head_dim)
-    q, k, v = (
-        p(normed).view(shape).transpose(1, 2) for p in (attention.q_proj, attention.k_proj, attention.v_proj)
-    )
+    q, k, v = (p(normed).view(shape).transpose(1, 2) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
     q, k = apply_rotary_pos_emb(q, k, *rotary)
     return q, k, v
 
 
 def finish(layer: Any, hidden: Tensor, attended: Tensor) -> Tensor:
     """Return the layer's output from its attention output ``[1, heads, R, D]``."""
-    hidden = hidden + layer.self_attn.o_proj(
-        attended.transpose(1, 2).reshape(hidden.shape[0], hidden.shape[1], -1)
-    )
+    hidden = hidden + layer.self_attn.o_proj(attended.transpose(1, 2).reshape(hidden.shape[0], hidden.shape[1], -1))
     return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
 
 

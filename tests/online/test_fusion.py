@@ -7,29 +7,25 @@ from pathlib import Path
 import pytest
 import torch
 from corpus import SHORT, rag_prompt
-from fused_kv_kernels.reference import token_scores_reference
 from models import smollm2_tokenizer, tiny_model
 
+from fused_kv_kernels.reference import token_scores_reference
 from fused_kv_llm import FusedKVEngine
+from fused_kv_llm.online.probe import probe_scores
 from fused_kv_llm.report import FusionReport
 from fused_kv_llm.selectors import QueryAttention, View
-from fused_kv_llm.online.probe import probe_scores
 
 from .reference_fusion import finish, project, recompute_rows, stitched_kv
 
 
 @pytest.fixture
 def engine(tmp_path: Path):
-    with FusedKVEngine(
-        tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, store_misses=False
-    ) as engine:
+    with FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, store_misses=False) as engine:
         engine.build_kv_cache(SHORT[:6], progress=False)
         yield engine
 
 
-@pytest.mark.parametrize(
-    "selector", ["full_reuse", "random", "boundary", "fusionrag", "prophetkv", "middle_layers"]
-)
+@pytest.mark.parametrize("selector", ["full_reuse", "random", "boundary", "fusionrag", "prophetkv", "middle_layers"])
 @pytest.mark.parametrize("ratio", [0.0, 0.15, 0.6])
 def test_fused_pass_equals_plain_recomputation(engine: FusedKVEngine, selector: str, ratio: float) -> None:
     prompt = rag_prompt(SHORT[:6])
@@ -46,9 +42,7 @@ def test_fused_pass_equals_plain_recomputation(engine: FusedKVEngine, selector: 
 
 @pytest.mark.parametrize("full_context", [False, True])
 @pytest.mark.parametrize("layers", [(2,), (0, 1, 2), (1,)])
-def test_probe_scores_equal_plain_attention(
-    engine: FusedKVEngine, layers: tuple[int, ...], full_context: bool
-) -> None:
+def test_probe_scores_equal_plain_attention(engine: FusedKVEngine, layers: tuple[int, ...], full_context: bool) -> None:
     request = engine._plan(rag_prompt(SHORT[:6]), FusionReport())
     stored = stitched_kv(engine, request)
     with torch.inference_mode():
@@ -92,11 +86,7 @@ def test_the_question_is_the_text_after_the_last_chunk(engine: FusedKVEngine) ->
     request = engine._plan(rag_prompt(SHORT[:6]), FusionReport())
     rows, question = request.question_rows()
     assert question == rows.shape[0] >= 16
-    assert (
-        engine.tokenizer.decode([request.ids[i] for i in rows.tolist()])
-        .lstrip()
-        .startswith("Question: How many")
-    )
+    assert engine.tokenizer.decode([request.ids[i] for i in rows.tolist()]).lstrip().startswith("Question: How many")
 
 
 def test_a_question_before_the_chunks_is_seen(engine: FusedKVEngine) -> None:

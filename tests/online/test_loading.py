@@ -41,9 +41,7 @@ def test_disk_and_memory_give_the_same_logits(ratio: float, tmp_path: Path) -> N
 
 
 def test_without_a_memory_tier_everything_comes_from_disk(tmp_path: Path) -> None:
-    with FusedKVEngine(
-        tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, memory_bytes=0
-    ) as engine:
+    with FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, memory_bytes=0) as engine:
         engine.build_kv_cache(SHORT[:3], progress=False)
         for _ in range(2):
             _, report = engine.prefill(rag_prompt(SHORT[:3]), recompute_ratio=0.0)

@@ -96,9 +96,7 @@ def byte_level_bpe() -> PreTrainedTokenizerFast:
 def metaspace_bpe() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=True)
-    trainer = trainers.BpeTrainer(
-        vocab_size=900, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=900, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)
     tokenizer.train_from_iterator(corpus(), trainer)
     state = json.loads(tokenizer.to_str())
     for byte in range(256):
@@ -109,9 +107,7 @@ def metaspace_bpe() -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    tokenizer.add_tokens(
-        [AddedToken(text, special=False, normalized=False) for text in ("[INST]", "[/INST]")]
-    )
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in ("[INST]", "[/INST]")])
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

@@ -103,9 +103,7 @@ def test_chunks_in_any_order_are_reused(
     assert not plan.unused
 
 
-def test_nearly_all_tokens_of_long_chunks_are_reused(
-    tokenizer: Any, renderer: PromptRenderer, prose: Prose
-) -> None:
+def test_nearly_all_tokens_of_long_chunks_are_reused(tokenizer: Any, renderer: PromptRenderer, prose: Prose) -> None:
     rng = random.Random(11)
     chunks = {f"k{i}": f"{i}. {prose(rng, 8)}" for i in range(40)}
     reused = total = 0

@@ -105,13 +105,9 @@ def raw_renderer(tokenizer: Any) -> PromptRenderer:
 def test_prefix_ids_are_the_header_or_what_the_tokenizer_prepends(
     smollm2: Any, byte_level: Any, metaspace: Any
 ) -> None:
-    header = (
-        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-    )
+    header = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
     assert smollm2.decode(PromptRenderer(smollm2).prefix_ids) == f"{header}<|im_start|>user"
-    assert byte_level.decode(PromptRenderer(byte_level).prefix_ids).startswith(
-        "<|begin|><|header|>user<|/header|>"
-    )
+    assert byte_level.decode(PromptRenderer(byte_level).prefix_ids).startswith("<|begin|><|header|>user<|/header|>")
     assert PromptRenderer(metaspace).prefix_ids == metaspace.convert_tokens_to_ids(["<s>", "[INST]"])
     assert raw_renderer(smollm2).prefix_ids == []
     assert raw_renderer(byte_level).prefix_ids == [byte_level.bos_token_id]

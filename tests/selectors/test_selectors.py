@@ -55,9 +55,7 @@ def test_query_attention_is_a_global_top_k() -> None:
 def test_query_attention_does_not_depend_on_chunk_order() -> None:
     probe = make_probe([6, 6])
     assert probe.scores is not None
-    swapped = Probe(
-        probe.positions, probe.chunk_index, probe.offset, torch.cat((probe.scores[6:], probe.scores[:6]))
-    )
+    swapped = Probe(probe.positions, probe.chunk_index, probe.offset, torch.cat((probe.scores[6:], probe.scores[:6])))
     first = resolve_selector("fusionrag").select(probe, 4)
     second = resolve_selector("fusionrag").select(swapped, 4)
     index = torch.searchsorted(probe.positions, first)
@@ -90,9 +88,7 @@ def test_budget(ratio: float, count: int, want: int) -> None:
 
 def test_random_draws_differently_with_another_seed() -> None:
     one, two = make_probe([200], seed=1), make_probe([200], seed=2)
-    assert not torch.equal(
-        resolve_selector("random").select(one, 50), resolve_selector("random").select(two, 50)
-    )
+    assert not torch.equal(resolve_selector("random").select(one, 50), resolve_selector("random").select(two, 50))
 
 
 def test_unknown_names_and_objects_are_refused() -> None:

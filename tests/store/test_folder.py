@@ -21,9 +21,7 @@ pytestmark = pytest.mark.filterwarnings("error::fused_kv_llm.errors.FusedKVWarni
 
 
 def files_under(folder: Path) -> set[str]:
-    return {
-        str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and "index.sqlite" not in p.name
-    }
+    return {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and "index.sqlite" not in p.name}
 
 
 def test_permissions(store, kv_dir, make_chunk):
@@ -211,9 +209,7 @@ def test_only_abandoned_temp_files_are_removed(kv_dir):
     assert set(os.listdir(kv_dir / "tmp")) == {name for name, (_, stays) in names.items() if stays}
 
 
-@pytest.mark.parametrize(
-    "garbage", [b"this is not a database at all, " * 40, b"SQLite format 3\0" + b"\xff" * 8000]
-)
+@pytest.mark.parametrize("garbage", [b"this is not a database at all, " * 40, b"SQLite format 3\0" + b"\xff" * 8000])
 @pytest.mark.parametrize("read_only", [False, True])
 def test_damaged_index(kv_dir, make_chunk, garbage, read_only):
     with KVStore(kv_dir) as store:

@@ -128,9 +128,7 @@ def test_closing_waits_for_a_read_in_flight(diskonly, make_chunk, monkeypatch):
 
 def open_files(kv_dir):
     links = (os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
-    return [
-        t for t in (os.readlink(link) for link in links if os.path.islink(link)) if t.endswith(".safetensors")
-    ]
+    return [t for t in (os.readlink(link) for link in links if os.path.islink(link)) if t.endswith(".safetensors")]
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")

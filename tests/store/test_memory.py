@@ -21,9 +21,7 @@ pytestmark = pytest.mark.filterwarnings("error::fused_kv_llm.errors.FusedKVWarni
 
 def resident(name: str, tokens: int) -> ResidentChunk:
     shape = (1, 1, tokens, 1)
-    header = ChunkHeader(
-        name, "", "", ContentHash(0, 0, 0), (0,) * tokens, 0, torch.float32, shape, ("",), ("",), 0
-    )
+    header = ChunkHeader(name, "", "", ContentHash(0, 0, 0), (0,) * tokens, 0, torch.float32, shape, ("",), ("",), 0)
     return ResidentChunk(header, torch.zeros(shape), torch.zeros(shape))
 
 

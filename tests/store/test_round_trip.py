@@ -282,9 +282,7 @@ def test_room_never_unpickles():
     for path in Path(fused_kv_llm.store.__file__).parent.glob("*.py"):
         tree = ast.parse(path.read_text())
         names = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-        names |= {
-            alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names
-        }
+        names |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
         assert not names & {"pickle", "marshal", "shelve", "dill", "joblib"}, path
         calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
         assert not calls & {"torch.load", "torch.save", "np.load", "np.save"}, path

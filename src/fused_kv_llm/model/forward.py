@@ -6,10 +6,10 @@ import contextlib
 from dataclasses import dataclass
 
 import torch
-from fused_kv_kernels import RowPlan, row_attention
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from fused_kv_kernels import RowPlan, row_attention
 from fused_kv_llm.model.attention import AttentionPass, no_mask
 from fused_kv_llm.model.cache import BatchCache
 from fused_kv_llm.model.loading import LoadedModel
@@ -45,9 +45,7 @@ class RowPass:
     def __init__(self, plan: RowPlan, final_layer: int | None = None) -> None:
         self.plan = plan
         self.final_layer = final_layer if plan.num_rows > 1 else None
-        self.last_row = (
-            RowPlan(plan.q_positions[-1:], plan.num_keys) if self.final_layer is not None else plan
-        )
+        self.last_row = RowPlan(plan.q_positions[-1:], plan.num_keys) if self.final_layer is not None else plan
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Return the attention output ``[B, Hq, R, D]``."""
@@ -85,9 +83,7 @@ def _inputs(
     }
 
 
-def forward_kv(
-    loaded: LoadedModel, ids: Tensor, positions: Tensor, cache: Cache, state: AttentionPass
-) -> None:
+def forward_kv(loaded: LoadedModel, ids: Tensor, positions: Tensor, cache: Cache, state: AttentionPass) -> None:
     """Run the decoder, without its output head, until the pass ends it.
 
     Parameters
@@ -121,9 +117,7 @@ def forward_rows(
     return logits[0].float()
 
 
-def forward_logits(
-    loaded: LoadedModel, ids: Tensor, positions: Tensor, cache: Cache, plan: RowPlan
-) -> Tensor:
+def forward_logits(loaded: LoadedModel, ids: Tensor, positions: Tensor, cache: Cache, plan: RowPlan) -> Tensor:
     """Run one request's rows and return the last row's logits, float32 ``[vocabulary]``."""
     state = RowPass(plan, final_layer=loaded.geometry.num_layers - 1)
     return forward_rows(loaded, ids, positions, cache, state, keep=1)[0]

@@ -77,9 +77,7 @@ def choose_device(device: str | torch.device | None) -> torch.device:
     try:
         chosen = torch.device(device)
     except RuntimeError as error:
-        raise ConfigError(
-            f"device={device!r} is not a torch device, for example 'cpu' or 'cuda:0'"
-        ) from error
+        raise ConfigError(f"device={device!r} is not a torch device, for example 'cpu' or 'cuda:0'") from error
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device={device!r}, but torch sees no CUDA device: use device='cpu'")
     return chosen

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
-from fused_kv_kernels import RowPlan
 
+from fused_kv_kernels import RowPlan
 from fused_kv_llm.chunk import ChunkKV, chunk_key
 from fused_kv_llm.errors import CorpusError, FusedKVWarning, PromptError, StoreFullError
 from fused_kv_llm.model import BatchCache, KVPass, LoadedModel, PrefixKV, forward_kv
@@ -106,9 +106,7 @@ class Ingestor:
         distinct: dict[str, None] = {}
         for text in texts:
             if not isinstance(text, str):
-                raise CorpusError(
-                    f"A chunk is of type {type(text).__name__}, not text: pass strings or documents."
-                )
+                raise CorpusError(f"A chunk is of type {type(text).__name__}, not text: pass strings or documents.")
             report.chunks_total += 1
             stripped = text.strip()
             if not is_indexable(stripped):

@@ -69,5 +69,5 @@ class BackgroundWriter:
             chunk, make_kv = item
             try:
                 self._on_written(chunk, self._write(chunk, make_kv()))
-            except Exception as error:  # noqa: BLE001 - handed to the submitting thread, whatever it is
+            except Exception as error:
                 self._error = error

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from fused_kv_kernels import RowPlan
 from torch import Tensor
 
+from fused_kv_kernels import RowPlan
 from fused_kv_llm.model import (
     BufferPool,
     FusedCache,

@@ -11,9 +11,9 @@ from concurrent.futures import Executor, Future
 from typing import TYPE_CHECKING
 
 import torch
-from fused_kv_kernels import rerotate_keys, rotation_tables
 from torch import Tensor
 
+from fused_kv_kernels import rerotate_keys, rotation_tables
 from fused_kv_llm.model import FusedCache, Geometry
 
 if TYPE_CHECKING:

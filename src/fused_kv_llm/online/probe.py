@@ -7,9 +7,9 @@ FusionRAG section 3.2 prefills the question alone; ProphetKV lets it attend to t
 from __future__ import annotations
 
 import torch
-from fused_kv_kernels import RowPlan, row_attention, token_scores
 from torch import Tensor
 
+from fused_kv_kernels import RowPlan, row_attention, token_scores
 from fused_kv_llm.model import FusedCache, LoadedModel, StopForwardError, forward_kv
 from fused_kv_llm.selectors import View
 
@@ -21,9 +21,7 @@ __all__ = ["probe_scores"]
 class _ProbePass:
     """Attention of the probe: attends to the visible keys, scores all available ones in the view's layers."""
 
-    def __init__(
-        self, cache: FusedCache, view: View, plan: RowPlan, available: Tensor, question: int
-    ) -> None:
+    def __init__(self, cache: FusedCache, view: View, plan: RowPlan, available: Tensor, question: int) -> None:
         self.cache = cache
         self.view = view
         self.plan = plan
@@ -36,11 +34,7 @@ class _ProbePass:
         """Score the context where the view asks for it; return the attention output."""
         if layer_idx in self.view.layers:
             self.cache.fill(layer_idx)
-            keys = (
-                k[0]
-                if self.view.full_context
-                else self.cache.keys[layer_idx, 0].index_select(1, self.available)
-            )
+            keys = k[0] if self.view.full_context else self.cache.keys[layer_idx, 0].index_select(1, self.available)
             self.total += token_scores(q[0, :, -self.question :], keys, self.indices, scale)
         if layer_idx == self.view.layers[-1]:
             raise StopForwardError

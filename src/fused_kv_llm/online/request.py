@@ -57,9 +57,7 @@ class Request:
         The rendered prompt.
     """
 
-    def __init__(
-        self, ids: list[int], prefix_tokens: int, placements: list[Placement], text: str = ""
-    ) -> None:
+    def __init__(self, ids: list[int], prefix_tokens: int, placements: list[Placement], text: str = "") -> None:
         self.ids = ids
         self.text = text
         # The last token is always computed: its logits are what the request is for.

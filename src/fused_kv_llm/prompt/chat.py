@@ -120,9 +120,7 @@ def checked_messages(prompt: Any) -> list[Message]:
         )
     for number, message in enumerate(prompt):
         if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-            raise PromptError(
-                f"Message {number} must be a mapping with 'role' and 'content', got {message!r:.80}."
-            )
+            raise PromptError(f"Message {number} must be a mapping with 'role' and 'content', got {message!r:.80}.")
         extra = sorted(str(name) for name in message.keys() - {"role", "content"})
         if extra:
             raise PromptError(

@@ -119,9 +119,7 @@ class ContentIndex:
             # unknown ones count too until the sweep.
             if 4 * len(self._dead) >= self._rows_held():
                 self._flush()
-                self._tables = tuple(
-                    kept for table in self._tables if (kept := table.without(self._dead)).keys
-                )
+                self._tables = tuple(kept for table in self._tables if (kept := table.without(self._dead)).keys)
                 self._dead = set()
 
     def find(self, text: str, text_of: Callable[[Sequence[str]], Mapping[str, str]]) -> list[Match]:

@@ -82,9 +82,7 @@ class TokenEncoder:
         self._control = _any_of([token["content"] for token in control])
         unknown = unknown_token(state["model"])
         # Ordinary text of a tokenizer without byte fallback may yield the unknown token; it ends nothing.
-        self._forbidden = {
-            token["id"] for token in control if token["special"] and token["content"] != unknown
-        }
+        self._forbidden = {token["id"] for token in control if token["special"] and token["content"] != unknown}
         self._own = Tokenizer.from_str(json.dumps(state))
         self._own.encode_special_tokens = bool(getattr(tokenizer, "split_special_tokens", False))
         for token in control:
@@ -168,10 +166,7 @@ class TokenEncoder:
             position = end
         encoding = self._plain.encode("".join([*pieces, text[position:]]), add_special_tokens=False)
         # By the token's string, not its id: a vocabulary with holes could use the stand-in's id already.
-        ids = [
-            self._stand_in_ids.get(token, id_)
-            for token, id_ in zip(encoding.tokens, encoding.ids, strict=True)
-        ]
+        ids = [self._stand_in_ids.get(token, id_) for token, id_ in zip(encoding.tokens, encoding.ids, strict=True)]
         return Encoded(ids, _offsets(encoding))
 
     def encode_plain(self, text: str) -> list[int]:

@@ -72,9 +72,7 @@ class HashTable:
     def without(self, dead: set[str]) -> HashTable:
         """The same table less some keys."""
         kept = [i for i, key in enumerate(self.keys) if key not in dead]
-        return HashTable.build(
-            [self.keys[i] for i in kept], self.prefix[kept], self.full[kept], self.length[kept]
-        )
+        return HashTable.build([self.keys[i] for i in kept], self.prefix[kept], self.full[kept], self.length[kept])
 
     def merged(self, other: HashTable) -> HashTable:
         """One table with the rows of both."""

@@ -121,9 +121,7 @@ def plan_prompt(
     if min_tokens < 1:
         raise ConfigError(f"min_tokens must be at least 1, got {min_tokens}.")
     if any(after.start < before.end for before, after in pairwise(matches)):
-        raise ConfigError(
-            "Matches must be ascending and must not overlap; pass what ContentIndex.find returned."
-        )
+        raise ConfigError("Matches must be ascending and must not overlap; pass what ContentIndex.find returned.")
     segments: list[Segment] = []
     unused: list[UnusedMatch] = []
     position = 0

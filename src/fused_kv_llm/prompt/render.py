@@ -123,9 +123,7 @@ class PromptRenderer:
         messages = checked_messages(prompt)
         for number, message in enumerate(messages):
             if self._encoder.control_spans(message["role"]):
-                raise PromptError(
-                    f"The role of message {number} holds special-token text: {message['role']!r:.80}."
-                )
+                raise PromptError(f"The role of message {number} holds special-token text: {message['role']!r:.80}.")
         text = self._template.render(messages)
         located = [self._locate(messages, number, text) for number in range(len(messages))]
         spans = [span for span in located if span is not None]
@@ -214,9 +212,7 @@ class PromptRenderer:
         position = 0
         # Between the contents, one stretch at a time: text that begins in a content must not hide one.
         for start, end in sorted([*spans, (len(text), len(text))]):
-            own += [
-                (position + a, position + b) for a, b in self._encoder.control_spans(text[position:start])
-            ]
+            own += [(position + a, position + b) for a, b in self._encoder.control_spans(text[position:start])]
             if (start, end) in lenient:
                 own += [found for found in inert if found not in special and _touches(found, [(start, end)])]
             position = end
@@ -230,8 +226,7 @@ class PromptRenderer:
                 rendered = self.render(beginning + "Content")
             except PromptError as error:
                 raise ConfigError(
-                    f"wrap=True needs a chat template that renders one user message: {error} "
-                    "Otherwise set wrap=False."
+                    f"wrap=True needs a chat template that renders one user message: {error} Otherwise set wrap=False."
                 ) from error
             if not rendered.content_spans:
                 raise ConfigError(

@@ -21,8 +21,7 @@ __all__ = [
 ]
 
 SELECTORS: dict[str, Selector] = {
-    selector.name: selector
-    for selector in (FullReuse(), Random(), Boundary(), FUSIONRAG, PROPHETKV, MIDDLE_LAYERS)
+    selector.name: selector for selector in (FullReuse(), Random(), Boundary(), FUSIONRAG, PROPHETKV, MIDDLE_LAYERS)
 }
 
 
@@ -39,7 +38,5 @@ def resolve_selector(selector: str | Selector) -> Selector:
             raise ConfigError(f"selector={selector!r} is unknown: use one of {', '.join(sorted(SELECTORS))}")
         return SELECTORS[selector]
     if not isinstance(selector, Selector):
-        raise ConfigError(
-            f"selector={selector!r} has no name, view() and select(): see selectors.base.Selector"
-        )
+        raise ConfigError(f"selector={selector!r} has no name, view() and select(): see selectors.base.Selector")
     return selector

@@ -61,9 +61,7 @@ class QueryAttention:
             If the probe carries no scores, which is a fault of the caller.
         """
         if probe.scores is None:
-            raise FusedKVError(
-                f"The selector {self.name!r} needs question attention scores, but the probe has none."
-            )
+            raise FusedKVError(f"The selector {self.name!r} needs question attention scores, but the probe has none.")
         return top_positions(probe.positions, probe.scores, budget)
 
 

@@ -25,9 +25,7 @@ class DamageControl:
         Move and drop nothing, just stop using the chunk.
     """
 
-    def __init__(
-        self, folder: StoreFolder, index: ChunkIndex, reader: ChunkReader, *, read_only: bool
-    ) -> None:
+    def __init__(self, folder: StoreFolder, index: ChunkIndex, reader: ChunkReader, *, read_only: bool) -> None:
         self._folder = folder
         self._index = index
         self._reader = reader
@@ -46,9 +44,7 @@ class DamageControl:
         self._reader.forget(key)
         if done is None:
             return False
-        warn(
-            f"The stored KV of chunk {key} ({path}) cannot be used: {reason}; {done}. It is computed afresh."
-        )
+        warn(f"The stored KV of chunk {key} ({path}) cannot be used: {reason}; {done}. It is computed afresh.")
         return True
 
     def _quarantine(self, key: str) -> str | None:

@@ -138,8 +138,7 @@ class Database:
                 os.close(os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
         except OSError as error:
             raise StoreUnavailableError(
-                f"The index {self._path} cannot be created: {error}. Set kv_dir to a folder that you "
-                "may write."
+                f"The index {self._path} cannot be created: {error}. Set kv_dir to a folder that you may write."
             ) from error
 
     def _connect(self) -> sqlite3.Connection:

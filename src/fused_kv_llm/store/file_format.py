@@ -119,6 +119,4 @@ def _check_kv(kv: ChunkKV) -> None:
     if kv.position < 0:
         raise ConfigError(f"A chunk's position must be 0 or more, not {kv.position}.")
     if sys.byteorder != "little":
-        raise StoreUnavailableError(
-            "Chunk KV are stored little endian; a big-endian machine cannot use them."
-        )
+        raise StoreUnavailableError("Chunk KV are stored little endian; a big-endian machine cannot use them.")

@@ -85,8 +85,7 @@ class StoreFolder:
                 os.makedirs(folder, mode=0o700, exist_ok=True)
         except OSError as error:
             raise StoreUnavailableError(
-                f"The chunk-KV store in {root} cannot be created: {error}. Set kv_dir to a folder that you "
-                "may write."
+                f"The chunk-KV store in {root} cannot be created: {error}. Set kv_dir to a folder that you may write."
             ) from error
         for folder in (str(root), self._chunks, self._temp, self._quarantine):
             if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
@@ -188,8 +187,7 @@ class StoreFolder:
             return None
         except OSError as error:
             raise StoreUnavailableError(
-                f"The damaged file {self.chunk_path(key)} cannot be moved to quarantine: {error}. "
-                "Delete it by hand."
+                f"The damaged file {self.chunk_path(key)} cannot be moved to quarantine: {error}. Delete it by hand."
             ) from error
         return target
 

@@ -91,9 +91,7 @@ class ChunkLoader:
             self._changed.wait_for(lambda: not wanted & self._loading)
             missing = wanted - self._loaded
             if missing and self._users == 0:
-                raise StoreError(
-                    f"The KV of chunk {self.header.key[:16]} was closed while it was being read."
-                )
+                raise StoreError(f"The KV of chunk {self.header.key[:16]} was closed while it was being read.")
             self._loading |= missing
         if missing:
             damage: ChunkDamagedError | None = None

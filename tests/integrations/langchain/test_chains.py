@@ -54,9 +54,7 @@ def test_lcel_in_every_mode_of_calling(chain: Runnable[str, str], llm: FusedKVLL
     check(llm)
 
 
-def test_runnable_parallel_and_assign(
-    retriever: FusedKVRetriever, prompt: PromptTemplate, llm: FusedKVLLM
-) -> None:
+def test_runnable_parallel_and_assign(retriever: FusedKVRetriever, prompt: PromptTemplate, llm: FusedKVLLM) -> None:
     found = RunnableParallel(documents=retriever, question=RunnablePassthrough())
     chain = found.assign(
         answer=RunnablePassthrough.assign(context=lambda state: join(state["documents"])) | prompt | llm

@@ -54,9 +54,7 @@ def test_stored_chunks_are_reused(llm: FusedKVLLM, prompts: list[str]) -> None:
     assert report.prompt_tokens == report.cached_tokens + report.computed_tokens
 
 
-def test_several_prompts_give_one_result_with_info_per_generation(
-    llm: FusedKVLLM, prompts: list[str]
-) -> None:
+def test_several_prompts_give_one_result_with_info_per_generation(llm: FusedKVLLM, prompts: list[str]) -> None:
     result = llm.generate(prompts[:2])
     infos = [generations[0].generation_info for generations in result.generations]
     assert [info["fused_kv"]["chunks_found"] for info in infos if info] == [2, 2]
@@ -194,9 +192,7 @@ def test_the_cache_keeps_ratios_apart(engine: FusedKVEngine, prompts: list[str])
     assert low.last_report is before
 
 
-@pytest.mark.parametrize(
-    "options", [{"recompute_ratio": 0.5}, {"max_tokens": 3}, {"seed": 1}, {"selector": "random"}]
-)
+@pytest.mark.parametrize("options", [{"recompute_ratio": 0.5}, {"max_tokens": 3}, {"seed": 1}, {"selector": "random"}])
 def test_the_cache_keeps_options_of_a_call_apart(
     engine: FusedKVEngine, prompts: list[str], options: dict[str, Any]
 ) -> None:
@@ -215,9 +211,7 @@ async def _ask(llm: Any, prompt: str) -> str:
     return str(await llm.ainvoke(prompt))
 
 
-def test_the_cache_keeps_options_of_an_asynchronous_call_apart(
-    engine: FusedKVEngine, prompts: list[str]
-) -> None:
+def test_the_cache_keeps_options_of_an_asynchronous_call_apart(engine: FusedKVEngine, prompts: list[str]) -> None:
     import asyncio
 
     llm = FusedKVLLM.from_engine(engine, cache=InMemoryCache(), max_tokens=4)
@@ -227,9 +221,7 @@ def test_the_cache_keeps_options_of_an_asynchronous_call_apart(
     assert llm.last_report is not first
 
 
-def test_the_cache_keeps_the_stop_strings_of_constructors_apart(
-    engine: FusedKVEngine, prompts: list[str]
-) -> None:
+def test_the_cache_keeps_the_stop_strings_of_constructors_apart(engine: FusedKVEngine, prompts: list[str]) -> None:
     cache = InMemoryCache()
     plain = FusedKVLLM.from_engine(engine, cache=cache, max_tokens=12)
     whole = plain.invoke(prompts[0])

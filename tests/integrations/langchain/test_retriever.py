@@ -48,9 +48,7 @@ def test_documents_pass_through_with_the_id_of_their_kv(vector_store: FAISS, llm
 
 
 def test_what_has_no_kv_gets_no_id(llm: FusedKVLLM) -> None:
-    unknown = [
-        Document("Nobody has ever ingested this sentence about the moons of Jupiter and their orbits.")
-    ]
+    unknown = [Document("Nobody has ever ingested this sentence about the moons of Jupiter and their orbits.")]
     found = FusedKVRetriever(retriever=RunnableLambda(lambda _: unknown), llm=llm).invoke("moons")
     assert found[0].metadata == {"fused_kv_chunk_id": None}
 
@@ -62,9 +60,7 @@ def test_keyword_arguments_reach_the_inner_retriever(vector_store: FAISS, llm: F
 
 
 class _AsyncOnly(BaseRetriever):
-    def _get_relevant_documents(
-        self, query: str, *, run_manager: CallbackManagerForRetrieverRun
-    ) -> list[Document]:
+    def _get_relevant_documents(self, query: str, *, run_manager: CallbackManagerForRetrieverRun) -> list[Document]:
         raise NotImplementedError("only asynchronously")
 
     async def _aget_relevant_documents(self, query: str, *, run_manager: Any) -> list[Document]:
@@ -97,12 +93,8 @@ def test_prefetched_chunks_come_from_memory(vector_store: FAISS, llm: FusedKVLLM
     assert llm.last_report.bytes_loaded["memory"] > 0
 
 
-def test_a_chain_without_joining_is_warned_about_once(
-    vector_store: FAISS, llm: FusedKVLLM, prompt: Any
-) -> None:
-    quoted = FAISS.from_texts(
-        ['The "Tern" system\nkeeps all bookings of the ferries.'], vector_store.embeddings
-    )
+def test_a_chain_without_joining_is_warned_about_once(vector_store: FAISS, llm: FusedKVLLM, prompt: Any) -> None:
+    quoted = FAISS.from_texts(['The "Tern" system\nkeeps all bookings of the ferries.'], vector_store.embeddings)
     chain = make_chain(quoted, llm, prompt, inner=lambda documents: documents)
     with pytest.warns(FusedKVWarning, match="line breaks escaped.*join") as caught:
         chain.invoke(QUESTION)
@@ -126,16 +118,12 @@ def test_mustache_escaping_is_warned_about(vector_store: FAISS, llm: FusedKVLLM)
 
 
 def test_a_template_that_truncates_is_warned_about(vector_store: FAISS, llm: FusedKVLLM, prompt: Any) -> None:
-    chain = make_chain(
-        vector_store, llm, prompt, inner=lambda docs: "\n".join(d.page_content[:90] for d in docs)
-    )
+    chain = make_chain(vector_store, llm, prompt, inner=lambda docs: "\n".join(d.page_content[:90] for d in docs))
     with pytest.warns(FusedKVWarning, match="only their beginnings"):
         list(chain.stream(QUESTION))
 
 
-def test_calls_that_never_see_chunks_are_not_warned_about(
-    vector_store: FAISS, llm: FusedKVLLM, prompt: Any
-) -> None:
+def test_calls_that_never_see_chunks_are_not_warned_about(vector_store: FAISS, llm: FusedKVLLM, prompt: Any) -> None:
     chain = make_chain(vector_store, llm, prompt)
     chain.invoke(QUESTION)
     llm.invoke("Rephrase the question: and how many cars?")
