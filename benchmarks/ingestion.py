@@ -2,7 +2,8 @@
 
     python benchmarks/ingestion.py
 
-"bare" is plain transformers over the same length-sorted, padded batches, with nothing before the chunks and nothing kept.
+"bare" is plain transformers over the same length-sorted, padded batches, with nothing before the chunks and
+nothing kept.
 """
 
 from __future__ import annotations

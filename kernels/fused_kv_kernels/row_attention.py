@@ -7,6 +7,7 @@ and keys beyond a block's last row are never read.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ class RowPlan:
         if positions and (positions[0] < 0 or positions[-1] >= num_keys):
             msg = f"query positions {positions[0]}..{positions[-1]} lie outside the {num_keys} keys"
             raise ValueError(msg)
-        if any(a >= b for a, b in zip(positions, positions[1:], strict=False)):
+        if any(a >= b for a, b in pairwise(positions)):
             msg = "query positions must be strictly ascending: sort them and drop duplicates"
             raise ValueError(msg)
         self.blocks: list[_Block] = []

@@ -8,10 +8,14 @@
 
 from __future__ import annotations
 
-from .engine import FusedKVEngine
+from typing import TYPE_CHECKING, Any
+
 from .errors import FusedKVError, FusedKVWarning
-from .online import Generation, Piece
 from .report import FusionReport, IngestReport
+
+if TYPE_CHECKING:
+    from .engine import FusedKVEngine
+    from .online import Generation, Piece
 
 __all__ = [
     "FusedKVEngine",
@@ -25,3 +29,16 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Import the engine when it is first asked for: torch takes seconds that ``fused-kv --help`` need not wait."""
+    if name == "FusedKVEngine":
+        from .engine import FusedKVEngine
+
+        return FusedKVEngine
+    if name in ("Generation", "Piece"):
+        from . import online
+
+        return getattr(online, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -97,6 +97,8 @@ class FusedKVEngine:
         wrap: bool = True,
     ) -> None:
         self.recompute_ratio = check_ratio(recompute_ratio)
+        self.tenant, self.wrap, self.store_misses = tenant, wrap, store_misses
+        self.memory_bytes = memory_bytes
         self._selector = resolve_selector(selector)
         self.store = KVStore(kv_dir, memory_bytes=memory_bytes)
         self._model_lock = threading.Lock()
@@ -148,6 +150,11 @@ class FusedKVEngine:
     def model_fingerprint(self) -> str:
         """Content fingerprint of the weights."""
         return self.loaded.fingerprint
+
+    @property
+    def device(self) -> str:
+        """Where the model is, for example ``"cpu"``."""
+        return str(self.loaded.device)
 
     @property
     def dtype(self) -> str:

@@ -1,4 +1,4 @@
-"""Selective recomputation written out plainly, layer by layer, for a Llama: the oracle of the fused pass and the probe."""
+"""Selective recomputation written out plainly, layer by layer, for a Llama: the oracle of fusion and probe."""
 
 from __future__ import annotations
 

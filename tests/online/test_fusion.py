@@ -25,7 +25,9 @@ def engine(tmp_path: Path):
         yield engine
 
 
-@pytest.mark.parametrize("selector", ["full_reuse", "random", "boundary", "fusionrag", "prophetkv", "middle_layers"])
+@pytest.mark.parametrize(
+    "selector", ["full_reuse", "random", "boundary", "fusionrag", "prophetkv", "middle_layers", "all_layers"]
+)
 @pytest.mark.parametrize("ratio", [0.0, 0.15, 0.6])
 def test_fused_pass_equals_plain_recomputation(engine: FusedKVEngine, selector: str, ratio: float) -> None:
     prompt = rag_prompt(SHORT[:6])

@@ -10,7 +10,7 @@ from models import smollm2_tokenizer
 from fused_kv_llm.prompt import PromptRenderer
 
 TEMPLATES = {
-    "llama3.2": "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}",
+    "llama3.2": ("{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"),
     "direct": "{% set date_string = strftime_now('%d %b %Y') %}",
 }
 BODY = (

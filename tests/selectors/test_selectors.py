@@ -74,6 +74,7 @@ def test_views() -> None:
     assert resolve_selector("prophetkv").view(3) == View(layers=(0, 1, 2), full_context=True)
     assert resolve_selector("middle_layers").view(30) == View(layers=(13, 14, 15, 16))
     assert resolve_selector("middle_layers").view(2) == View(layers=(0, 1))
+    assert resolve_selector("all_layers").view(3) == View(layers=(0, 1, 2))
     assert QueryAttention("mine", layers=(-1, 4)).view(10) == View(layers=(4, 9))
     for name in ("full_reuse", "random", "boundary"):
         assert resolve_selector(name).view(30) == View()

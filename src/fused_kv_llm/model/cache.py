@@ -96,6 +96,8 @@ class FusedCache(Cache):
         shape = (2, geometry.num_layers, 1, geometry.num_kv_heads, capacity, geometry.head_dim)
         self._pool = pool
         self._buffer: Tensor | None = pool.take(math.prod(shape))
+        self.keys: Tensor
+        self.values: Tensor
         self.keys, self.values = self._buffer[: math.prod(shape)].view(shape)
         self.length = 0
         self.rows = torch.empty(0, dtype=torch.int64, device=self._buffer.device)

@@ -7,7 +7,7 @@ from fused_kv_llm.errors import ConfigError
 from .base import Probe, Selector, View, budget_tokens
 from .boundary import Boundary
 from .full_reuse import FullReuse
-from .query_attention import FUSIONRAG, MIDDLE_LAYERS, PROPHETKV, QueryAttention
+from .query_attention import ALL_LAYERS, FUSIONRAG, MIDDLE_LAYERS, PROPHETKV, QueryAttention
 from .random import Random
 
 __all__ = [
@@ -21,7 +21,8 @@ __all__ = [
 ]
 
 SELECTORS: dict[str, Selector] = {
-    selector.name: selector for selector in (FullReuse(), Random(), Boundary(), FUSIONRAG, PROPHETKV, MIDDLE_LAYERS)
+    selector.name: selector
+    for selector in (FullReuse(), Random(), Boundary(), FUSIONRAG, PROPHETKV, MIDDLE_LAYERS, ALL_LAYERS)
 }
 
 

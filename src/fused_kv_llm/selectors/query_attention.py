@@ -15,7 +15,7 @@ from fused_kv_llm.errors import FusedKVError
 
 from .base import Probe, View, top_positions
 
-__all__ = ["FUSIONRAG", "MIDDLE_LAYERS", "PROPHETKV", "QueryAttention"]
+__all__ = ["ALL_LAYERS", "FUSIONRAG", "MIDDLE_LAYERS", "PROPHETKV", "QueryAttention"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,3 +73,7 @@ PROPHETKV = QueryAttention("prophetkv", layers="all", full_context=True)
 
 MIDDLE_LAYERS = QueryAttention("middle_layers", layers="middle")
 """Four middle layers, where QCFuse section 3.3 finds most critical layers; the probe stops after them."""
+
+ALL_LAYERS = QueryAttention("all_layers", layers="all")
+"""FusionRAG's probe with ProphetKV's layers: the question is prefilled alone, so that the probe stays cheap, and
+every layer scores the chunks. It measured closer to full prefill than any of the above."""
