@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,13 +22,14 @@ from typing import Any
 
 import matplotlib as mpl
 import torch
-from environment import drop_page_cache, environment, peak_rss_bytes, reset_peak_rss
+from environment import drop_page_cache, environment
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
 from fused_kv_llm import FusedKVEngine
+from fused_kv_llm.config import DEFAULT_SELECTOR
 from fused_kv_llm.demo import handbook_passages, handbook_questions
 from fused_kv_llm.model.embedded import EMBEDDED_MODELS, embedded_model_folder
 
@@ -37,15 +40,11 @@ RATIOS = (0.0, 0.05, 0.15, 0.3, 1.0)
 
 
 def build_prompt(engine: FusedKVEngine, passages: list[str], question: str, num_tokens: int) -> str:
-    """Return a retrieval prompt of at most `num_tokens` tokens."""
+    """Return the retrieval prompt whose length is nearest to `num_tokens` tokens."""
     frame = "Answer the question from the context.\n\nContext:\n{}\n\nQuestion: {}\nAnswer briefly."
-    count = 1
-    while count < len(passages):
-        prompt = frame.format("\n\n".join(passages[: count + 1]), question)
-        if len(engine.encode(prompt)) > num_tokens:
-            break
-        count += 1
-    return frame.format("\n\n".join(passages[:count]), question)
+    prompts = [frame.format("\n\n".join(passages[:count]), question) for count in range(1, len(passages) + 1)]
+    lengths = [len(engine.encode(prompt)) for prompt in prompts]
+    return prompts[min(range(len(prompts)), key=lambda i: abs(lengths[i] - num_tokens))]
 
 
 def plain_ttft(engine: FusedKVEngine, plain: Any, prompt: str) -> float:
@@ -117,18 +116,19 @@ def measure(engine: FusedKVEngine, plain: Any, prompt: str, args: argparse.Names
     return rows
 
 
-def measure_memory(engine: FusedKVEngine, prompt: str) -> dict[str, float]:
-    """Return the peak resident size of one warm request over what was resident before, against its KV."""
-    engine.generate(prompt, max_tokens=1)
-    engine.store.drop_memory()
-    before = reset_peak_rss()
-    report = engine.generate(prompt, max_tokens=1).report
-    kv = report.prompt_tokens * engine.loaded.geometry.kv_bytes_per_token(engine.loaded.dtype)
-    return {
-        "kv_bytes": kv,
-        "peak_extra_bytes": peak_rss_bytes() - before,
-        "times_kv": (peak_rss_bytes() - before) / kv,
-    }
+def measure_memory(args: argparse.Namespace, prompt: str) -> dict[str, float]:
+    """Measure one request's memory in a process of its own, where nothing else has been run before."""
+    script = Path(__file__).parent / "memory.py"
+    command = [
+        sys.executable,
+        str(script),
+        "--kv-dir",
+        str(args.kv_dir),
+        *(["--dtype", args.dtype] if args.dtype else []),
+    ]
+    done = subprocess.run(command, input=prompt, capture_output=True, text=True, check=True)
+    result: dict[str, float] = json.loads(done.stdout)
+    return result
 
 
 def print_table(rows: list[dict[str, Any]], title: str) -> None:
@@ -186,7 +186,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1000, 2000, 3600, 5000, 7000])
     parser.add_argument("--dtype", default=None)
-    parser.add_argument("--selector", default="fusionrag")
+    parser.add_argument("--selector", default=DEFAULT_SELECTOR)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--kv-dir", type=Path, default=None)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "ttft_cpu")
@@ -200,7 +200,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for length in track(args.lengths, description="Measuring"):
         rows += measure(engine, plain, build_prompt(engine, passages, question, length), args)
-    memory = measure_memory(engine, build_prompt(engine, passages, question, 3600))
+    memory = measure_memory(args, build_prompt(engine, passages, question, 3600))
     stamp = environment()
     title = f"SmolLM2-135M, {engine.dtype}, {stamp['cores']} cores of {stamp['cpu']}, selector {args.selector}"
     print_table(rows, title)

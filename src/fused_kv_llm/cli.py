@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
+from fused_kv_llm.config import DEFAULT_SELECTOR
 from fused_kv_llm.demo.terminal import FriendlyGroup, out, quiet_libraries
 from fused_kv_llm.errors import CorpusError, MissingExtraError
 
@@ -65,7 +66,7 @@ def ask(
     kv_dir: KvDir = Path("./kv"),
     k: Annotated[int, typer.Option(min=1, help="Passages to put into the prompt, if they fit.")] = 5,
     ratio: Ratio = 0.15,
-    selector: Annotated[str, typer.Option(help="The rule that picks the tokens to recompute.")] = "fusionrag",
+    selector: Annotated[str, typer.Option(help="The rule that picks the tokens to recompute.")] = DEFAULT_SELECTOR,
     model: Annotated[str | None, typer.Option(help="Defaults to the model of the ingestion.")] = None,
     max_tokens: MaxTokens = 128,
     compare: Annotated[bool, typer.Option("--compare", help="Also answer without stored KV.")] = False,

@@ -10,7 +10,7 @@ from fused_kv_llm.errors import ConfigError
 __all__ = ["DEFAULT_MEMORY_BYTES", "DEFAULT_RATIO", "DEFAULT_SELECTOR", "GenerationConfig", "check_ratio"]
 
 DEFAULT_RATIO = 0.15
-DEFAULT_SELECTOR = "fusionrag"
+DEFAULT_SELECTOR = "all_layers"
 DEFAULT_MEMORY_BYTES = 2 * 2**30
 
 

@@ -93,7 +93,7 @@ def test_random_draws_differently_with_another_seed() -> None:
 
 
 def test_unknown_names_and_objects_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"selector='best' is unknown: use one of boundary, full_reuse"):
+    with pytest.raises(ConfigError, match=r"selector='best' is unknown: use one of all_layers, boundary, full_reuse"):
         resolve_selector("best")
     with pytest.raises(ConfigError, match="no name"):
         resolve_selector(object())  # type: ignore[arg-type]

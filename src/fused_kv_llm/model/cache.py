@@ -104,14 +104,14 @@ class FusedCache(Cache):
         self.visible: int | Tensor = 0
         self.filler: LayerFiller | None = None
         self.fill_on_update = True
-        self._filled = [False] * geometry.num_layers
+        self._filled: set[int] = set()
         super().__init__(layers=[_FusedLayer(self, idx) for idx in range(geometry.num_layers)])
 
     def fill(self, layer_idx: int) -> None:
         """Wait for the chunk KV of a layer and put it in place; only the first call does anything."""
-        if self.filler is not None and not self._filled[layer_idx]:
+        if self.filler is not None and layer_idx not in self._filled:
             self.filler(layer_idx)
-            self._filled[layer_idx] = True
+            self._filled.add(layer_idx)
 
     def scatter(self, layer_idx: int, keys: Tensor, values: Tensor) -> None:
         """Write fresh rows ``[1, Hkv, R, D]`` to the positions of the current pass."""

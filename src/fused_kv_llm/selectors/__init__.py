@@ -20,10 +20,8 @@ __all__ = [
     "resolve_selector",
 ]
 
-SELECTORS: dict[str, Selector] = {
-    selector.name: selector
-    for selector in (FullReuse(), Random(), Boundary(), FUSIONRAG, PROPHETKV, MIDDLE_LAYERS, ALL_LAYERS)
-}
+_ALL = (FullReuse(), Random(), Boundary(), FUSIONRAG, PROPHETKV, MIDDLE_LAYERS, ALL_LAYERS)
+SELECTORS: dict[str, Selector] = {selector.name: selector for selector in _ALL}
 
 
 def resolve_selector(selector: str | Selector) -> Selector:
