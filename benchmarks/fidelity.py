@@ -26,7 +26,11 @@ from torch.nn.functional import kl_div, log_softmax
 
 from fused_kv_llm import FusedKVEngine
 
-FRAME = "Answer the question from the context.\n\nContext:\n{}\n\nQuestion: {}\nAnswer with a few words."
+FRAMES = {
+    "plain": "Context:\n{}\n\nQuestion: {}\nAnswer:",
+    "short": "Answer the question with a short phrase from these passages.\n\n{}\n\nQuestion: {}\nShort answer:",
+    "instruct": "Answer the question from the context.\n\nContext:\n{}\n\nQuestion: {}\nAnswer with a few words.",
+}
 
 
 def read_questions(path: Path, count: int, num_passages: int) -> list[dict[str, Any]]:
@@ -70,8 +74,11 @@ def main() -> None:
     parser.add_argument("--passages", type=int, default=5)
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.15])
     parser.add_argument(
-        "--selectors", nargs="+", default=["random", "boundary", "fusionrag", "middle_layers", "prophetkv"]
+        "--selectors",
+        nargs="+",
+        default=["random", "boundary", "fusionrag", "middle_layers", "all_layers", "prophetkv"],
     )
+    parser.add_argument("--frame", choices=FRAMES, default="plain", help="wording of the prompt around the passages")
     parser.add_argument("--dtype", default=None)
     parser.add_argument("--kv-dir", type=Path, default=None)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "fidelity_cpu.json")
@@ -85,7 +92,7 @@ def main() -> None:
     kl: dict[tuple[str, float], list[float]] = {method: [] for method in methods}
     agree: dict[tuple[str, float], list[float]] = {method: [] for method in methods}
     for item in track(questions, description="Questions"):
-        prompt = FRAME.format("\n\n".join(item["passages"]), item["question"])
+        prompt = FRAMES[args.frame].format("\n\n".join(item["passages"]), item["question"])
         answer = engine.token_ids(item["answer"])
         full = answer_log_probs(engine, prompt, answer, recompute_ratio=1.0)
         for name, ratio in methods:
@@ -93,7 +100,8 @@ def main() -> None:
             kl[name, ratio].append(float(kl_div(got, full, log_target=True, reduction="none").sum(-1).mean()))
             agree[name, ratio].append(float((got.argmax(-1) == full.argmax(-1)).float().mean()))
     baseline = kl["full_reuse", 0.0]
-    table = Table(title=f"{len(questions)} questions of {args.data.name}, {args.passages} passages, {engine.dtype}")
+    title = f"{len(questions)} questions of {args.data.name}, {args.passages} passages, frame {args.frame}"
+    table = Table(title=f"{title}, {engine.dtype}")
     for column in ("selector", "ratio", "KL", "recovered", "95% interval", "top-1 agreement"):
         table.add_column(column, justify="left" if column == "selector" else "right")
     rows = []
@@ -117,7 +125,13 @@ def main() -> None:
             f"{row['top1_agreement']:.1%}",
         )
     Console(width=110).print(table)
-    result = {"environment": environment(), "dtype": engine.dtype, "questions": len(questions), "rows": rows}
+    result = {
+        "environment": environment(),
+        "dtype": engine.dtype,
+        "questions": len(questions),
+        "rows": rows,
+        "frame": args.frame,
+    }
     args.out.write_text(json.dumps({**result, "data": args.data.name, "passages": args.passages}, indent=1))
     engine.close()
 
