@@ -26,6 +26,7 @@ from torch.nn.functional import kl_div, log_softmax
 
 from fused_kv_llm import FusedKVEngine
 
+SELECTORS = ["random", "boundary", "fusionrag", "middle_layers", "all_layers", "prophetkv"]
 FRAMES = {
     "plain": "Context:\n{}\n\nQuestion: {}\nAnswer:",
     "short": "Answer the question with a short phrase from these passages.\n\n{}\n\nQuestion: {}\nShort answer:",
@@ -52,6 +53,7 @@ def answer_log_probs(engine: FusedKVEngine, prompt: str, answer_ids: list[int], 
     logits = fused.logits[None]
     if len(answer_ids) > 1:
         logits = torch.cat((logits, fused.append(engine.loaded, answer_ids[:-1])))
+    fused.cache.release()
     return log_softmax(logits, dim=-1)
 
 
@@ -66,31 +68,14 @@ def bootstrap(values: list[float], baseline: list[float], rounds: int = 2000) ->
     return shares[int(0.025 * rounds)], shares[int(0.975 * rounds)]
 
 
-def main() -> None:
-    """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--questions", type=int, default=60)
-    parser.add_argument("--passages", type=int, default=5)
-    parser.add_argument("--ratios", type=float, nargs="+", default=[0.15])
-    parser.add_argument(
-        "--selectors",
-        nargs="+",
-        default=["random", "boundary", "fusionrag", "middle_layers", "all_layers", "prophetkv"],
-    )
-    parser.add_argument("--frame", choices=FRAMES, default="plain", help="wording of the prompt around the passages")
-    parser.add_argument("--dtype", default=None)
-    parser.add_argument("--kv-dir", type=Path, default=None)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "fidelity_cpu.json")
-    args = parser.parse_args()
-    questions = read_questions(args.data, args.questions, args.passages)
-    engine = FusedKVEngine(
-        "smollm2-135m", kv_dir=args.kv_dir or tempfile.mkdtemp(prefix="fused-kv-fidelity-"), dtype=args.dtype
-    )
-    print(engine.build_kv_cache([text for q in questions for text in q["passages"]]).summary())
+Scores = dict[tuple[str, float], list[float]]
+
+
+def measure(engine: FusedKVEngine, questions: list[dict[str, Any]], args: argparse.Namespace) -> tuple[Scores, Scores]:
+    """Return the KL divergence and the top-1 agreement of every question, by selector and ratio."""
     methods = [("full_reuse", 0.0)] + [(name, ratio) for ratio in args.ratios for name in args.selectors]
-    kl: dict[tuple[str, float], list[float]] = {method: [] for method in methods}
-    agree: dict[tuple[str, float], list[float]] = {method: [] for method in methods}
+    kl: Scores = {method: [] for method in methods}
+    agree: Scores = {method: [] for method in methods}
     for item in track(questions, description="Questions"):
         prompt = FRAMES[args.frame].format("\n\n".join(item["passages"]), item["question"])
         answer = engine.token_ids(item["answer"])
@@ -99,41 +84,67 @@ def main() -> None:
             got = answer_log_probs(engine, prompt, answer, recompute_ratio=ratio, selector=name)
             kl[name, ratio].append(float(kl_div(got, full, log_target=True, reduction="none").sum(-1).mean()))
             agree[name, ratio].append(float((got.argmax(-1) == full.argmax(-1)).float().mean()))
+    return kl, agree
+
+
+def summarise(kl: Scores, agree: Scores) -> list[dict[str, Any]]:
+    """Return one row a selector and ratio: means, and the share of full reuse's KL that is recovered."""
     baseline = kl["full_reuse", 0.0]
-    title = f"{len(questions)} questions of {args.data.name}, {args.passages} passages, frame {args.frame}"
-    table = Table(title=f"{title}, {engine.dtype}")
-    for column in ("selector", "ratio", "KL", "recovered", "95% interval", "top-1 agreement"):
-        table.add_column(column, justify="left" if column == "selector" else "right")
-    rows = []
-    for (name, ratio), values in kl.items():
-        low, high = bootstrap(values, baseline)
-        row = {
+    return [
+        {
             "selector": name,
             "ratio": ratio,
             "kl": statistics.fmean(values),
             "recovered": 1 - statistics.fmean(values) / statistics.fmean(baseline),
-            "recovered_95": [low, high],
+            "recovered_95": list(bootstrap(values, baseline)),
             "top1_agreement": statistics.fmean(agree[name, ratio]),
         }
-        rows.append(row)
-        table.add_row(
-            name,
-            f"{ratio:g}",
-            f"{row['kl']:.4f}",
-            f"{row['recovered']:.1%}",
-            f"{low:.1%} to {high:.1%}",
-            f"{row['top1_agreement']:.1%}",
-        )
+        for (name, ratio), values in kl.items()
+    ]
+
+
+def print_table(rows: list[dict[str, Any]], title: str) -> None:
+    """Print one line a selector and ratio."""
+    table = Table(title=title)
+    for column in ("selector", "ratio", "KL", "recovered", "95% interval", "top-1 agreement"):
+        table.add_column(column, justify="left" if column == "selector" else "right")
+    for row in rows:
+        low, high = row["recovered_95"]
+        shares = (f"{row['recovered']:.1%}", f"{low:.1%} to {high:.1%}", f"{row['top1_agreement']:.1%}")
+        table.add_row(row["selector"], f"{row['ratio']:g}", f"{row['kl']:.4f}", *shares)
     Console(width=110).print(table)
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--questions", type=int, default=60)
+    parser.add_argument("--passages", type=int, default=5)
+    parser.add_argument("--ratios", type=float, nargs="+", default=[0.15])
+    parser.add_argument("--selectors", nargs="+", default=SELECTORS)
+    parser.add_argument("--frame", choices=FRAMES, default="plain", help="wording of the prompt around the passages")
+    parser.add_argument("--dtype", default=None)
+    parser.add_argument("--kv-dir", type=Path, default=None)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "fidelity_cpu.json")
+    args = parser.parse_args()
+    questions = read_questions(args.data, args.questions, args.passages)
+    kv_dir = args.kv_dir or tempfile.mkdtemp(prefix="fused-kv-fidelity-")
+    with FusedKVEngine("smollm2-135m", kv_dir=kv_dir, dtype=args.dtype) as engine:
+        print(engine.build_kv_cache([text for q in questions for text in q["passages"]]).summary())
+        rows = summarise(*measure(engine, questions, args))
+    title = f"{len(questions)} questions of {args.data.name}, {args.passages} passages, frame {args.frame}"
+    print_table(rows, f"{title}, {engine.dtype}")
     result = {
         "environment": environment(),
+        "data": args.data.name,
         "dtype": engine.dtype,
+        "frame": args.frame,
+        "passages": args.passages,
         "questions": len(questions),
         "rows": rows,
-        "frame": args.frame,
     }
-    args.out.write_text(json.dumps({**result, "data": args.data.name, "passages": args.passages}, indent=1))
-    engine.close()
+    args.out.write_text(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":
