@@ -66,7 +66,7 @@ def full_prefill(
     if max_tokens < 1:
         raise ConfigError(f"max_tokens={max_tokens} is less than 1")
     ends = end_token_ids(engine.loaded)
-    with _sdpa(engine.model) as model, torch.inference_mode():
+    with engine._model_lock, _sdpa(engine.model) as model, torch.inference_mode():
         started = time.perf_counter()
         ids = engine.encode(prompt)
         output = model(input_ids=torch.tensor([ids], device=model.device), use_cache=True, logits_to_keep=1)

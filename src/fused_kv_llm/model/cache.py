@@ -115,11 +115,6 @@ class FusedCache(Cache):
 
     def scatter(self, layer_idx: int, keys: Tensor, values: Tensor) -> None:
         """Write fresh rows ``[1, Hkv, R, D]`` to the positions of the current pass."""
-        if self.rows.shape[0] == 1:
-            position = self.length - 1
-            self.keys[layer_idx, :, :, position] = keys[:, :, 0]
-            self.values[layer_idx, :, :, position] = values[:, :, 0]
-            return
         self.keys[layer_idx].index_copy_(2, self.rows, keys)
         self.values[layer_idx].index_copy_(2, self.rows, values)
 

@@ -8,8 +8,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from fused_kv_llm.errors import FusedKVError
-
 from .preprocess import Ingestor
 
 __all__ = ["BackgroundIngestor"]
@@ -81,7 +79,7 @@ class BackgroundIngestor:
         while (text := self._queue.get()) is not None:
             try:
                 self._ingestor.run([text], progress=False)
-            except FusedKVError as error:
+            except Exception as error:  # whatever it is, the chunks behind it in the queue must not wait forever
                 _log.warning("A chunk met in a prompt could not be ingested in the background: %s", error)
             finally:
                 self._queue.task_done()

@@ -74,4 +74,4 @@ def probe_scores(loaded: LoadedModel, request: Request, cache: FusedCache, view:
         forward_kv(loaded, ids[None].to(device), rows.to(device), cache, state)
     finally:
         cache.fill_on_update = True
-    return state.total[torch.searchsorted(available, chunk).to(device)] / len(view.layers)
+    return state.total.cpu()[torch.searchsorted(available, chunk)] / len(view.layers)
