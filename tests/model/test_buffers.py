@@ -37,3 +37,17 @@ def test_what_a_former_request_left_changes_nothing(tmp_path: Path) -> None:
                 assert engine.generate(prompt, max_tokens=5, selector=selector).token_ids == want
                 del engine._buffers.take
                 engine._buffers.give_back(kept)
+
+
+def test_a_probe_of_one_row_reads_nothing_stale(tmp_path: Path) -> None:
+    """A raw prompt that is only a chunk leaves one fresh row: the question of the probe."""
+    with FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, wrap=False) as engine:
+        engine.build_kv_cache(SHORT[:1], progress=False)
+        selections = []
+        for poison in (0.0, 5.0, float("nan")):
+            poisoned = torch.full((10**6,), poison)
+            engine._buffers.take = lambda numel, buffer=poisoned: buffer  # type: ignore[method-assign]
+            fused, report = engine.prefill(SHORT[0], recompute_ratio=0.15, selector="all_layers")
+            assert report.fresh_tokens == 1
+            selections.append(fused.selected.tolist())
+        assert selections[0] == selections[1] == selections[2]

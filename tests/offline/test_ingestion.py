@@ -211,6 +211,20 @@ def test_misses_are_ingested_in_the_background(tmp_path: Path) -> None:
         assert second.chunks_found == 4
 
 
+def test_an_unexpected_error_does_not_end_background_ingestion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with make_engine(tmp_path) as engine:
+        monkeypatch.setattr(engine.store, "free_bytes", lambda: (_ for _ in ()).throw(RuntimeError("the disk is gone")))
+        engine.prefetch(SHORT[:2])
+        engine.generate(rag_prompt(SHORT[:2]), max_tokens=2)
+        engine.wait_for_background()
+        assert engine.store.stats().chunks == 0
+        monkeypatch.undo()
+        engine.prefetch(SHORT[:2])
+        engine.generate(rag_prompt(SHORT[:2]), max_tokens=2)
+        engine.wait_for_background()
+        assert engine.store.stats().chunks == 2
+
+
 def test_background_ingestion_can_be_turned_off(tmp_path: Path) -> None:
     with make_engine(tmp_path, store_misses=False) as engine:
         engine.prefetch(SHORT[:1])
