@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ def environment() -> dict[str, Any]:
     """Return machine, versions and the command line."""
     packages = ("torch", "transformers", "fused-kv-llm", "safetensors", "tokenizers")
     return {
-        "date": datetime.now(timezone.utc).date().isoformat(),
+        "date": datetime.now(UTC).date().isoformat(),
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),

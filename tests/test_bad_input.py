@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,14 @@ from models import smollm2_tokenizer, tiny_model
 from fused_kv_llm import FusedKVEngine, FusedKVWarning
 from fused_kv_llm.errors import (
     ConfigError,
+    CorpusError,
     ModelNotFoundError,
     PromptError,
     PromptTooLongError,
     StoreUnavailableError,
 )
+from fused_kv_llm.selectors import Probe, View
+from fused_kv_llm.store import KVStore, StoredKV
 
 
 def make_engine(folder: Path, seed: int = 0, **options: object) -> FusedKVEngine:
@@ -81,11 +85,126 @@ def test_a_model_object_needs_its_tokenizer(tmp_path: Path) -> None:
         ({"temperature": -1.0}, "temperature=-1"),
         ({"top_p": 0.0}, "top_p=0"),
         ({"stop": [""]}, "stop="),
+        ({"stop": 5}, "stop=5"),
+        ({"temperature": 1e-39}, "temperature=1e-39"),
+        ({"temperature": "warm"}, "temperature='warm'"),
+        ({"top_p": "most"}, "top_p='most'"),
+        ({"seed": "abc"}, "seed='abc'"),
+        ({"seed": 2**70}, "seed=11805"),
+        ({"seed": -1}, "seed=-1"),
     ],
 )
 def test_generation_options_are_checked(engine: FusedKVEngine, options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         engine.generate("hello", **options)
+
+
+def test_one_string_instead_of_chunks_is_refused(engine: FusedKVEngine) -> None:
+    for use in (engine.build_kv_cache, engine.prefetch):
+        with pytest.raises(CorpusError, match=r"is one string: pass a list"):
+            use(SHORT[0])
+
+
+def test_a_document_that_cannot_be_encoded_has_no_kv(engine: FusedKVEngine) -> None:
+    assert engine.prefetch([SHORT[0], "a lone surrogate \ud800 in a text that is long enough"])[1] is None
+    assert engine.chunk_id("a lone surrogate \ud800 in a text that is long enough") is None
+
+
+class _Picks:
+    """A selector of a user's own that returns whatever it was given."""
+
+    name = "picks"
+
+    def __init__(self, positions: object) -> None:
+        self.positions = positions
+
+    def view(self, num_layers: int) -> View:
+        return View()
+
+    def select(self, probe: Probe, budget: int) -> object:
+        return self.positions(probe) if callable(self.positions) else self.positions
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [
+        torch.tensor([0]),
+        torch.tensor([10_000]),
+        None,
+        lambda probe: probe.positions,
+        lambda probe: probe.positions[:3].flip(0),
+        lambda probe: probe.positions[:3].int(),
+        lambda probe: probe.positions[:1].repeat(2),
+    ],
+    ids=["header", "beyond", "nothing", "over budget", "descending", "int32", "twice"],
+)
+def test_a_selector_that_picks_something_else_is_refused(engine: FusedKVEngine, positions: object) -> None:
+    prompt = rag_prompt(SHORT[:4])
+    with pytest.raises(ConfigError, match="The selector 'picks' returned"):
+        engine.generate(prompt, max_tokens=2, recompute_ratio=0.2, selector=_Picks(positions))
+    assert engine._buffers._kept is not None, "the request's memory was not given back"
+    assert engine.generate(prompt, max_tokens=2).report.chunks_found == 4
+
+
+def test_a_store_is_closed_when_the_model_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[KVStore] = []
+
+    def close(self: KVStore) -> None:
+        closed.append(self)
+
+    monkeypatch.setattr(KVStore, "close", close)
+    with pytest.raises(ModelNotFoundError):
+        FusedKVEngine("/no/such/folder", kv_dir=tmp_path)
+    assert len(closed) == 1
+
+
+def test_planning_that_fails_closes_what_it_opened(engine: FusedKVEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_chunk, opened = KVStore.open, []
+
+    def failing(self: KVStore, key: str, token_ids: object) -> object:
+        if len(opened) == 2:
+            raise StoreUnavailableError("the disk is gone")
+        opened.append(open_chunk(self, key, token_ids))  # type: ignore[arg-type]
+        return opened[-1]
+
+    monkeypatch.setattr(KVStore, "open", failing)
+    with pytest.raises(StoreUnavailableError):
+        engine.generate(rag_prompt(SHORT[:4]), max_tokens=1)
+    assert [stored._closed for stored in opened] == [True, True]
+
+
+def test_a_chunk_that_stands_twice_is_counted_once(engine: FusedKVEngine) -> None:
+    _, once = engine.prefill(rag_prompt([SHORT[0], SHORT[1]]), recompute_ratio=0.0)
+    engine.store.drop_memory()
+    _, twice = engine.prefill(rag_prompt([SHORT[0], SHORT[1], SHORT[0]]), recompute_ratio=0.0)
+    assert twice.chunks_found == 3
+    assert sum(twice.bytes_loaded.values()) == sum(once.bytes_loaded.values()) > 0
+
+
+def test_a_file_of_another_identity_is_put_aside_and_made_again(tmp_path: Path) -> None:
+    with make_engine(tmp_path, seed=1, tenant="x") as other:
+        other.build_kv_cache(SHORT[:1], progress=False)
+        key_there = other.chunk_id(SHORT[0])
+    with make_engine(tmp_path, seed=0) as engine:
+        engine.build_kv_cache(SHORT[:2], progress=False)
+        engine.store.drop_memory()
+        with monkeypatched_identity(engine, SHORT[0]), pytest.warns(FusedKVWarning):
+            assert engine.generate(rag_prompt(SHORT[:2]), max_tokens=1).report.chunks_missed == 1
+        engine.wait_for_background()
+        assert engine.generate(rag_prompt(SHORT[:2]), max_tokens=1).report.chunks_found == 2
+    assert key_there is not None
+
+
+@contextmanager
+def monkeypatched_identity(engine: FusedKVEngine, text: str) -> Iterator[None]:
+    """Let the stored file of one chunk claim another identity, as a file copied there by hand would."""
+    key = engine.chunk_id(text)
+    real = StoredKV.identity
+    StoredKV.identity = property(lambda self: "foreign" if self.key == key else real.fget(self))  # type: ignore
+    try:
+        yield
+    finally:
+        StoredKV.identity = real  # type: ignore[method-assign]
 
 
 def test_a_prompt_longer_than_the_context_is_refused(engine: FusedKVEngine) -> None:

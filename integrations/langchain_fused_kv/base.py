@@ -6,11 +6,10 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from langchain_core.documents import Document
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from typing_extensions import Self
 
 from fused_kv_llm.config import DEFAULT_MEMORY_BYTES, DEFAULT_RATIO, DEFAULT_SELECTOR
 from fused_kv_llm.engine import FusedKVEngine

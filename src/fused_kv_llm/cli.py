@@ -154,8 +154,6 @@ def _ingest(paths: Sequence[Path], kv_dir: Path, model: str, dtype: str | None, 
     llm = _load(model, kv_dir, dtype)
     report = llm.build_kv_cache([passage.text for passage in passages])
     out.print(report.summary(), highlight=False)
-    if report.interrupted:
-        raise KeyboardInterrupt
     with out.status("Embedding the passages"):
         index = PassageIndex.update(kv_dir, passages, model=model, dtype=llm.engine.dtype, embedder=MiniLM())
     out.print(f"{len(index.passages)} passages can be asked about: fused-kv ask QUESTION --kv-dir {kv_dir}")

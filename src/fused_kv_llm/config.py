@@ -7,7 +7,16 @@ from dataclasses import dataclass
 
 from fused_kv_llm.errors import ConfigError
 
-__all__ = ["DEFAULT_MEMORY_BYTES", "DEFAULT_RATIO", "DEFAULT_SELECTOR", "GenerationConfig", "check_ratio"]
+__all__ = [
+    "DEFAULT_MEMORY_BYTES",
+    "DEFAULT_RATIO",
+    "DEFAULT_SELECTOR",
+    "GenerationConfig",
+    "check_ratio",
+    "check_seed",
+]
+
+_LOWEST_TEMPERATURE = 1e-3
 
 DEFAULT_RATIO = 0.15
 DEFAULT_SELECTOR = "all_layers"
@@ -22,11 +31,28 @@ def check_ratio(ratio: float) -> float:
     ConfigError
         If it is not a number in [0, 1].
     """
-    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0.0 <= ratio <= 1.0:
+    if not _is_number(ratio) or not 0.0 <= ratio <= 1.0:
         raise ConfigError(
             f"recompute_ratio={ratio!r} is not a number from 0 (reuse everything) to 1 (recompute everything)"
         )
     return float(ratio)
+
+
+def check_seed(seed: int) -> int:
+    """Return a seed.
+
+    Raises
+    ------
+    ConfigError
+        If it is not a whole number that torch takes.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise ConfigError(f"seed={seed!r} is not a whole number from 0 to 2**63 - 1")
+    return seed
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +87,20 @@ class GenerationConfig:
     def __post_init__(self) -> None:
         if isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, int) or self.max_tokens < 1:
             raise ConfigError(f"max_tokens={self.max_tokens!r} is not a whole number of at least 1")
-        if not 0.0 <= self.temperature < float("inf"):
-            raise ConfigError(f"temperature={self.temperature!r} is negative or not finite: 0 is greedy, 1 is neutral")
-        if not 0.0 < self.top_p <= 1.0:
-            raise ConfigError(f"top_p={self.top_p!r} is outside (0, 1]: 1 considers every token")
-        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
+        # Below a thousandth float32 logits divided by the temperature overflow; the answer would be greedy anyway.
+        if not _is_number(self.temperature) or not (
+            self.temperature == 0.0 or _LOWEST_TEMPERATURE <= self.temperature < float("inf")
+        ):
+            raise ConfigError(
+                f"temperature={self.temperature!r} is neither 0, which is greedy, nor a number from "
+                f"{_LOWEST_TEMPERATURE:g} up; 1 is neutral"
+            )
+        if not _is_number(self.top_p) or not 0.0 < self.top_p <= 1.0:
+            raise ConfigError(f"top_p={self.top_p!r} is not a number in (0, 1]: 1 considers every token")
+        if not isinstance(self.stop, tuple) or not all(isinstance(s, str) and s for s in self.stop):
             raise ConfigError(f"stop={self.stop!r} is not a list of non-empty strings")
+        if self.seed is not None:
+            check_seed(self.seed)
 
     @classmethod
     def create(
@@ -79,5 +113,7 @@ class GenerationConfig:
         seed: int | None = None,
     ) -> GenerationConfig:
         """Build a configuration from what callers pass: `stop` may be one string, a list or None."""
+        if stop is not None and not isinstance(stop, Sequence):
+            raise ConfigError(f"stop={stop!r} is not a list of non-empty strings")
         strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
         return cls(max_tokens, temperature, top_p, strings, seed)

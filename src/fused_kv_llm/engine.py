@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,13 +24,14 @@ from fused_kv_llm.config import (
     DEFAULT_SELECTOR,
     GenerationConfig,
     check_ratio,
+    check_seed,
 )
-from fused_kv_llm.errors import ChunkDamagedError, PromptError, PromptTooLongError
+from fused_kv_llm.errors import ChunkDamagedError, CorpusError, PromptError
 from fused_kv_llm.model import BufferPool, LoadedModel, compute_prefix, load_model
 from fused_kv_llm.offline import Ingestor
 from fused_kv_llm.offline.background import BackgroundIngestor
-from fused_kv_llm.online import ChunkCatalog, FusedPrompt, Generation, Piece, Placement, Request, decode, fuse
-from fused_kv_llm.prompt import PromptRenderer, plan_prompt
+from fused_kv_llm.online import FusedPrompt, Generation, Piece, RequestPlanner, decode, fuse
+from fused_kv_llm.prompt import PromptRenderer
 from fused_kv_llm.report import FusionReport, IngestReport
 from fused_kv_llm.selectors import Selector, resolve_selector
 from fused_kv_llm.store import KVStore
@@ -40,7 +40,6 @@ __all__ = ["FusedKVEngine", "Messages"]
 
 Messages = Sequence[dict[str, Any]]
 
-_MIN_REUSED_TOKENS = 8
 _READ_THREADS = 4
 
 
@@ -100,23 +99,39 @@ class FusedKVEngine:
         self.tenant, self.wrap, self.store_misses = tenant, wrap, store_misses
         self.memory_bytes = memory_bytes
         self._selector = resolve_selector(selector)
+        # Before the model: a folder that cannot be used is known at once, loading takes seconds.
         self.store = KVStore(kv_dir, memory_bytes=memory_bytes)
+        try:
+            self.loaded = (
+                model
+                if isinstance(model, LoadedModel)
+                else load_model(model, tokenizer=tokenizer, dtype=dtype, device=device)
+            )
+            self._assemble()
+        except BaseException:
+            self.store.close()
+            raise
+
+    def _assemble(self) -> None:
         self._model_lock = threading.Lock()
         self._readers = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="fused-kv-read")
-        self.loaded = (
-            model
-            if isinstance(model, LoadedModel)
-            else load_model(model, tokenizer=tokenizer, dtype=dtype, device=device)
-        )
-        self.renderer = PromptRenderer(self.loaded.tokenizer, wrap=wrap)
-        self.identity = self._identify(tenant)
+        self.renderer = PromptRenderer(self.loaded.tokenizer, wrap=self.wrap)
+        self.identity = self._identify(self.tenant)
         self._prefix = compute_prefix(self.loaded, tuple(self.renderer.header_ids))
         self._ingestor = Ingestor(
             self.loaded, self.store, self.identity, self._prefix, self.renderer.encode_chunk, self._model_lock
         )
-        self._catalog = ChunkCatalog(self.store, self.identity)
+        self._planner = RequestPlanner(
+            self.renderer,
+            self.store,
+            self.identity,
+            self._prefix.token_ids,
+            self.context_length,
+            self.model_id,
+            self._remember,
+        )
         self._buffers = BufferPool(self.loaded.dtype, self.loaded.device)
-        self._background = BackgroundIngestor(self._ingestor) if store_misses else None
+        self._background = BackgroundIngestor(self._ingestor) if self.store_misses else None
 
     def _identify(self, tenant: str) -> str:
         ids = ",".join(map(str, self.renderer.header_ids))
@@ -203,16 +218,23 @@ class FusedKVEngine:
         Raises
         ------
         CorpusError
-            If there is nothing to ingest.
+            If there is nothing to ingest, or one string was given instead of several.
         StoreFullError
             If the disk cannot hold the result.
         """
-        return self._ingestor.run(texts, progress=progress)
+        return self._ingestor.run(_several(texts), progress=progress)
 
     def chunk_id(self, text: str) -> str | None:
         """Return the key of a chunk's stored KV, or None where none is stored."""
-        key, _ = self._ingestor.key_of(text)
-        return key if self.store.contains([key]) else None
+        key = self._key_of(text)
+        return key if key is not None and self.store.contains([key]) else None
+
+    def _key_of(self, text: str) -> str | None:
+        try:
+            return self._ingestor.key_of(text)[0]
+        except PromptError:
+            # What cannot be encoded has no KV, and retrieving it must not fail for that.
+            return None
 
     def prefetch(self, texts: Iterable[str]) -> list[str | None]:
         """Start loading the KV of retrieved chunks into memory.
@@ -227,12 +249,17 @@ class FusedKVEngine:
         -------
         list of str or None
             Their keys; None where no KV is stored.
+
+        Raises
+        ------
+        CorpusError
+            If one string was given instead of several.
         """
-        chunks = [(text.strip(), self._ingestor.key_of(text)[0]) for text in texts]
-        stored = self.store.contains(key for _, key in chunks)
+        chunks = [(text.strip(), self._key_of(text)) for text in _several(texts)]
+        stored = self.store.contains(key for _, key in chunks if key is not None)
         self.store.prefetch([key for _, key in chunks if key in stored])
         if self._background is not None:
-            self._background.expect(text for text, key in chunks if key not in stored)
+            self._background.expect(text for text, key in chunks if key is not None and key not in stored)
         return [key if key in stored else None for _, key in chunks]
 
     def wait_for_background(self) -> None:
@@ -241,41 +268,6 @@ class FusedKVEngine:
             self._background.wait()
 
     # -- one request -----------------------------------------------------------------------------------------
-
-    def _plan(self, prompt: str | Messages, report: FusionReport) -> Request:
-        """Render, tokenise, find the chunks, and open those whose KV is there."""
-        rendered = self.renderer.render(prompt)
-        encoded = self.renderer.encode(rendered)
-        ids = list(encoded.ids)
-        if not ids:
-            raise PromptError("The prompt is empty: there is no token to answer to.")
-        if len(ids) >= self.context_length:
-            raise PromptTooLongError(
-                f"The prompt has {len(ids)} tokens, but {self.model_id!r} takes {self.context_length} with its answer. "
-                "Retrieve fewer or shorter chunks."
-            )
-        # Attention is causal, so any leading part of the header's KV is exact by itself.
-        prefix_tokens = len(
-            list(takewhile(lambda pair: pair[0] == pair[1], zip(ids, self._prefix.token_ids, strict=False)))
-        )
-        matches, rows = self._catalog.find(rendered.text)
-        plan = plan_prompt(encoded, matches, {key: row.token_ids for key, row in rows.items()}, _MIN_REUSED_TOKENS)
-        placements = []
-        for segment in plan.segments:
-            if segment.key is None or segment.start < prefix_tokens:
-                continue
-            stored = self.store.open(segment.key, rows[segment.key].token_ids)
-            if stored is not None and stored.identity != self.identity:
-                # The file's checksummed header outranks the index, which could have been altered by hand.
-                stored.close()
-                stored = None
-            if stored is None:
-                report.chunks_missed += 1
-                report.warnings.append(f"chunk {segment.key[:16]} could not be read and was computed instead")
-                self._remember(rows[segment.key].text)
-            else:
-                placements.append(Placement(segment, stored))
-        return Request(ids, prefix_tokens, placements, rendered.text)
 
     def _remember(self, text: str) -> None:
         if self._background is not None:
@@ -318,11 +310,12 @@ class FusedKVEngine:
         """
         ratio = self.recompute_ratio if recompute_ratio is None else check_ratio(recompute_ratio)
         chosen = self._selector if selector is None else resolve_selector(selector)
+        check_seed(seed)
         report = FusionReport() if report is None else report
         report.recompute_ratio, report.selector = ratio, chosen.name
         while True:
             started = time.perf_counter()
-            request = self._plan(prompt, report)
+            request = self._planner.plan(prompt, report)
             report.seconds["align"] = report.seconds.get("align", 0.0) + time.perf_counter() - started
             capacity = min(request.num_tokens + max_tokens, self.context_length)
             try:
@@ -382,7 +375,7 @@ class FusedKVEngine:
             recompute_ratio=recompute_ratio,
             selector=selector,
             max_tokens=config.max_tokens,
-            seed=seed or 0,
+            seed=config.seed or 0,
         )
         return self._decode(fused, config, report, started)
 
@@ -434,3 +427,10 @@ class FusedKVEngine:
     ) -> None:
         """Close the engine."""
         self.close()
+
+
+def _several(texts: Iterable[str]) -> Iterable[str]:
+    """Refuse one string, which would be read as one chunk a character."""
+    if isinstance(texts, str):
+        raise CorpusError(f"texts={texts[:40]!r} is one string: pass a list of chunks, [text] for a single one.")
+    return texts

@@ -99,8 +99,6 @@ class IngestReport:
         Bytes of KV files written.
     seconds : float
         Wall-clock time.
-    interrupted : bool
-        Whether the ingestion was stopped before its end; running it again resumes.
     """
 
     chunks_total: int = 0
@@ -111,7 +109,6 @@ class IngestReport:
     tokens: int = 0
     bytes_written: int = 0
     seconds: float = 0.0
-    interrupted: bool = False
 
     @property
     def tokens_per_s(self) -> float:
@@ -128,6 +125,4 @@ class IngestReport:
             parts.append(f"{self.chunks_duplicate} duplicates")
         if self.chunks_skipped:
             parts.append(f"{self.chunks_skipped} skipped (empty or too short to be found in a prompt)")
-        if self.interrupted:
-            parts.append("interrupted: run it again to go on where it stopped")
         return ", ".join(parts) + f" in {self.seconds:.1f} s"

@@ -11,7 +11,7 @@ import torch
 from models import ROPES, smollm2_tokenizer, tiny_model
 
 from fused_kv_llm.errors import ConfigError, MissingExtraError, ModelNotFoundError, UnsupportedModelError
-from fused_kv_llm.model import embedded, load_model
+from fused_kv_llm.model import embedded, fingerprint, load_model
 from fused_kv_llm.model.embedded import embedded_model_folder
 from fused_kv_llm.model.fingerprint import fingerprint_files, fingerprint_tokenizer, fingerprint_weights
 from fused_kv_llm.model.loading import choose_device, choose_dtype, has_native_bfloat16
@@ -71,6 +71,40 @@ def test_the_fingerprint_is_of_the_content() -> None:
     with torch.no_grad():
         same.model.layers[1].mlp.up_proj.weight[3, 5] += 1e-3
     assert fingerprint_weights(one) != fingerprint_weights(same)
+
+
+@pytest.mark.parametrize("setting", [{"rms_norm_eps": 1e-3}, {"hidden_act": "gelu"}])
+def test_the_fingerprint_sees_what_a_forward_does_with_the_weights(setting: dict[str, Any]) -> None:
+    one, other = tiny_model(), tiny_model(**setting)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    assert fingerprint_weights(one) != fingerprint_weights(other)
+
+
+def test_the_fingerprint_of_a_hub_model_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub cache as the hub's client lays it out: the weights are hashed once, not at every start."""
+    from huggingface_hub import constants
+
+    hub = tmp_path / "hub" / "models--someone--tiny"
+    snapshot = hub / "snapshots" / ("0" * 40)
+    (hub / "refs").mkdir(parents=True)
+    (hub / "refs" / "main").write_text("0" * 40)
+    tiny_model().save_pretrained(snapshot)
+    smollm2_tokenizer().save_pretrained(snapshot)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("FUSED_KV_CACHE", str(tmp_path / "cache"))
+    first = load_model("someone/tiny").fingerprint
+    monkeypatch.setattr(fingerprint, "fingerprint_weights", lambda model: pytest.fail("hashed again"))
+    assert load_model("someone/tiny").fingerprint == first
+
+
+def test_an_unsupported_folder_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(UnsupportedModelError, match="its type 'gpt2' has not been verified"):
+        load_model(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "nobody_knows"}')
+    with pytest.raises(UnsupportedModelError, match="nobody_knows"):
+        load_model(tmp_path)
 
 
 def test_the_fingerprint_of_files_is_remembered_until_they_change(

@@ -1,7 +1,8 @@
 """Content fingerprints of weights and tokenizers.
 
-A name is not an identity: the same hub id can carry other weights tomorrow. The weights themselves are hashed,
-and for models read from files the result is remembered beside the files' sizes and times.
+A name is not an identity: the same hub id can carry other weights tomorrow. The weights themselves are hashed, with
+the settings that decide what a forward does with them; for models read from files the result is remembered beside
+the files' sizes and times.
 """
 
 from __future__ import annotations
@@ -19,8 +20,24 @@ from fused_kv_llm.model.paths import cache_folder, write_atomically
 __all__ = ["fingerprint_files", "fingerprint_tokenizer", "fingerprint_weights"]
 
 
+_FORWARD_SETTINGS = (
+    "model_type",
+    "hidden_act",
+    "rms_norm_eps",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "partial_rotary_factor",
+)
+
+
+def _forward_settings(model: Any) -> str:
+    config = getattr(model, "config", None)
+    return json.dumps({name: repr(getattr(config, name, None)) for name in _FORWARD_SETTINGS})
+
+
 def fingerprint_weights(model: Any) -> str:
-    """Hash every parameter and buffer that is saved with the model, with its name, dtype and shape.
+    """Hash every parameter and buffer that is saved with the model, and the settings that a forward depends on.
 
     Parameters
     ----------
@@ -33,6 +50,7 @@ def fingerprint_weights(model: Any) -> str:
     """
     digest = xxhash.xxh3_128()
     digest.update(type(model).__name__.encode())
+    digest.update(_forward_settings(model).encode())
     for name, tensor in sorted(model.state_dict().items()):
         flat = tensor.detach().to("cpu").contiguous().view(-1)
         digest.update(f"{name}|{flat.dtype}|{tuple(tensor.shape)}".encode())
@@ -58,7 +76,7 @@ def fingerprint_files(model: Any, folder: Path | None) -> str:
     if not files:
         return fingerprint_weights(model)
     stats = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-    described = json.dumps([type(model).__name__, str(model.dtype), stats])
+    described = json.dumps([type(model).__name__, str(model.dtype), _forward_settings(model), stats])
     memo = cache_folder() / "fingerprints" / hashlib.sha256(described.encode()).hexdigest()
     if memo.exists():
         remembered = memo.read_text().strip()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fused_kv_llm.errors import UnsupportedModelError
 
-__all__ = ["MOVABLE_ROPE_TYPES", "SUPPORTED_MODEL_TYPES", "Geometry", "read_geometry"]
+__all__ = ["MOVABLE_ROPE_TYPES", "SUPPORTED_MODEL_TYPES", "Geometry", "check_model_type", "read_geometry"]
 
 SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "mistral", "phi3")
 MOVABLE_ROPE_TYPES = ("default", "llama3", "linear", "yarn")
@@ -65,6 +65,23 @@ def _check_layers(config: Any, model_id: str) -> None:
         raise _refuse(model_id, f"it attends through a sliding window of {window} tokens")
 
 
+def check_model_type(config: Any, model_id: str) -> None:
+    """Refuse an architecture that has not been verified.
+
+    Parameters
+    ----------
+    config : transformers.PretrainedConfig
+    model_id : str
+        The model's name, for messages.
+
+    Raises
+    ------
+    UnsupportedModelError
+    """
+    if config.model_type not in SUPPORTED_MODEL_TYPES:
+        raise _refuse(model_id, f"its type {config.model_type!r} has not been verified")
+
+
 def read_geometry(model: Any, model_id: str) -> Geometry:
     """Check that a model's KV can be moved and read the numbers for it.
 
@@ -86,8 +103,7 @@ def read_geometry(model: Any, model_id: str) -> Geometry:
         it, or the architecture has not been verified. Nothing is silently approximate.
     """
     config = model.config
-    if config.model_type not in SUPPORTED_MODEL_TYPES:
-        raise _refuse(model_id, f"its type {config.model_type!r} has not been verified")
+    check_model_type(config, model_id)
     _check_layers(config, model_id)
     rotary = getattr(model.get_decoder(), "rotary_emb", None)
     if rotary is None or not isinstance(getattr(rotary, "inv_freq", None), Tensor):

@@ -13,7 +13,7 @@ from fused_kv_llm.errors import ConfigError, ModelNotFoundError, UnsupportedMode
 from fused_kv_llm.model.attention import attach_attention
 from fused_kv_llm.model.embedded import EMBEDDED_MODELS, embedded_model_folder
 from fused_kv_llm.model.fingerprint import fingerprint_files, fingerprint_tokenizer
-from fused_kv_llm.model.geometry import Geometry, read_geometry
+from fused_kv_llm.model.geometry import Geometry, check_model_type, read_geometry
 
 __all__ = ["LoadedModel", "choose_device", "choose_dtype", "has_native_bfloat16", "load_model"]
 
@@ -146,6 +146,7 @@ def load_model(
         chosen_dtype, choice = choose_dtype(dtype, chosen_device)
         folder, source = _locate(str(model))
         network = _from_pretrained(source, str(model), chosen_dtype).to(chosen_device)
+        folder = folder or _hub_snapshot(source)
         model_id = str(model)
         tokenizer = source if tokenizer is None else tokenizer
     else:
@@ -194,12 +195,31 @@ def _not_found(model_id: str, error: Exception) -> ModelNotFoundError:
 
 
 def _from_pretrained(source: str, model_id: str, dtype: torch.dtype) -> Any:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
+    try:
+        config = AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        if isinstance(error, ValueError) and (Path(source) / "config.json").is_file():
+            raise UnsupportedModelError(f"The model {model_id!r} is not supported: {error}") from error
+        raise _not_found(model_id, error) from error
+    # Before the weights are read, which takes long for a model that is refused anyway.
+    check_model_type(config, model_id)
     try:
         return AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
     except (OSError, ValueError) as error:
         raise _not_found(model_id, error) from error
+
+
+def _hub_snapshot(model: str) -> Path | None:
+    """Return the folder in which the hub's files of a loaded model are kept, if they are."""
+    from transformers.utils import cached_file
+
+    try:
+        config = cached_file(model, "config.json", local_files_only=True)
+    except OSError:
+        return None
+    return Path(config).parent if config is not None else None
 
 
 def _load_tokenizer(source: str, model_id: str) -> Any:

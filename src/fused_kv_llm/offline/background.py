@@ -34,6 +34,7 @@ class BackgroundIngestor:
         self._lock = threading.Lock()
         self._queue: queue.Queue[str | None] = queue.Queue()
         self._thread: threading.Thread | None = None
+        self._closed = False
 
     def expect(self, texts: Iterable[str]) -> None:
         """Remember chunks that have no KV; the oldest of too many are forgotten."""
@@ -45,24 +46,27 @@ class BackgroundIngestor:
                 self._expected.popitem(last=False)
 
     def ingest_expected(self, prompt_text: str) -> None:
-        """Queue every remembered chunk that a prompt contains verbatim."""
+        """Queue every remembered chunk that a prompt contains verbatim; after `close` do nothing."""
         with self._lock:
+            if self._closed:
+                return
             present = [text for text in self._expected if text and text in prompt_text]
             for text in present:
                 del self._expected[text]
-            if present and self._thread is None:
+            if present and (self._thread is None or not self._thread.is_alive()):
                 self._thread = threading.Thread(target=self._run, name="fused-kv-ingest", daemon=True)
                 self._thread.start()
-        for text in present:
-            self._queue.put(text)
+            for text in present:
+                self._queue.put(text)
 
     def wait(self) -> None:
         """Return when the queue has been worked off."""
         self._queue.join()
 
     def close(self) -> None:
-        """Finish the chunk under way, drop the rest and stop."""
+        """Finish the chunk under way, drop the rest and stop; later prompts queue nothing any more."""
         with self._lock:
+            self._closed = True
             thread, self._thread = self._thread, None
         if thread is None:
             return

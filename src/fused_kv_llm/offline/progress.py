@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 __all__ = ["Advance", "ingestion_progress"]
 
@@ -39,13 +39,12 @@ def ingestion_progress(chunks: int, tokens: int, *, enabled: bool) -> Iterator[A
     columns = (
         TextColumn("[bold]Prefilling chunks"),
         BarColumn(),
-        MofNCompleteColumn(),
+        TextColumn("{task.fields[chunks]}"),
         TextColumn("{task.fields[rate]}"),
         TimeRemainingColumn(),
     )
     with Progress(*columns) as bar:
-        # The bar runs over tokens so that the time left does not depend on the chunks' lengths.
-        task = bar.add_task("prefill", total=chunks, rate="")
+        task = bar.add_task("prefill", total=tokens, rate="", chunks=f"0/{chunks}")
         done = {"chunks": 0, "tokens": 0, "bytes": 0}
 
         def advance(tokens: int, nbytes: int) -> None:
@@ -57,6 +56,7 @@ def ingestion_progress(chunks: int, tokens: int, *, enabled: bool) -> Iterator[A
                 f"{done['chunks'] / elapsed:.1f} chunks/s, {done['tokens'] / elapsed:,.0f} tokens/s, "
                 f"{done['bytes'] / 1e6:,.0f} MB"
             )
-            bar.update(task, advance=1, rate=rate)
+            # The bar runs over tokens: chunks come longest first, so counting them would misjudge the time left.
+            bar.update(task, advance=tokens, rate=rate, chunks=f"{done['chunks']}/{chunks}")
 
         yield advance

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from .catalog import ChunkCatalog
 from .fusion import FusedPrompt, fuse
 from .generation import FinishReason, Generation, Piece, decode
+from .planning import RequestPlanner
 from .request import Placement, Request
 
 __all__ = [
-    "ChunkCatalog",
     "FinishReason",
     "FusedPrompt",
     "Generation",
     "Piece",
     "Placement",
     "Request",
+    "RequestPlanner",
     "decode",
     "fuse",
 ]

@@ -25,11 +25,11 @@ from fused_kv_llm.model import (
     forward_rows,
 )
 from fused_kv_llm.report import FusionReport
-from fused_kv_llm.selectors import Probe, Selector, View, budget_tokens
+from fused_kv_llm.selectors import Probe, Selector, View, budget_tokens, checked_selection
 
 from .loading import ChunkLoader
 from .probe import probe_scores
-from .request import Request
+from .request import Placement, Request
 
 __all__ = ["FusedPrompt", "fuse"]
 
@@ -152,40 +152,76 @@ def fuse(
     budget = budget_tokens(ratio, int(chunk.shape[0]))
     everything = budget == chunk.shape[0]
     view = View() if budget == 0 or everything else selector.view(loaded.geometry.num_layers)
+    placements = [] if everything else request.placements
     with torch.inference_mode():
         with _timed(report, "load"):
             cache = _start_cache(loaded, request, prefix, capacity, pool)
-            placements = [] if everything else request.placements
-            for placement in placements:
-                tier = placement.stored.tier
-                report.bytes_loaded[tier] = report.bytes_loaded.get(tier, 0) + placement.stored.nbytes
-            loader = ChunkLoader(placements, loaded.geometry, cache, executor, view.layers)
-            cache.filler = loader
         try:
-            scores = None
-            if view.layers:
-                with _timed(report, "probe"):
-                    scores = probe_scores(loaded, request, cache, view)
-            with _timed(report, "select"):
-                # Ratio 0 and ratio 1 leave nothing to decide, whatever the selector.
-                selected = chunk[:budget]
-                if 0 < budget < chunk.shape[0]:
-                    selected = selector.select(_describe_chunks(request, scores, seed), budget)
-            with _timed(report, "fuse"):
-                rows = request.rows(selected)
-                cache.rows, cache.visible, cache.length = (
-                    rows.to(loaded.device),
-                    len(request.ids),
-                    len(request.ids),
-                )
-                ids = torch.tensor(request.ids)[rows][None].to(loaded.device)
-                plan = RowPlan(cache.rows, len(request.ids))
-                logits = forward_logits(loaded, ids, cache.rows, cache, plan)
-        finally:
-            loader.cancel()
-            cache.filler = None
+            with _loading(loaded, placements, cache, executor, view, report):
+                selected = _select(loaded, request, cache, selector, view, budget, seed, report)
+                with _timed(report, "fuse"):
+                    logits = _recompute(loaded, request, cache, request.rows(selected))
+        except BaseException:
+            cache.release()
+            raise
     _count(report, request, selected)
+    report.bytes_loaded = _bytes_by_tier(placements)
     return FusedPrompt(cache, logits, selected, request.text)
+
+
+@contextmanager
+def _loading(
+    loaded: LoadedModel,
+    placements: list[Placement],
+    cache: FusedCache,
+    executor: Executor,
+    view: View,
+    report: FusionReport,
+) -> Iterator[None]:
+    with _timed(report, "load"):
+        loader = ChunkLoader(placements, loaded.geometry, cache, executor, view.layers)
+    cache.filler = loader
+    try:
+        yield
+    finally:
+        loader.cancel()
+        cache.filler = None
+
+
+def _select(
+    loaded: LoadedModel,
+    request: Request,
+    cache: FusedCache,
+    selector: Selector,
+    view: View,
+    budget: int,
+    seed: int,
+    report: FusionReport,
+) -> Tensor:
+    chunk = request.chunk_positions
+    # Ratio 0 and ratio 1 leave nothing to decide, whatever the selector.
+    if budget in (0, chunk.shape[0]):
+        return chunk[:budget]
+    scores = None
+    if view.layers:
+        with _timed(report, "probe"):
+            scores = probe_scores(loaded, request, cache, view)
+    with _timed(report, "select"):
+        return checked_selection(selector, _describe_chunks(request, scores, seed), budget)
+
+
+def _recompute(loaded: LoadedModel, request: Request, cache: FusedCache, rows: Tensor) -> Tensor:
+    count = request.num_tokens
+    cache.rows, cache.visible, cache.length = rows.to(loaded.device), count, count
+    ids = torch.tensor(request.ids)[rows][None].to(loaded.device)
+    return forward_logits(loaded, ids, cache.rows, cache, RowPlan(cache.rows, count))
+
+
+def _bytes_by_tier(placements: list[Placement]) -> dict[str, int]:
+    """Return the KV bytes by tier; a chunk that stands in the prompt twice is read once."""
+    distinct = {placement.stored.key: placement.stored for placement in placements}.values()
+    tiers = {stored.tier for stored in distinct}
+    return {tier: sum(stored.nbytes for stored in distinct if stored.tier == tier) for tier in sorted(tiers)}
 
 
 def _count(report: FusionReport, request: Request, selected: Tensor) -> None:

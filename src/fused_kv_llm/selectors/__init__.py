@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fused_kv_llm.errors import ConfigError
 
-from .base import Probe, Selector, View, budget_tokens
+from .base import Probe, Selector, View, budget_tokens, checked_selection
 from .boundary import Boundary
 from .full_reuse import FullReuse
 from .query_attention import ALL_LAYERS, FUSIONRAG, MIDDLE_LAYERS, PROPHETKV, QueryAttention
@@ -17,6 +17,7 @@ __all__ = [
     "Selector",
     "View",
     "budget_tokens",
+    "checked_selection",
     "resolve_selector",
 ]
 

@@ -8,7 +8,9 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-__all__ = ["Probe", "Selector", "View", "budget_tokens", "top_positions"]
+from fused_kv_llm.errors import ConfigError
+
+__all__ = ["Probe", "Selector", "View", "budget_tokens", "checked_selection", "top_positions"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,3 +84,41 @@ def top_positions(positions: Tensor, scores: Tensor, budget: int) -> Tensor:
     """Return the positions of the `budget` highest scores, ascending; of equal scores the earlier wins."""
     ranked = torch.sort(scores, descending=True, stable=True).indices[:budget]
     return positions[ranked].sort().values
+
+
+def checked_selection(selector: Selector, probe: Probe, budget: int) -> Tensor:
+    """Return what a selector picks.
+
+    Parameters
+    ----------
+    selector : Selector
+    probe : Probe
+    budget : int
+        Tokens it may pick.
+
+    Returns
+    -------
+    Tensor
+        int64 ``[<= budget]``, ascending, all in ``probe.positions``.
+
+    Raises
+    ------
+    ConfigError
+        If it picks anything else: positions outside the chunks would corrupt the prompt's KV.
+    """
+    selected = selector.select(probe, budget)
+    valid = (
+        isinstance(selected, Tensor)
+        and selected.dtype == torch.int64
+        and selected.dim() == 1
+        and selected.shape[0] <= budget
+        and bool((selected.diff() > 0).all())
+        and bool(torch.isin(selected, probe.positions).all())
+    )
+    if not valid:
+        shown = f"{selected.dtype} {tuple(selected.shape)}" if isinstance(selected, Tensor) else repr(selected)[:60]
+        raise ConfigError(
+            f"The selector {selector.name!r} returned {shown}: it must return at most {budget} int64 positions, "
+            "ascending, without duplicates, all of them in probe.positions."
+        )
+    return selected

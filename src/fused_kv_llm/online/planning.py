@@ -1,0 +1,119 @@
+"""Planning a request: render, tokenise, find the stored chunks, and open those whose KV is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import takewhile
+from typing import Any
+
+from fused_kv_llm.errors import PromptError, PromptTooLongError
+from fused_kv_llm.prompt import PromptRenderer, plan_prompt
+from fused_kv_llm.report import FusionReport
+from fused_kv_llm.store import KVStore, StoredKV
+
+from .catalog import ChunkCatalog
+from .request import Placement, Request
+
+__all__ = ["RequestPlanner"]
+
+_MIN_REUSED_TOKENS = 8
+
+
+class RequestPlanner:
+    """Turns prompts into requests against one store.
+
+    Parameters
+    ----------
+    renderer : PromptRenderer
+    store : KVStore
+    identity : str
+        Only KV of this identity is used.
+    prefix_ids : sequence of int
+        The header's ids whose exact KV is at hand.
+    context_length : int
+        Longest prompt plus answer, in tokens.
+    model_id : str
+        For messages.
+    on_missing : callable
+        Called with the text of every chunk whose KV should be there and is not.
+    """
+
+    def __init__(
+        self,
+        renderer: PromptRenderer,
+        store: KVStore,
+        identity: str,
+        prefix_ids: Sequence[int],
+        context_length: int,
+        model_id: str,
+        on_missing: Callable[[str], None],
+    ) -> None:
+        self._renderer = renderer
+        self._store = store
+        self._identity = identity
+        self._prefix_ids = prefix_ids
+        self._context_length = context_length
+        self._model_id = model_id
+        self._on_missing = on_missing
+        self._catalog = ChunkCatalog(store, identity)
+
+    def plan(self, prompt: str | Sequence[dict[str, Any]], report: FusionReport) -> Request:
+        """Plan one prompt.
+
+        Parameters
+        ----------
+        prompt : str or list of messages
+        report : FusionReport
+            Gets the chunks that were found but could not be opened.
+
+        Returns
+        -------
+        Request
+            Its chunks are open; close them when the request has been fused.
+
+        Raises
+        ------
+        PromptError, PromptTooLongError
+            If the prompt is empty or does not fit.
+        """
+        rendered = self._renderer.render(prompt)
+        encoded = self._renderer.encode(rendered)
+        ids = list(encoded.ids)
+        if not ids:
+            raise PromptError("The prompt is empty: there is no token to answer to.")
+        if len(ids) >= self._context_length:
+            raise PromptTooLongError(
+                f"The prompt has {len(ids)} tokens, but {self._model_id!r} takes {self._context_length} with its "
+                "answer. Retrieve fewer or shorter chunks."
+            )
+        # Attention is causal, so any leading part of the header's KV is exact by itself.
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(ids, self._prefix_ids, strict=False))
+        prefix_tokens = len(list(same))
+        matches, rows = self._catalog.find(rendered.text)
+        plan = plan_prompt(encoded, matches, {key: row.token_ids for key, row in rows.items()}, _MIN_REUSED_TOKENS)
+        placements: list[Placement] = []
+        try:
+            for segment in plan.segments:
+                if segment.key is None or segment.start < prefix_tokens:
+                    continue
+                stored = self._open(segment.key, rows[segment.key].token_ids)
+                if stored is not None:
+                    placements.append(Placement(segment, stored))
+                    continue
+                report.chunks_missed += 1
+                report.warnings.append(f"chunk {segment.key[:16]} could not be read and was computed instead")
+                self._on_missing(rows[segment.key].text)
+        except BaseException:
+            for placement in placements:
+                placement.stored.close()
+            raise
+        return Request(ids, prefix_tokens, placements, rendered.text)
+
+    def _open(self, key: str, token_ids: Sequence[int]) -> StoredKV | None:
+        stored = self._store.open(key, token_ids)
+        if stored is None or stored.identity == self._identity:
+            return stored
+        # The file's checksummed header outranks the index, which could have been altered by hand.
+        stored.close()
+        self._store.discard(key, "its file holds the KV of another model or configuration")
+        return None
