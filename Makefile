@@ -39,7 +39,7 @@ format: $(VENV)/.dev
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/ttft.py
 	$(BIN)/python benchmarks/ingestion.py
-	$(BIN)/python benchmarks/fidelity.py --data $(DATA)
+	$(BIN)/python benchmarks/quality.py --data $(DATA)
 
 clean:
 	rm -rf $(VENV) demo_kv

@@ -1,0 +1,116 @@
+"""Means over questions, bootstrap intervals, and the table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .methods import BASELINE, FULL, Method
+
+__all__ = ["bootstrap", "markdown_table", "summarise"]
+
+_MEANS = ("kl", "top1_agreement", "ttft_s", "probe_s", "f1", "em", "contains", "answer_recall", "rouge_l", "recall_10")
+_ROUNDS = 2000
+_Values = NDArray[np.float64]
+
+
+def bootstrap(values: Sequence[float], baseline: Sequence[float], kind: str, seed: int = 0) -> list[float]:
+    """Return the 95% interval over resampled questions, pairs kept together.
+
+    Parameters
+    ----------
+    values, baseline : sequence of float
+        One value a question each.
+    kind : {"recovered", "difference", "mean"}
+        ``1 - mean(values) / mean(baseline)``, ``mean(values - baseline)``, or ``mean(values)``.
+    """
+    ours, theirs = np.asarray(values, dtype=np.float64), np.asarray(baseline, dtype=np.float64)
+    drawn = np.random.default_rng(seed).integers(0, len(ours), (_ROUNDS, len(ours)))
+    mine, base = ours[drawn].mean(1), theirs[drawn].mean(1)
+    shares = {"recovered": 1 - mine / np.maximum(base, 1e-12), "difference": mine - base, "mean": mine}[kind]
+    low, high = np.percentile(shares, [2.5, 97.5])
+    return [float(low), float(high)]
+
+
+def summarise(records: dict[tuple[str, str], dict[str, Any]], questions: Sequence[str]) -> list[dict[str, Any]]:
+    """Return one row a method over the questions that every method has answered.
+
+    ``recovered`` is the share of full reuse's KL (chunks without preprocessing) that a method wins back;
+    ``normalised_f1`` is FusionRAG eq. 11, 0 at full reuse and 1 at full prefill.
+    """
+    keys = {method for _, method in records}
+    complete = [q for q in questions if all((q, key) in records for key in keys)]
+    if not complete:
+        return []
+    column = {key: [records[q, key] for q in complete] for key in keys}
+    base, full = column[BASELINE.key], column[FULL.key]
+    rows = []
+    for method in sorted((Method.from_key(key) for key in keys), key=lambda m: (m.preprocessing, m.ratio, m.selector)):
+        mine = column[method.key]
+        row: dict[str, Any] = {
+            "selector": method.selector,
+            "preprocessing": method.preprocessing,
+            "ratio": method.ratio,
+            "questions": len(complete),
+        }
+        for name in _MEANS:
+            present = [float(r[name]) for r in mine if r.get(name) is not None]
+            if present:
+                row[name] = float(np.mean(present))
+        row["ttft_median_s"] = float(np.median([r["ttft_s"] for r in mine]))
+        row["recovered"] = 1 - row["kl"] / max(float(np.mean([r["kl"] for r in base])), 1e-12)
+        row["recovered_95"] = bootstrap(_of(mine, "kl"), _of(base, "kl"), "recovered")
+        if "f1" in row:
+            row.update(_f1_comparison(mine, base, full))
+        rows.append(row)
+    return rows
+
+
+def _of(records: list[dict[str, Any]], name: str) -> list[float]:
+    return [float(record[name]) for record in records]
+
+
+def _f1_comparison(mine: list[Any], base: list[Any], full: list[Any]) -> dict[str, Any]:
+    ours, low, high = (_of(part, "f1") for part in (mine, base, full))
+    gap = float(np.mean(high) - np.mean(low))
+    return {
+        "f1_95": bootstrap(ours, ours, "mean"),
+        "f1_minus_full": float(np.mean(ours) - np.mean(high)),
+        "f1_minus_full_95": bootstrap(ours, high, "difference"),
+        "normalised_f1": float(np.mean(ours) - np.mean(low)) / gap if abs(gap) > 1e-9 else None,
+    }
+
+
+_COLUMNS = {
+    "selector": ("selector", "{}"),
+    "preprocessing": ("preprocessing", "{}"),
+    "ratio": ("ratio", "{:g}"),
+    "kl": ("KL", "{:.4f}"),
+    "recovered": ("recovered", "{:.1%}"),
+    "recovered_95": ("95 %", "{0[0]:.1%} to {0[1]:.1%}"),
+    "top1_agreement": ("top-1", "{:.1%}"),
+    "f1": ("F1", "{:.3f}"),
+    "f1_minus_full_95": ("F1 - full, 95 %", "{0[0]:+.3f} to {0[1]:+.3f}"),
+    "normalised_f1": ("norm. F1", "{:.2f}"),
+    "em": ("EM", "{:.3f}"),
+    "contains": ("contained", "{:.3f}"),
+    "answer_recall": ("answers found", "{:.3f}"),
+    "rouge_l": ("ROUGE-L", "{:.3f}"),
+    "recall_10": ("recall@10%", "{:.1%}"),
+    "ttft_median_s": ("TTFT s", "{:.3f}"),
+    "probe_s": ("probe s", "{:.3f}"),
+}
+
+
+def markdown_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the rows as a markdown table; columns without a value are left out."""
+    names = [name for name in _COLUMNS if any(row.get(name) is not None for row in rows)]
+    lines = ["| " + " | ".join(_COLUMNS[name][0] for name in names) + " |"]
+    lines.append("|" + "|".join("---" if name in ("selector", "preprocessing") else "--:" for name in names) + "|")
+    for row in rows:
+        cells = [_COLUMNS[name][1].format(row[name]) if row.get(name) is not None else "" for name in names]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)

@@ -1,0 +1,119 @@
+"""The quality benchmark's rooms: metrics by hand-made cases, records that survive a crash, summaries."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from corpus import SHORT
+from evaluation.measure import Settings, measure
+from evaluation.methods import BASELINE, FULL, Method, methods_of
+from evaluation.metrics import answer_scores, answer_token_positions, f1, normalise, recall, rouge_l
+from evaluation.questions import Question, read_corpus, read_questions
+from evaluation.records import RecordFile, read_records
+from evaluation.summary import bootstrap, markdown_table, summarise
+from models import smollm2_tokenizer, tiny_model
+
+from fused_kv_llm import FusedKVEngine
+
+
+def test_squad_normalisation() -> None:
+    assert normalise("  The U.S. dollar, an\tANSWER! ") == "us dollar answer"
+    assert f1("the Eiffel Tower", "Eiffel tower.") == 1.0
+    assert f1("Paris in France", "Paris") == pytest.approx(2 * 1 / 4)
+    assert f1("", "Paris") == 0.0
+
+
+def test_rouge_l_is_the_longest_common_subsequence() -> None:
+    # "cat sat mat" is common, in order, of 5 and 4 words.
+    assert rouge_l("cat sat on red mat", "cat quickly sat mat") == pytest.approx(2 * 3 / 9)
+    assert rouge_l("mat sat cat", "cat sat mat") == pytest.approx(2 * 1 / 6)
+
+
+def test_answer_scores_take_the_best_answer_and_whole_words() -> None:
+    scores = answer_scores("It was October 1973.", ["1973", "October 1973"], "October 1973")
+    assert scores["f1"] == pytest.approx(2 * 2 / 6)
+    assert (scores["em"], scores["contains"], scores["answer_recall"]) == (0.0, 1.0, 1.0)
+    assert answer_scores("novel", ["no"], "no")["contains"] == 0.0
+
+
+def test_answer_positions_are_whole_words_inside_the_context() -> None:
+    text = "Q: ten? ten men, often ten"
+    offsets = np.array([[0, 2], [3, 7], [8, 11], [12, 16], [17, 22], [22, 24], [24, 26]])
+    assert answer_token_positions(text, offsets, ["ten"], 8, 26) == [2, 5, 6]
+    assert recall([2, 3], [2, 5, 6]) == pytest.approx(1 / 3)
+    assert recall([2], []) is None
+
+
+def test_bootstrap_pairs_questions() -> None:
+    base = list(np.random.default_rng(1).uniform(1, 9, 40))
+    low, high = bootstrap([value / 4 for value in base], base, "recovered")
+    assert low == pytest.approx(0.75)
+    assert high == pytest.approx(0.75)
+    low, high = bootstrap([0.0, 1.0] * 50, [0.0] * 100, "mean")
+    assert 0.35 < low < 0.45
+    assert 0.55 < high < 0.65
+
+
+def test_methods_share_one_full_reuse_at_ratio_zero() -> None:
+    methods = methods_of(["random", "full_reuse"], ["none", "similar"], [0.0, 0.15])
+    assert [m.key for m in methods] == [
+        "full_reuse/none/0", "random/none/0.15", "full_reuse/similar/0", "random/similar/0.15",
+    ]  # fmt: skip
+    assert all(Method.from_key(m.key) == m for m in methods)
+
+
+def test_records_of_all_parts_are_read_and_a_cut_line_is_measured_again(tmp_path: Path) -> None:
+    out = tmp_path / "quality.json"
+    RecordFile(out, "d", (0, 2)).append("q0", {"a/none/0": {"kl": 1.0}})
+    RecordFile(out, "d", (1, 2)).append("q1", {"a/none/0": {"kl": 2.0}})
+    RecordFile(out, "other", (1, 2)).append("q2", {"a/none/0": {"kl": 3.0}})
+    part = tmp_path / "quality.records.1of2.jsonl"
+    part.write_text(part.read_text() + '{"settings": "d", "quest')
+    assert set(read_records(out, "d")) == {("q0", "a/none/0"), ("q1", "a/none/0")}
+    RecordFile(out, "d", (1, 2)).append("q3", {"a/none/0": {"kl": 4.0}})
+    assert set(read_records(out, "d")) == {("q0", "a/none/0"), ("q1", "a/none/0"), ("q3", "a/none/0")}
+
+
+def _write_set(path: Path) -> None:
+    passages = [{"id": str(i), "title": "", "text": text} for i, text in enumerate(SHORT[:4])]
+    lines = [
+        {"id": f"q{i}", "question": "How many?", "answers": ["many of them"], "passages": passages,
+         "gold_passage_ids": ["3"]}
+        for i in range(3)
+    ]  # fmt: skip
+    path.write_text("\n".join(map(json.dumps, lines)))
+
+
+def test_questions_hold_the_gold_passage_and_keep_their_order(tmp_path: Path) -> None:
+    _write_set(tmp_path / "set.jsonl")
+    few, all_of_them = (read_questions(tmp_path / "set.jsonl", count, 2) for count in (1, 0))
+    assert len(few) == 1
+    assert len(all_of_them) == 3
+    assert few[0] == all_of_them[0]
+    assert SHORT[3] in few[0].passages
+    assert read_corpus(tmp_path / "set.jsonl") == SHORT[:4]
+
+
+def test_measuring_and_summing_up(tmp_path: Path) -> None:
+    questions = [Question(f"q{i}", "How many?", ("many of them",), tuple(SHORT[i : i + 3])) for i in range(3)]
+    methods = methods_of(["random"], ["none"], [0.5])
+    records = {}
+    with FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, store_misses=False) as engine:
+        engine.build_kv_cache(SHORT[:6], progress=False)
+        for question in questions:
+            measured = measure({"none": engine}, question, methods, Settings(answer_tokens=4, recall=True))
+            records.update({(question.id, method.key): record for method, record in measured.items()})
+        plain = engine.generate(questions[0].prompt("plain"), recompute_ratio=1.0, max_tokens=4).text
+    assert all(record["chunks_found"] == 3 for record in records.values())
+    rows = {row["selector"]: row for row in summarise(records, ["q0", "q1", "q2"])}
+    assert rows["full_prefill"]["kl"] == 0.0
+    assert rows["full_prefill"]["recovered"] == 1.0
+    assert rows["full_reuse"]["kl"] > rows["random"]["kl"] > 0
+    assert rows["random"]["recovered"] == pytest.approx(1 - rows["random"]["kl"] / rows["full_reuse"]["kl"])
+    # The gold answer's rows were overwritten: generating is unaffected by having scored it.
+    assert records["q0", FULL.key]["answer"] == plain.strip().splitlines()[0].strip()
+    assert records["q0", BASELINE.key]["recomputed_tokens"] == 0
+    assert "| random | none | 0.5 |" in markdown_table(list(rows.values()))
