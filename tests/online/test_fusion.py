@@ -26,7 +26,8 @@ def engine(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "selector", ["full_reuse", "random", "boundary", "fusionrag", "prophetkv", "middle_layers", "all_layers"]
+    "selector",
+    ["full_reuse", "random", "boundary", "prefill_h2o", "fusionrag", "prophetkv", "middle_layers", "all_layers"],
 )
 @pytest.mark.parametrize("ratio", [0.0, 0.15, 0.6])
 def test_fused_pass_equals_plain_recomputation(engine: FusedKVEngine, selector: str, ratio: float) -> None:

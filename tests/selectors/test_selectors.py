@@ -6,21 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from probes import make_probe
 
 from fused_kv_llm.errors import ConfigError, FusedKVError
 from fused_kv_llm.selectors import SELECTORS, Probe, QueryAttention, View, budget_tokens, resolve_selector
-
-
-def make_probe(lengths: list[int], gap: int = 3, seed: int = 0) -> Probe:
-    """Chunks of these lengths, `gap` fresh tokens between them, random scores."""
-    positions, chunk, offset, start = [], [], [], 5
-    for index, length in enumerate(lengths):
-        positions += range(start, start + length)
-        chunk += [index] * length
-        offset += range(length)
-        start += length + gap
-    scores = torch.rand(len(positions), generator=torch.Generator().manual_seed(seed))
-    return Probe(torch.tensor(positions), torch.tensor(chunk), torch.tensor(offset), scores, seed)
 
 
 @pytest.mark.parametrize("name", sorted(SELECTORS))
@@ -93,7 +82,9 @@ def test_random_draws_differently_with_another_seed() -> None:
 
 
 def test_unknown_names_and_objects_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"selector='best' is unknown: use one of all_layers, boundary, full_reuse"):
+    with pytest.raises(
+        ConfigError, match=r"selector='best' is unknown: use one of all_layers, boundary, cache_craft, "
+    ):
         resolve_selector("best")
     with pytest.raises(ConfigError, match="no name"):
         resolve_selector(object())  # type: ignore[arg-type]

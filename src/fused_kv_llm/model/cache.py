@@ -7,7 +7,7 @@ their positions and returns the fused keys and values.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -16,9 +16,12 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from fused_kv_llm.model.buffers import BufferPool
 from fused_kv_llm.model.geometry import Geometry
 
-__all__ = ["BatchCache", "FusedCache", "LayerFiller"]
+__all__ = ["BatchCache", "FusedCache", "LayerFiller", "RowWatcher"]
 
 LayerFiller = Callable[[int], None]
+RowWatcher = Callable[[int, Tensor, Tensor], Tensor | None]
+"""Told a layer and its fresh rows ``[1, Hkv, R, D]`` before they are written; returns int64 indices of the rows to
+write, or None for all."""
 
 
 class _FusedLayer(CacheLayerMixin):
@@ -90,6 +93,8 @@ class FusedCache(Cache):
         Called once with each layer's index before the layer is first used.
     fill_on_update : bool
         Off while a probe runs that does not attend to the chunks: it fills the layers it scores itself.
+    watcher : callable or None
+        Sees the fresh rows of a layer beside the stored ones, and decides which of them replace those.
     """
 
     def __init__(self, geometry: Geometry, capacity: int, pool: BufferPool) -> None:
@@ -104,6 +109,7 @@ class FusedCache(Cache):
         self.visible: int | Tensor = 0
         self.filler: LayerFiller | None = None
         self.fill_on_update = True
+        self.watcher: RowWatcher | None = None
         self._filled: set[int] = set()
         super().__init__(layers=[_FusedLayer(self, idx) for idx in range(geometry.num_layers)])
 
@@ -113,10 +119,18 @@ class FusedCache(Cache):
             self.filler(layer_idx)
             self._filled.add(layer_idx)
 
+    def refill(self, layers: Iterable[int]) -> None:
+        """Forget that these layers were filled: the next pass puts the stored chunk KV into them again."""
+        self._filled.difference_update(layers)
+
     def scatter(self, layer_idx: int, keys: Tensor, values: Tensor) -> None:
         """Write fresh rows ``[1, Hkv, R, D]`` to the positions of the current pass."""
-        self.keys[layer_idx].index_copy_(2, self.rows, keys)
-        self.values[layer_idx].index_copy_(2, self.rows, values)
+        written = None if self.watcher is None else self.watcher(layer_idx, keys, values)
+        rows = self.rows
+        if written is not None:
+            rows, keys, values = rows[written], keys[:, :, written], values[:, :, written]
+        self.keys[layer_idx].index_copy_(2, rows, keys)
+        self.values[layer_idx].index_copy_(2, rows, values)
 
     def release(self) -> None:
         """Give the memory back; the cache must not be used afterwards. Calling it again does nothing."""

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,8 +25,18 @@ from fused_kv_llm.model import (
     forward_rows,
 )
 from fused_kv_llm.report import FusionReport
-from fused_kv_llm.selectors import Probe, Selector, View, budget_tokens, checked_selection
+from fused_kv_llm.selectors import (
+    EarlyView,
+    NarrowingSelector,
+    Probe,
+    Selector,
+    View,
+    budget_tokens,
+    checked_selection,
+)
 
+from .early import early_probe
+from .focus import FocusPass
 from .loading import ChunkLoader
 from .probe import probe_scores
 from .request import Placement, Request
@@ -96,11 +106,11 @@ def _start_cache(
     return cache
 
 
-def _describe_chunks(request: Request, scores: Tensor | None, seed: int) -> Probe:
+def _describe_chunks(request: Request, seed: int) -> Probe:
     positions = request.chunk_positions
     chunk_index = request.kind[positions]
     starts = torch.tensor([p.segment.start for p in request.placements])
-    return Probe(positions, chunk_index, positions - starts[chunk_index], scores, seed)
+    return Probe(positions, chunk_index, positions - starts[chunk_index], seed=seed)
 
 
 def fuse(
@@ -160,7 +170,8 @@ def fuse(
             with _loading(loaded, placements, cache, executor, view, report):
                 selected = _select(loaded, request, cache, selector, view, budget, seed, report)
                 with _timed(report, "fuse"):
-                    logits = _recompute(loaded, request, cache, request.rows(selected))
+                    window = view.focus_window if isinstance(view, EarlyView) else 0
+                    logits = _recompute(loaded, request, cache, request.rows(selected), window)
         except BaseException:
             cache.release()
             raise
@@ -175,7 +186,7 @@ def _loading(
     placements: list[Placement],
     cache: FusedCache,
     executor: Executor,
-    view: View,
+    view: View | EarlyView,
     report: FusionReport,
 ) -> Iterator[None]:
     with _timed(report, "load"):
@@ -193,7 +204,7 @@ def _select(
     request: Request,
     cache: FusedCache,
     selector: Selector,
-    view: View,
+    view: View | EarlyView,
     budget: int,
     seed: int,
     report: FusionReport,
@@ -202,19 +213,31 @@ def _select(
     # Ratio 0 and ratio 1 leave nothing to decide, whatever the selector.
     if budget in (0, chunk.shape[0]):
         return chunk[:budget]
-    scores = None
+    probe = _describe_chunks(request, seed)
     if view.layers:
         with _timed(report, "probe"):
-            scores = probe_scores(loaded, request, cache, view)
+            if isinstance(view, EarlyView):
+                score = selector.score if isinstance(selector, NarrowingSelector) else None
+                probe = early_probe(loaded, request, cache, view, probe, budget, score)
+            else:
+                probe = replace(probe, scores=probe_scores(loaded, request, cache, view))
     with _timed(report, "select"):
-        return checked_selection(selector, _describe_chunks(request, scores, seed), budget)
+        return checked_selection(selector, probe, budget)
 
 
-def _recompute(loaded: LoadedModel, request: Request, cache: FusedCache, rows: Tensor) -> Tensor:
+def _recompute(loaded: LoadedModel, request: Request, cache: FusedCache, rows: Tensor, focus_window: int) -> Tensor:
     count = request.num_tokens
     cache.rows, cache.visible, cache.length = rows.to(loaded.device), count, count
     ids = torch.tensor(request.ids)[rows][None].to(loaded.device)
-    return forward_logits(loaded, ids, cache.rows, cache, RowPlan(cache.rows, count))
+    plan = RowPlan(cache.rows, count)
+    if not focus_window or not request.placements:
+        return forward_logits(loaded, ids, cache.rows, cache, plan)
+    state = FocusPass(plan, loaded.geometry.num_layers - 1, cache, request, focus_window)
+    cache.watcher = state.watch
+    try:
+        return forward_rows(loaded, ids, cache.rows, cache, state, keep=1)[0]
+    finally:
+        cache.watcher = None
 
 
 def _bytes_by_tier(placements: list[Placement]) -> dict[str, int]:

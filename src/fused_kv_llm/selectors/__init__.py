@@ -4,24 +4,37 @@ from __future__ import annotations
 
 from fused_kv_llm.errors import ConfigError
 
-from .base import Probe, Selector, View, budget_tokens, checked_selection
+from .base import NarrowingSelector, Probe, Selector, checked_selection
 from .boundary import Boundary
+from .budget import budget_tokens
+from .cache_craft import CacheCraft, focused_chunks
 from .full_reuse import FullReuse
+from .heavy_hitters import HeavyHitters
+from .kv_deviation import CACHEBLEND, KVSHARE, KVDeviation
 from .query_attention import ALL_LAYERS, FUSIONRAG, MIDDLE_LAYERS, PROPHETKV, QueryAttention
 from .random import Random
+from .views import EarlyView, View
 
 __all__ = [
     "SELECTORS",
+    "CacheCraft",
+    "EarlyView",
+    "KVDeviation",
+    "NarrowingSelector",
     "Probe",
     "QueryAttention",
     "Selector",
     "View",
     "budget_tokens",
     "checked_selection",
+    "focused_chunks",
     "resolve_selector",
 ]
 
-_ALL = (FullReuse(), Random(), Boundary(), FUSIONRAG, PROPHETKV, MIDDLE_LAYERS, ALL_LAYERS)
+_ALL: tuple[Selector, ...] = (
+    FullReuse(), Random(), Boundary(), CACHEBLEND, KVSHARE, HeavyHitters(), CacheCraft(),
+    FUSIONRAG, PROPHETKV, MIDDLE_LAYERS, ALL_LAYERS,
+)  # fmt: skip
 SELECTORS: dict[str, Selector] = {selector.name: selector for selector in _ALL}
 
 

@@ -1,4 +1,4 @@
-"""What a selector is told, what it answers, and the view of the context it needs first."""
+"""What a selector is told and what it answers."""
 
 from __future__ import annotations
 
@@ -10,24 +10,9 @@ from torch import Tensor
 
 from fused_kv_llm.errors import ConfigError
 
-__all__ = ["Probe", "Selector", "View", "budget_tokens", "checked_selection", "top_positions"]
+from .views import EarlyView, View
 
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """What the probe must look at before a selector can decide.
-
-    Parameters
-    ----------
-    layers : tuple of int
-        Layers whose question-to-context attention is needed; empty for a selector that needs no probe.
-    full_context : bool
-        Whether the question attends to the chunks' stored KV on its way through the layers (anchor ratio 1)
-        or only to the prompt's header and itself (anchor ratio 0).
-    """
-
-    layers: tuple[int, ...] = ()
-    full_context: bool = False
+__all__ = ["NarrowingSelector", "Probe", "Selector", "checked_selection"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +31,16 @@ class Probe:
         float32 ``[C]``, mean question-to-token attention over the view's layers; None without a view.
     seed : int
         For selectors that draw.
+    deviation : Tensor or None
+        float32 ``[C]``, at the last layer of an early view's `deviation`: Euclidean distance of each token's fresh
+        keys and values from the stored ones; minus infinity for tokens that were dropped before.
+    received : Tensor or None
+        float32 ``[C]``, attention each token receives, summed over the prompt's tokens, averaged over heads and
+        the early view's `attention` layers.
+    received_within : Tensor or None
+        The same, summed over the tokens of its own chunk only.
+    given : Tensor or None
+        float32 ``[C, K]``, attention each token gives to every one of the ``K`` chunks, averaged alike.
     """
 
     positions: Tensor
@@ -53,6 +48,10 @@ class Probe:
     offset: Tensor
     scores: Tensor | None = None
     seed: int = field(default=0)
+    deviation: Tensor | None = None
+    received: Tensor | None = None
+    received_within: Tensor | None = None
+    given: Tensor | None = None
 
 
 @runtime_checkable
@@ -63,27 +62,19 @@ class Selector(Protocol):
     def name(self) -> str:
         """Name under which it is chosen and reported."""
 
-    def view(self, num_layers: int) -> View:
+    def view(self, num_layers: int) -> View | EarlyView:
         """Return what it needs to see of a model with `num_layers` layers."""
 
     def select(self, probe: Probe, budget: int) -> Tensor:
         """Return int64 positions, ascending, all in ``probe.positions``, at most `budget` of them."""
 
 
-def budget_tokens(ratio: float, num_tokens: int) -> int:
-    """Return how many of `num_tokens` chunk tokens a recomputation ratio allows.
+@runtime_checkable
+class NarrowingSelector(Selector, Protocol):
+    """A selector whose early view compares KV: it also says which rows go on."""
 
-    At least one token for a positive ratio, as QCFuse's released configuration has it.
-    """
-    if ratio <= 0.0 or num_tokens == 0:
-        return 0
-    return min(num_tokens, max(1, int(ratio * num_tokens)))
-
-
-def top_positions(positions: Tensor, scores: Tensor, budget: int) -> Tensor:
-    """Return the positions of the `budget` highest scores, ascending; of equal scores the earlier wins."""
-    ranked = torch.sort(scores, descending=True, stable=True).indices[:budget]
-    return positions[ranked].sort().values
+    def score(self, probe: Probe) -> Tensor:
+        """Return float32 ``[C]``, higher for tokens to be recomputed, from what is known at one layer."""
 
 
 def checked_selection(selector: Selector, probe: Probe, budget: int) -> Tensor:

@@ -7,7 +7,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from .base import Probe, View, top_positions
+from .base import Probe
+from .budget import top_positions
+from .views import View
 
 __all__ = ["Boundary"]
 

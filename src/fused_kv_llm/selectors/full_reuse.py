@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from .base import Probe, View
+from .base import Probe
+from .views import View
 
 __all__ = ["FullReuse"]
 

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from fused_kv_llm.errors import FusedKVError
 
-from .base import Probe, View, top_positions
+from .base import Probe
+from .budget import top_positions
+from .views import View
 
 __all__ = ["ALL_LAYERS", "FUSIONRAG", "MIDDLE_LAYERS", "PROPHETKV", "QueryAttention"]
 
@@ -33,11 +35,14 @@ class QueryAttention:
         Layers whose attention counts.
     full_context : bool
         Whether the question attends to the chunks' stored KV in the probe.
+    floor : float
+        Share of its proportional part of the budget that every chunk gets in any case.
     """
 
     name: str
     layers: Literal["last", "all", "middle"] | tuple[int, ...]
     full_context: bool = False
+    floor: float = 0.0
 
     def view(self, num_layers: int) -> View:
         """Return the layers to look at in a model of `num_layers` layers."""
@@ -62,7 +67,7 @@ class QueryAttention:
         """
         if probe.scores is None:
             raise FusedKVError(f"The selector {self.name!r} needs question attention scores, but the probe has none.")
-        return top_positions(probe.positions, probe.scores, budget)
+        return top_positions(probe.positions, probe.scores, budget, chunk_index=probe.chunk_index, floor=self.floor)
 
 
 FUSIONRAG = QueryAttention("fusionrag", layers="last")

@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .base import Probe, View
+from .base import Probe
+from .views import View
 
 __all__ = ["Random"]
 

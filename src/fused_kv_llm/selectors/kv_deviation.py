@@ -1,0 +1,77 @@
+"""KV deviation: recompute the tokens whose stored KV is furthest from what the prompt would give them.
+
+CacheBlend (Yao et al. 2025; FusionRAG section 2.2.2, eq. 7 and 8) computes the first layers for all tokens and
+compares. Layer 0 cannot deviate, since its keys and values depend on the token and its position alone, so the
+comparison begins at layer 1. Tokens that deviate there mostly deviate later on too; what is kept is narrowed layer by
+layer until the budget is reached.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fused_kv_llm.errors import FusedKVError
+
+from .base import Probe
+from .budget import top_positions
+from .views import EarlyView
+
+__all__ = ["CACHEBLEND", "KVSHARE", "KVDeviation"]
+
+
+@dataclass(frozen=True, slots=True)
+class KVDeviation:
+    """Take the tokens with the highest KV deviation on early layers.
+
+    ``deviation(t) = sqrt(|K_fresh(t) - K_stored(t)|^2 + |V_fresh(t) - V_stored(t)|^2)`` over all heads, keys compared
+    at the prompt's positions.
+
+    Parameters
+    ----------
+    name : str
+        Name under which the preset is chosen and reported.
+    layers : tuple of int
+        Layers at which tokens are compared; those that a shallow model does not have are left out.
+    keep : tuple of float
+        Tokens that go on after each of them, as multiples of the budget. The paper keeps "slightly more" than the
+        budget at first and leaves the numbers open; its released code has one comparison at layer 1.
+    by_attention : bool
+        Whether the deviation is scaled by the attention that the token receives in layer 0.
+    """
+
+    name: str
+    layers: tuple[int, ...] = (1, 2, 3)
+    keep: tuple[float, ...] = (1.5, 1.25, 1.0)
+    by_attention: bool = False
+
+    def view(self, num_layers: int) -> EarlyView:
+        """Return the layers to compare."""
+        pairs = [pair for pair in zip(self.layers, self.keep, strict=True) if pair[0] < num_layers]
+        layers, keep = (tuple(column) for column in zip(*pairs, strict=True)) if pairs else ((0,), (1.0,))
+        return EarlyView(deviation=layers, keep=(*keep[:-1], 1.0), attention=(0,) if self.by_attention else ())
+
+    def score(self, probe: Probe) -> Tensor:
+        """Return the deviation, scaled where the preset says so.
+
+        Raises
+        ------
+        FusedKVError
+            If the probe has no deviations, which is a fault of the caller.
+        """
+        if probe.deviation is None or (self.by_attention and probe.received is None):
+            raise FusedKVError(f"The selector {self.name!r} needs KV deviations, but the probe has none.")
+        return probe.deviation * probe.received if self.by_attention else probe.deviation  # type: ignore[operator]
+
+    def select(self, probe: Probe, budget: int) -> Tensor:
+        """Return the `budget` positions with the highest scores."""
+        return top_positions(probe.positions, self.score(probe), budget)
+
+
+CACHEBLEND = KVDeviation("cacheblend")
+"""CacheBlend with gradual narrowing over layers 1 to 3."""
+
+KVSHARE = KVDeviation("kvshare", layers=(1,), keep=(1.0,), by_attention=True)
+"""KVShare (Yang et al. 2025) as QCFuse's demonstration paper (section 2) describes it: "scales KV deviation by initial
+attention weights". The deviation is layer 1's, the weights are the attention received in layer 0."""

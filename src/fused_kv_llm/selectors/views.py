@@ -1,0 +1,54 @@
+"""What a selector asks to see of a request before it decides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["EarlyView", "View"]
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The question's attention to the chunks: a probe that computes the question's rows only.
+
+    Parameters
+    ----------
+    layers : tuple of int
+        Layers whose question-to-context attention is needed; empty for a selector that needs no probe.
+    full_context : bool
+        Whether the question attends to the chunks' stored KV on its way through the layers (anchor ratio 1)
+        or only to the prompt's header and itself (anchor ratio 0).
+    """
+
+    layers: tuple[int, ...] = ()
+    full_context: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyView:
+    """The whole prompt's way through the first layers: a probe that computes every row of a few layers.
+
+    Parameters
+    ----------
+    deviation : tuple of int
+        Ascending layers at which the fresh keys and values are compared with the stored ones. After each of
+        them only the best rows go on; a row that is dropped at layer ``i`` has fresh KV up to layer ``i`` and
+        its stored KV from layer ``i + 1`` on, also in the fused pass.
+    keep : tuple of float
+        How many rows go on after each of these layers, as multiples of the budget; the last is 1.
+    attention : tuple of int
+        Layers over which the attention among the prompt's tokens is averaged.
+    focus_window : int
+        While recomputing: stop for chunks outside the question's focus once the focus has been the same for so
+        many layers (Cache-Craft algorithm 1); 0 never stops.
+    """
+
+    deviation: tuple[int, ...] = ()
+    keep: tuple[float, ...] = ()
+    attention: tuple[int, ...] = ()
+    focus_window: int = 0
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layers that are needed before anything is selected: all up to the last one looked at."""
+        return tuple(range(max((*self.deviation, *self.attention), default=-1) + 1))

@@ -1,0 +1,159 @@
+"""The early probe and what follows from it, against the same thing written out plainly."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from corpus import SHORT, rag_prompt
+from models import smollm2_tokenizer, tiny_model
+
+from fused_kv_llm import FusedKVEngine
+from fused_kv_llm.online import Request
+from fused_kv_llm.online.early import early_probe
+from fused_kv_llm.report import FusionReport
+from fused_kv_llm.selectors import CacheCraft, EarlyView, KVDeviation, Probe, budget_tokens, focused_chunks
+
+from .reference_fusion import finish, project, stitched_kv
+
+RATIO = 0.3
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory):
+    folder: Path = tmp_path_factory.mktemp("early")
+    model = tiny_model(num_hidden_layers=5)
+    with FusedKVEngine(model, tokenizer=smollm2_tokenizer(), kv_dir=folder, store_misses=False) as engine:
+        engine.build_kv_cache(SHORT[:5], progress=False)
+        yield engine
+
+
+def plan(engine: FusedKVEngine) -> Request:
+    return engine._planner.plan(rag_prompt(SHORT[:5]), FusionReport())
+
+
+def dense(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor, scale: float) -> Any:
+    """Return weights ``[Hq, R, N]`` and output ``[1, Hq, R, D]`` with a mask over true positions."""
+    groups = q.shape[1] // keys.shape[1]
+    wide_k, wide_v = keys[0].repeat_interleave(groups, 0), values[0].repeat_interleave(groups, 0)
+    scores = scale * q[0] @ wide_k.transpose(1, 2)
+    hidden = torch.arange(keys.shape[2])[None, :] > rows[:, None]
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    return weights, (weights @ wide_v)[None]
+
+
+@torch.inference_mode()
+def narrowed(engine: FusedKVEngine, selector: KVDeviation, budget: int) -> tuple[list[int], torch.Tensor]:
+    """CacheBlend in one pass, rows really dropped: positions left, and the last row's logits."""
+    request, decoder = plan(engine), engine.model.model
+    stored = stitched_kv(engine, request)
+    view = selector.view(engine.loaded.geometry.num_layers)
+    rows = torch.arange(request.prefix_tokens, request.num_tokens)
+    hidden = decoder.embed_tokens(torch.tensor([request.ids])[:, rows])
+    received = torch.zeros(request.num_tokens)
+    for index, layer in enumerate(decoder.layers):
+        q, k, v = project(layer, hidden, decoder.rotary_emb(hidden, rows[None]))
+        before = (stored.keys[index][:, :, rows].clone(), stored.values[index][:, :, rows].clone())
+        stored.keys[index][:, :, rows], stored.values[index][:, :, rows] = k, v
+        weights, out = dense(q, stored.keys[index], stored.values[index], rows, layer.self_attn.scaling)
+        hidden = finish(layer, hidden, out)
+        if index in view.attention:
+            received += weights.mean(0).sum(0)
+        if index in view.deviation:
+            gap = ((k - before[0]) ** 2).sum((0, 1, 3)) + ((v - before[1]) ** 2).sum((0, 1, 3))
+            score = gap.sqrt() * (received[rows] if selector.by_attention else 1.0)
+            keep = math.ceil(view.keep[view.deviation.index(index)] * budget)
+            ranked = sorted((i for i in range(len(rows)) if request.kind[rows[i]] >= 0), key=lambda i: -float(score[i]))
+            left = [i for i in range(len(rows)) if i in set(ranked[:keep]) or request.kind[rows[i]] < 0]
+            rows, hidden = rows[left], hidden[:, left]
+    logits = engine.model.lm_head(decoder.norm(hidden))[0, -1]
+    return [int(row) for row in rows if request.kind[row] >= 0], logits
+
+
+@pytest.mark.parametrize(
+    "selector",
+    [
+        KVDeviation("cacheblend"),
+        KVDeviation("once", layers=(1,), keep=(1.0,)),
+        KVDeviation("kvshare", layers=(1,), keep=(1.0,), by_attention=True),
+        KVDeviation("late", layers=(2, 4), keep=(2.0, 1.0)),
+    ],
+    ids=lambda s: s.name,
+)
+def test_narrowing_equals_a_pass_that_really_drops_rows(engine: FusedKVEngine, selector: KVDeviation) -> None:
+    fused, report = engine.prefill(rag_prompt(SHORT[:5]), recompute_ratio=RATIO, selector=selector)
+    budget = budget_tokens(RATIO, plan(engine).chunk_positions.shape[0])
+    selected, logits = narrowed(engine, selector, budget)
+    assert fused.selected.tolist() == selected
+    assert report.recomputed_tokens == budget
+    torch.testing.assert_close(fused.logits, logits, atol=1e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
+def test_attention_sums_equal_dense_attention(engine: FusedKVEngine) -> None:
+    request, decoder, layers = plan(engine), engine.model.model, (0, 2)
+    stored, dense_kv = stitched_kv(engine, request), stitched_kv(engine, request)
+    chunk = request.chunk_positions
+    blank = Probe(chunk, request.kind[chunk], chunk)
+    got = early_probe(engine.loaded, request, stored, EarlyView(attention=layers), blank, 10, None)
+    rows = torch.arange(request.prefix_tokens, request.num_tokens)
+    hidden = decoder.embed_tokens(torch.tensor([request.ids])[:, rows])
+    weights = torch.zeros(request.num_tokens, request.num_tokens)
+    for index, layer in enumerate(decoder.layers):
+        q, k, v = project(layer, hidden, decoder.rotary_emb(hidden, rows[None]))
+        dense_kv.keys[index][:, :, rows], dense_kv.values[index][:, :, rows] = k, v
+        now, out = dense(q, dense_kv.keys[index], dense_kv.values[index], rows, layer.self_attn.scaling)
+        weights[rows] += now.mean(0) / len(layers) if index in layers else 0.0
+        hidden = finish(layer, hidden, out)
+    kind = request.kind
+    for number, position in enumerate(chunk.tolist()):
+        mine = kind == kind[position]
+        assert got.received is not None
+        assert got.received_within is not None
+        assert got.given is not None
+        assert float(got.received[number]) == pytest.approx(float(weights[:, position].sum()), abs=1e-4)
+        assert float(got.received_within[number]) == pytest.approx(float(weights[mine, position].sum()), abs=1e-4)
+        want = [float(weights[position, kind == other].sum()) for other in range(5)]
+        assert got.given[number].tolist() == pytest.approx(want, abs=1e-5)
+
+
+def test_looking_at_attention_leaves_the_stored_kv_in_place(engine: FusedKVEngine) -> None:
+    fused, _ = engine.prefill(rag_prompt(SHORT[:5]), recompute_ratio=RATIO, selector="prefill_h2o")
+    request = plan(engine)
+    stored = stitched_kv(engine, request)
+    untouched = torch.tensor(sorted(set(request.chunk_positions.tolist()) - set(fused.selected.tolist())))
+    got = fused.cache.keys[:, :, :, untouched]
+    torch.testing.assert_close(got, stored.keys[:, :, :, untouched])
+
+
+@torch.inference_mode()
+def test_chunks_outside_the_focus_keep_their_stored_kv_from_there_on(engine: FusedKVEngine) -> None:
+    selector = replace(CacheCraft(), focus_window=1)
+    fused, _ = engine.prefill(rag_prompt(SHORT[:5]), recompute_ratio=RATIO, selector=selector)
+    request, decoder = plan(engine), engine.model.model
+    stored = stitched_kv(engine, request)
+    question = request.question_rows()[1]
+    rows = request.rows(fused.selected)
+    hidden = decoder.embed_tokens(torch.tensor([request.ids])[:, rows])
+    attention, history, dropped_at = torch.zeros(5), [], None
+    for index, layer in enumerate(decoder.layers):
+        q, k, v = project(layer, hidden, decoder.rotary_emb(hidden, rows[None]))
+        stored.keys[index][:, :, rows], stored.values[index][:, :, rows] = k, v
+        weights, out = dense(q, stored.keys[index], stored.values[index], rows, layer.self_attn.scaling)
+        hidden = finish(layer, hidden, out)
+        if dropped_at is None and index < len(decoder.layers) - 1:
+            mass = weights[:, -question:].mean((0, 1))
+            attention += torch.stack([mass[request.kind == chunk].sum() for chunk in range(5)])
+            history.append(focused_chunks(attention))
+            if len(history) > 1:
+                dropped_at = index
+                left = [i for i, row in enumerate(rows.tolist()) if int(request.kind[row]) in {-1, *history[-1]}]
+                assert len(left) < len(rows)
+                rows, hidden = rows[left], hidden[:, left]
+    assert dropped_at == 1
+    logits = engine.model.lm_head(decoder.norm(hidden))[0, -1]
+    torch.testing.assert_close(fused.logits, logits, atol=1e-4, rtol=1e-4)
