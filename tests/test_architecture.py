@@ -14,12 +14,15 @@ import fused_kv_llm
 ROOT = Path(__file__).parent.parent
 FLOORS = [
     {"fused_kv_kernels"},
+    {"trace", "telemetry"},
+    {"report_html"},
     {"errors", "report"},
     {"chunk", "config"},
     {"store", "prompt", "model"},
     {"selectors"},
     {"offline", "online"},
     {"engine"},
+    {"adapter"},
     {"baseline", "demo", "cli", "integrations"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

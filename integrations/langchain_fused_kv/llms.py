@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from langchain_core.callbacks import CallbackManagerForLLMRun
 from langchain_core.language_models.llms import BaseLLM
@@ -14,14 +14,15 @@ from langchain_core.outputs import (
     GenerationChunk,
     LLMResult,
 )
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 
-from langchain_fused_kv.base import PER_CALL_OPTIONS, FusedKVModel
+from fused_kv_llm.adapter import PER_CALL_OPTIONS
+from langchain_fused_kv.base import LangChainFusedKV
 
 __all__ = ["FusedKVLLM"]
 
 
-class FusedKVLLM(FusedKVModel, BaseLLM):
+class FusedKVLLM(LangChainFusedKV, BaseLLM):
     """A model in this process that reuses the stored KV of the chunks it finds in a prompt.
 
     A prompt is a string. Where the model has a chat template the prompt becomes the content of one user
@@ -92,7 +93,12 @@ class FusedKVLLM(FusedKVModel, BaseLLM):
     """
 
     # The configuration of BaseLLM would win over that of FusedKVModel.
-    model_config = ConfigDict(extra="forbid")
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    wrap_chat_template: bool = Field(default=True, frozen=True)
+
+    @classmethod
+    def _engine_options(cls) -> dict[str, str]:
+        return {**super()._engine_options(), "wrap_chat_template": "wrap"}
 
     @property
     def _llm_type(self) -> str:

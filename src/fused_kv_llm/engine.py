@@ -30,11 +30,12 @@ from fused_kv_llm.errors import ChunkDamagedError, CorpusError, PromptError
 from fused_kv_llm.model import BufferPool, LoadedModel, compute_prefix, load_model
 from fused_kv_llm.offline import Ingestor
 from fused_kv_llm.offline.background import BackgroundIngestor
-from fused_kv_llm.online import FusedPrompt, Generation, Piece, RequestPlanner, decode, fuse
-from fused_kv_llm.prompt import PromptRenderer
+from fused_kv_llm.online import Constraint, FusedPrompt, Generation, Piece, RequestPlanner, decode, fuse
+from fused_kv_llm.prompt import ChatPrompt, PromptRenderer
 from fused_kv_llm.report import FusionReport, IngestReport
 from fused_kv_llm.selectors import Selector, resolve_selector
 from fused_kv_llm.store import KVStore
+from fused_kv_llm.telemetry import RequestSpan, stage_span
 
 __all__ = ["FusedKVEngine", "Messages"]
 
@@ -113,6 +114,7 @@ class FusedKVEngine:
             raise
 
     def _assemble(self) -> None:
+        self._closed = False
         self._model_lock = threading.Lock()
         self._readers = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="fused-kv-read")
         self.renderer = PromptRenderer(self.loaded.tokenizer, wrap=self.wrap)
@@ -195,7 +197,7 @@ class FusedKVEngine:
         """Return a text's ids, special-token text read as ordinary text."""
         return self.renderer.encode_chunk(text)
 
-    def encode(self, prompt: str | Messages) -> list[int]:
+    def encode(self, prompt: str | Messages | ChatPrompt) -> list[int]:
         """Return the ids the model sees for a prompt: rendered and tokenised once, whole."""
         return list(self.renderer.encode(self.renderer.render(prompt)).ids)
 
@@ -223,6 +225,26 @@ class FusedKVEngine:
             If the disk cannot hold the result.
         """
         return self._ingestor.run(_several(texts), progress=progress)
+
+    def delete_chunks(self, texts: Iterable[str]) -> int:
+        """Delete the stored KV of chunks that left the corpus; texts without KV are passed over.
+
+        Parameters
+        ----------
+        texts : iterable of str
+
+        Returns
+        -------
+        int
+            How many chunks were stored.
+
+        Raises
+        ------
+        CorpusError
+            If one string was given instead of several.
+        """
+        keys = {self._key_of(text) for text in _several(texts)}
+        return self.store.delete(key for key in keys if key is not None)
 
     def chunk_id(self, text: str) -> str | None:
         """Return the key of a chunk's stored KV, or None where none is stored."""
@@ -275,7 +297,7 @@ class FusedKVEngine:
 
     def prefill(
         self,
-        prompt: str | Messages,
+        prompt: str | Messages | ChatPrompt,
         *,
         recompute_ratio: float | None = None,
         selector: str | Selector | None = None,
@@ -315,7 +337,8 @@ class FusedKVEngine:
         report.recompute_ratio, report.selector = ratio, chosen.name
         while True:
             started = time.perf_counter()
-            request = self._planner.plan(prompt, report)
+            with stage_span("align"):
+                request = self._planner.plan(prompt, report)
             report.seconds["align"] = report.seconds.get("align", 0.0) + time.perf_counter() - started
             capacity = min(request.num_tokens + max_tokens, self.context_length)
             try:
@@ -339,7 +362,7 @@ class FusedKVEngine:
 
     def stream(
         self,
-        prompt: str | Messages,
+        prompt: str | Messages | ChatPrompt,
         *,
         max_tokens: int = 256,
         temperature: float = 0.0,
@@ -348,6 +371,7 @@ class FusedKVEngine:
         seed: int | None = None,
         recompute_ratio: float | None = None,
         selector: str | Selector | None = None,
+        constraint: Constraint | None = None,
     ) -> Iterator[Piece]:
         """Answer a prompt, token by token.
 
@@ -360,6 +384,9 @@ class FusedKVEngine:
             See :class:`~fused_kv_llm.config.GenerationConfig`. `max_tokens` is cut to what the context leaves.
         recompute_ratio, selector
             Override the engine's for this call.
+        constraint : callable or None
+            Called before every choice with the answer's token ids so far and the logits ``[vocabulary]``;
+            returns the logits to choose from, for instance with all but the tokens of a grammar at -inf.
 
         Yields
         ------
@@ -370,30 +397,46 @@ class FusedKVEngine:
         config = GenerationConfig.create(
             max_tokens=max_tokens, temperature=temperature, top_p=top_p, stop=stop, seed=seed
         )
-        fused, report = self.prefill(
-            prompt,
-            recompute_ratio=recompute_ratio,
-            selector=selector,
-            max_tokens=config.max_tokens,
-            seed=config.seed or 0,
-        )
-        return self._decode(fused, config, report, started)
+        span = RequestSpan(self.model_id)
+        try:
+            with span.stage("prefill"):
+                fused, report = self.prefill(
+                    prompt,
+                    recompute_ratio=recompute_ratio,
+                    selector=selector,
+                    max_tokens=config.max_tokens,
+                    seed=config.seed or 0,
+                )
+        except BaseException:
+            span.end()
+            raise
+        return self._decode(fused, config, report, started, constraint, span)
 
     def _decode(
-        self, fused: FusedPrompt, config: GenerationConfig, report: FusionReport, started: float
+        self,
+        fused: FusedPrompt,
+        config: GenerationConfig,
+        report: FusionReport,
+        started: float,
+        constraint: Constraint | None,
+        span: RequestSpan,
     ) -> Iterator[Piece]:
         room = fused.cache.get_max_length() - fused.cache.length
         if room < config.max_tokens:
             config = GenerationConfig(room, config.temperature, config.top_p, config.stop, config.seed)
+        decoding = span.start("decode")
         try:
-            yield from decode(self.loaded, fused, config, report, started, self._model_lock)
+            yield from decode(self.loaded, fused, config, report, started, self._model_lock, constraint)
         finally:
             fused.cache.release()
+            if decoding is not None:
+                decoding.end()
+            span.end(report.to_dict())
             # Only now: ingestion takes turns with forwards and would delay this answer's tokens.
             if self._background is not None:
                 self._background.ingest_expected(fused.text)
 
-    def generate(self, prompt: str | Messages, **options: Any) -> Generation:
+    def generate(self, prompt: str | Messages | ChatPrompt, **options: Any) -> Generation:
         """Answer a prompt; the options are those of :meth:`stream`.
 
         Returns
@@ -411,8 +454,14 @@ class FusedKVEngine:
 
     # -- end -------------------------------------------------------------------------------------------------
 
+    @property
+    def closed(self) -> bool:
+        """Whether the engine was closed."""
+        return self._closed
+
     def close(self) -> None:
         """Finish background work and close the store; the model stays usable."""
+        self._closed = True
         if self._background is not None:
             self._background.close()
         self._readers.shutdown(wait=True, cancel_futures=True)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-__all__ = ["FusionReport", "IngestReport"]
+from fused_kv_llm.report_html import report_to_html
+from fused_kv_llm.trace import PromptTrace
+
+__all__ = ["FusionReport", "IngestReport", "PromptTrace"]
 
 
 @dataclass(slots=True)
@@ -44,6 +47,8 @@ class FusionReport:
         Seconds from the call to the first token.
     warnings : list of str
         What made the request slower than it could be.
+    trace : PromptTrace or None
+        The prompt's text and what became of each token; not part of :meth:`to_dict`.
     """
 
     prompt_tokens: int = 0
@@ -61,6 +66,7 @@ class FusionReport:
     seconds: dict[str, float] = field(default_factory=dict)
     ttft_s: float = 0.0
     warnings: list[str] = field(default_factory=list)
+    trace: PromptTrace | None = field(default=None, repr=False, compare=False)
 
     @property
     def cached_tokens(self) -> int:
@@ -74,7 +80,17 @@ class FusionReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data, ready for JSON."""
-        return {**asdict(self), "cached_tokens": self.cached_tokens, "computed_tokens": self.computed_tokens}
+        plain = asdict(replace(self, trace=None))
+        del plain["trace"]
+        return {**plain, "cached_tokens": self.cached_tokens, "computed_tokens": self.computed_tokens}
+
+    def to_html(self) -> str:
+        """Return the report as HTML: token shares, a bar per chunk and per stage, and the coloured prompt."""
+        return report_to_html(self.to_dict(), self.trace)
+
+    def _repr_html_(self) -> str:
+        """Show the report in a notebook."""
+        return self.to_html()
 
 
 @dataclass(slots=True)

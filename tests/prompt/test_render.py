@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from fused_kv_llm.errors import ConfigError, PromptError, UnsupportedModelError
-from fused_kv_llm.prompt import PromptRenderer, Rendered
+from fused_kv_llm.prompt import ChatPrompt, PromptRenderer, Rendered
 
 FRAGMENTS = [
     *("hello", " world", "The ferry", "it's", "don’t", "…", ".", "1234567", "\n", "\n\n", "\r\n", "\t", "  "),
@@ -242,7 +242,11 @@ def test_without_template(byte_level: Any) -> None:
         ([{"role": "user", "content": None}], "NoneType"),
         ([{"role": "user", "content": [{"type": "text", "text": "hi"}]}], "must be a string, got list"),
         ([{"role": 3, "content": "hi"}], "role of message 0"),
-        ([{"role": "user", "content": "hi", "tool_calls": []}], "tool_calls"),
+        ([{"role": "user", "content": "hi", "images": []}], "images"),
+        ([{"role": "assistant", "content": "", "tool_calls": [{"type": "function"}]}], "no format for tools"),
+        ([{"role": "tool", "content": "12"}], "no format for tools"),
+        ([{"role": "user", "content": "hi", "tool_calls": "get()"}], "must be a list"),
+        (ChatPrompt([{"role": "user", "content": "hi"}], [{"type": "function"}]), "no format for tools"),
         ([{"role": "user</s>", "content": "hi"}], "special-token text"),
         ([{"role": "alien", "content": "hi"}], "unknown role"),
     ],

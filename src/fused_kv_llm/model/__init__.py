@@ -16,7 +16,7 @@ from .forward import (
     forward_rows,
 )
 from .geometry import Geometry, read_geometry
-from .loading import LoadedModel, load_model
+from .loading import LoadedModel, choose_device, choose_dtype, load_model
 
 __all__ = [
     "AttentionPass",
@@ -29,6 +29,8 @@ __all__ = [
     "PrefixKV",
     "RowPass",
     "StopForwardError",
+    "choose_device",
+    "choose_dtype",
     "compute_prefix",
     "forward_kv",
     "forward_logits",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from .fusion import FusedPrompt, fuse
-from .generation import FinishReason, Generation, Piece, decode
+from .generation import Constraint, FinishReason, Generation, Piece, decode, end_token_ids
 from .planning import RequestPlanner
 from .request import Placement, Request
 
 __all__ = [
+    "Constraint",
     "FinishReason",
     "FusedPrompt",
     "Generation",
@@ -16,5 +17,6 @@ __all__ = [
     "Request",
     "RequestPlanner",
     "decode",
+    "end_token_ids",
     "fuse",
 ]

@@ -24,7 +24,7 @@ from fused_kv_llm.model import (
     forward_logits,
     forward_rows,
 )
-from fused_kv_llm.report import FusionReport
+from fused_kv_llm.report import FusionReport, PromptTrace
 from fused_kv_llm.selectors import (
     EarlyView,
     NarrowingSelector,
@@ -34,6 +34,7 @@ from fused_kv_llm.selectors import (
     budget_tokens,
     checked_selection,
 )
+from fused_kv_llm.telemetry import stage_span
 
 from .early import early_probe
 from .focus import FocusPass
@@ -92,7 +93,8 @@ class FusedPrompt:
 @contextmanager
 def _timed(report: FusionReport, stage: str) -> Iterator[None]:
     start = time.perf_counter()
-    yield
+    with stage_span(stage):
+        yield
     report.seconds[stage] = report.seconds.get(stage, 0.0) + time.perf_counter() - start
 
 
@@ -254,3 +256,6 @@ def _count(report: FusionReport, request: Request, selected: Tensor) -> None:
     report.reused_tokens = int(request.chunk_positions.shape[0]) - report.recomputed_tokens
     report.fresh_tokens = int(request.fresh_positions.shape[0])
     report.chunks_found = len(request.placements)
+    if request.offsets is not None:
+        kind = request.kind.numpy()
+        report.trace = PromptTrace(request.text, request.offsets, kind, selected.cpu().numpy())

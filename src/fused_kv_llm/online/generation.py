@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from torch import Tensor
 
 from fused_kv_llm.config import GenerationConfig
 from fused_kv_llm.model import LoadedModel
@@ -16,9 +18,10 @@ from .fusion import FusedPrompt
 from .sampling import TokenSampler
 from .text_stream import TextStream
 
-__all__ = ["FinishReason", "Generation", "Piece", "decode", "end_token_ids"]
+__all__ = ["Constraint", "FinishReason", "Generation", "Piece", "decode", "end_token_ids"]
 
 FinishReason = Literal["stop", "length"]
+Constraint = Callable[[Sequence[int], Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,7 @@ def decode(
     report: FusionReport,
     started_s: float,
     lock: threading.Lock,
+    constraint: Constraint | None = None,
 ) -> Iterator[Piece]:
     """Generate token by token.
 
@@ -93,6 +97,8 @@ def decode(
         ``time.perf_counter()`` when the request came.
     lock : threading.Lock
         Held during a forward only, never while a piece is out: a slow reader blocks nobody.
+    constraint : callable or None
+        Maps the answer's token ids so far and the logits ``[vocabulary]`` to the logits to choose from.
 
     Yields
     ------
@@ -103,8 +109,10 @@ def decode(
     stream = TextStream(loaded.tokenizer, config.stop)
     ends = end_token_ids(loaded)
     logits = prompt.logits
+    chosen: list[int] = []
     for count in range(1, config.max_tokens + 1):
-        token = sampler.choose(logits)
+        token = sampler.choose(logits if constraint is None else constraint(chosen, logits))
+        chosen.append(token)
         if count == 1:
             report.ttft_s = time.perf_counter() - started_s
             report.seconds["first_token"] = report.ttft_s

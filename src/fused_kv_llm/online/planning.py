@@ -7,7 +7,7 @@ from itertools import takewhile
 from typing import Any
 
 from fused_kv_llm.errors import PromptError, PromptTooLongError
-from fused_kv_llm.prompt import PromptRenderer, plan_prompt
+from fused_kv_llm.prompt import ChatPrompt, PromptRenderer, plan_prompt
 from fused_kv_llm.report import FusionReport
 from fused_kv_llm.store import KVStore, StoredKV
 
@@ -57,7 +57,7 @@ class RequestPlanner:
         self._on_missing = on_missing
         self._catalog = ChunkCatalog(store, identity)
 
-    def plan(self, prompt: str | Sequence[dict[str, Any]], report: FusionReport) -> Request:
+    def plan(self, prompt: str | Sequence[dict[str, Any]] | ChatPrompt, report: FusionReport) -> Request:
         """Plan one prompt.
 
         Parameters
@@ -107,7 +107,7 @@ class RequestPlanner:
             for placement in placements:
                 placement.stored.close()
             raise
-        return Request(ids, prefix_tokens, placements, rendered.text)
+        return Request(ids, prefix_tokens, placements, rendered.text, encoded.offsets)
 
     def _open(self, key: str, token_ids: Sequence[int]) -> StoredKV | None:
         stored = self._store.open(key, token_ids)

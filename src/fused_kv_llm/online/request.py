@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fused_kv_llm.prompt import Segment
@@ -55,11 +57,21 @@ class Request:
         Chunk segments with stored KV, ascending, none inside the prefix.
     text : str
         The rendered prompt.
+    offsets : numpy.ndarray or None
+        ``[tokens, 2]`` half-open character spans of the tokens in `text`.
     """
 
-    def __init__(self, ids: list[int], prefix_tokens: int, placements: list[Placement], text: str = "") -> None:
+    def __init__(
+        self,
+        ids: list[int],
+        prefix_tokens: int,
+        placements: list[Placement],
+        text: str = "",
+        offsets: NDArray[np.int64] | None = None,
+    ) -> None:
         self.ids = ids
         self.text = text
+        self.offsets = offsets
         # The last token is always computed: its logits are what the request is for.
         self.prefix_tokens = min(prefix_tokens, len(ids) - 1)
         self.placements = placements

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .align import Alignment, align
+from .chat import ChatPrompt
 from .content_index import WINDOW, ContentIndex, Match, content_hash, is_indexable
 from .encoding import Encoded
 from .plan import PromptPlan, Segment, UnusedMatch, plan_prompt
@@ -11,6 +12,7 @@ from .render import PromptRenderer, Rendered
 __all__ = [
     "WINDOW",
     "Alignment",
+    "ChatPrompt",
     "ContentIndex",
     "Encoded",
     "Match",

@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ..errors import PromptError
 from .encoding import Span
 
-__all__ = ["ChatTemplate", "Message", "checked_messages"]
+__all__ = ["TOOL_FIELDS", "ChatPrompt", "ChatTemplate", "Message", "checked_messages"]
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
+
+TOOL_FIELDS = {"tool_calls": list, "tool_call_id": str, "name": str}
 
 _FIXED_DATE = "{% macro strftime_now(format) %}01 Jan 2025{% endmacro %}"
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation in which the model may call tools.
+
+    Parameters
+    ----------
+    messages : sequence of mapping
+        With ``"role"`` and ``"content"``; where the chat template shows them also ``"tool_calls"``,
+        ``"tool_call_id"`` and ``"name"``.
+    tools : sequence of mapping
+        Function descriptions as the template expects them, commonly OpenAI's JSON schema.
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] = ()
 
 
 class ChatTemplate:
@@ -38,7 +58,12 @@ class ChatTemplate:
         """Whether the tokenizer has a template."""
         return bool(self.source)
 
-    def render(self, messages: Sequence[Message]) -> str:
+    @property
+    def has_tools(self) -> bool:
+        """Whether the template shows the tools that a model may call."""
+        return "tools" in self.source
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Render messages with the generation prompt, as ``apply_chat_template(tokenize=False)``.
 
         Raises
@@ -51,9 +76,11 @@ class ChatTemplate:
                 "Chat messages need a chat template and this tokenizer has none. Pass the prompt as one "
                 "string, or set tokenizer.chat_template."
             )
+        self._require_tool_format(messages, tools)
         try:
             text = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
                 tokenize=False,
                 add_generation_prompt=True,
                 **self._options,
@@ -66,7 +93,18 @@ class ChatTemplate:
             ) from error
         return str(text)
 
-    def locate(self, messages: Sequence[Message], index: int, text: str) -> Span | None:
+    def _require_tool_format(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
+        calling = any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
+        if (tools and not self.has_tools) or (calling and "tool" not in self.source):
+            raise PromptError(
+                "The model's chat template has no format for tools, so tool calls and tool messages would be "
+                "dropped or misread. Use a model whose template has one, or describe the tools and their results "
+                "in ordinary messages."
+            )
+
+    def locate(
+        self, messages: Sequence[Message], index: int, text: str, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> Span | None:
         """Find where a message's content stands in the rendered text.
 
         The messages are rendered once more with a marker in the content's place; what stands before and
@@ -80,7 +118,9 @@ class ChatTemplate:
         index : int
             Which message.
         text : str
-            What ``render(messages)`` returned.
+            What ``render(messages, tools)`` returned.
+        tools : sequence of mapping
+            The tools.
 
         Returns
         -------
@@ -94,7 +134,7 @@ class ChatTemplate:
         probe = [*messages]
         probe[index] = {**messages[index], "content": marker}
         try:
-            before, *rest = self.render(probe).split(marker)
+            before, *rest = self.render(probe, tools).split(marker)
         except PromptError:
             return None
         if len(rest) != 1:
@@ -121,16 +161,21 @@ def checked_messages(prompt: Any) -> list[Message]:
     for number, message in enumerate(prompt):
         if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
             raise PromptError(f"Message {number} must be a mapping with 'role' and 'content', got {message!r:.80}.")
-        extra = sorted(str(name) for name in message.keys() - {"role", "content"})
+        extra = sorted(str(name) for name in message.keys() - {"role", "content", *TOOL_FIELDS})
         if extra:
             raise PromptError(
-                f"Message {number} has the fields {extra}; only 'role' and 'content' are supported. Put what "
-                "they say into the content."
+                f"Message {number} has the fields {extra}; only 'role', 'content' and those of tool calls are "
+                "supported. Put what they say into the content."
             )
+        for name, kind in TOOL_FIELDS.items():
+            if name in message and not isinstance(message[name], kind):
+                raise PromptError(
+                    f"The {name} of message {number} must be a {kind.__name__}, got {type(message[name]).__name__}."
+                )
         for name in ("role", "content"):
             if not isinstance(message[name], str):
                 raise PromptError(
                     f"The {name} of message {number} must be a string, got {type(message[name]).__name__}. "
-                    "Join the text parts; images and tools are not supported."
+                    "Join the text parts; images are not supported."
                 )
     return list(prompt)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
+import json
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
 from ..errors import ConfigError, PromptError
-from .chat import ChatTemplate, Message, checked_messages
+from .chat import TOOL_FIELDS, ChatPrompt, ChatTemplate, Message, checked_messages
 from .encoding import Encoded, Span, TokenEncoder
 
 __all__ = ["PromptRenderer", "Rendered"]
@@ -98,13 +99,13 @@ class PromptRenderer:
         undated._template = ChatTemplate(tokenizer, fixed_date=True)
         self.header_ids, self.prefix_ids = undated._headers()
 
-    def render(self, prompt: str | Sequence[Message]) -> Rendered:
+    def render(self, prompt: str | Sequence[Message] | ChatPrompt) -> Rendered:
         """Render a prompt.
 
         Parameters
         ----------
-        prompt : str or sequence of mapping
-            A string, or messages with string ``"role"`` and ``"content"``.
+        prompt : str, sequence of mapping or ChatPrompt
+            A string, messages with string ``"role"`` and ``"content"``, or messages and tools.
 
         Returns
         -------
@@ -120,12 +121,16 @@ class PromptRenderer:
             if not self._wrap:
                 return Rendered(prompt, [(0, len(prompt))], add_special_tokens=True)
             prompt = [{"role": "user", "content": prompt}]
-        messages = checked_messages(prompt)
+        conversation = prompt if isinstance(prompt, ChatPrompt) else ChatPrompt(prompt)
+        messages, tools = checked_messages(conversation.messages), conversation.tools
         for number, message in enumerate(messages):
             if self._encoder.control_spans(message["role"]):
                 raise PromptError(f"The role of message {number} holds special-token text: {message['role']!r:.80}.")
-        text = self._template.render(messages)
-        located = [self._locate(messages, number, text) for number in range(len(messages))]
+            beside = json.dumps([message.get(name) for name in TOOL_FIELDS], ensure_ascii=False, default=str)
+            if self._encoder.control_spans(beside, special_only=True):
+                raise PromptError(f"A tool call of message {number} holds the text of a special token. Remove it.")
+        text = self._template.render(messages, tools)
+        located = [self._locate(messages, number, text, tools) for number in range(len(messages))]
         spans = [span for span in located if span is not None]
         lenient = [
             span
@@ -134,6 +139,16 @@ class PromptRenderer:
         ]
         own = self._own_control(text, spans, lenient)
         return Rendered(text, sorted(spans), add_special_tokens=False, own_control=own)
+
+    @property
+    def template_source(self) -> str:
+        """The chat template's source; empty where the tokenizer has none."""
+        return self._template.source
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether the chat template has a format for tools."""
+        return self._template.has_tools
 
     def encode(self, rendered: Rendered) -> Encoded:
         """Tokenise a rendered prompt.
@@ -184,11 +199,13 @@ class PromptRenderer:
         """
         return self._encoder.encode_plain(text)
 
-    def _locate(self, messages: Sequence[Message], number: int, text: str) -> Span | None:
+    def _locate(
+        self, messages: Sequence[Message], number: int, text: str, tools: Sequence[Mapping[str, Any]]
+    ) -> Span | None:
         """Span of a message's content; refuses content with special-token text that is not found as it is."""
         content = messages[number]["content"]
         special_only = messages[number]["role"] == "assistant"
-        span = self._template.locate(messages, number, text)
+        span = self._template.locate(messages, number, text, tools)
         found = "" if span is None else text[slice(*span)]
         as_given = span is not None and found in content and found.strip() == content.strip()
         control = self._encoder.control_spans(content, special_only=special_only)

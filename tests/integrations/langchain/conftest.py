@@ -1,10 +1,6 @@
-"""One real model, one real corpus and one FAISS index for all tests of the LangChain adapters."""
+"""Documents, a FAISS index and prompts for all tests of the LangChain adapters."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from importlib.resources import files
-from pathlib import Path
 
 import pytest
 from langchain_community.vectorstores import FAISS
@@ -13,24 +9,15 @@ from langchain_core.prompts import PromptTemplate
 
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.demo.embedder import MiniLM
-from fused_kv_llm.demo.passages import read_passages
+from fused_kv_llm.demo.passages import Passage
 from langchain_fused_kv import FusedKVLLM
 
 K = 4
 
 
 @pytest.fixture(scope="session")
-def documents() -> list[Document]:
-    handbook = Path(str(files("fused_kv_llm.demo") / "handbook"))
-    passages = read_passages([handbook / "01-fleet.txt", handbook / "12-history.txt"])
+def documents(passages: list[Passage]) -> list[Document]:
     return [Document(passage.text, metadata={"source": passage.source}) for passage in passages]
-
-
-@pytest.fixture(scope="session")
-def engine(tmp_path_factory: pytest.TempPathFactory, documents: list[Document]) -> Iterator[FusedKVEngine]:
-    with FusedKVEngine("smollm2-135m", kv_dir=tmp_path_factory.mktemp("kv")) as made:
-        made.build_kv_cache([doc.page_content for doc in documents], progress=False)
-        yield made
 
 
 @pytest.fixture(scope="session")

@@ -8,11 +8,12 @@ from types import ModuleType
 import pytest
 
 import langchain_fused_kv
-from langchain_fused_kv import base, handoff, llms, retrievers
+from fused_kv_llm.adapter import handoff, model
+from langchain_fused_kv import llms, retrievers
 
 
 @pytest.mark.parametrize(
-    "module", [langchain_fused_kv, base, handoff, llms, retrievers], ids=lambda module: module.__name__
+    "module", [langchain_fused_kv, model, handoff, llms, retrievers], ids=lambda module: module.__name__
 )
 def test_examples(module: ModuleType) -> None:
     result = doctest.testmod(module)

@@ -1,25 +1,30 @@
-"""The engine behind a model, and the bookkeeping of its requests."""
+"""The engine behind a framework's model object, and the bookkeeping of its requests."""
 
 from __future__ import annotations
 
 import warnings
-from threading import Lock
+import weakref
+from threading import Lock, Thread
 from typing import Any
 
 from fused_kv_llm.engine import FusedKVEngine
 from fused_kv_llm.errors import FusedKVWarning
 from fused_kv_llm.report import FusionReport
-from langchain_fused_kv.handoff import RetrievalCheck, RetrievalLog
+
+from .handoff import RetrievalCheck, RetrievalLog
+from .sharing import EngineLease
 
 __all__ = ["Runtime"]
 
 
 class Runtime:
-    """An engine, and what a model shares with the copies that LangChain makes of it; thread-safe.
+    """A leased engine, and what a model shares with the copies that frameworks make of it; thread-safe.
+
+    The lease is given back by :meth:`close`, or when nobody refers to this object any more.
 
     Parameters
     ----------
-    engine : FusedKVEngine
+    lease : EngineLease
     settings : dict
         The model's fields that belong to the engine and cannot change any more.
 
@@ -31,13 +36,21 @@ class Runtime:
         Report of the request that ended last.
     """
 
-    def __init__(self, engine: FusedKVEngine, settings: dict[str, Any]) -> None:
-        self.engine = engine
+    def __init__(self, lease: EngineLease, settings: dict[str, Any]) -> None:
+        self.engine: FusedKVEngine = lease.engine
         self.settings = settings
         self.retrievals = RetrievalLog()
         self.last_report: FusionReport | None = None
         self._warned = False
         self._lock = Lock()
+        self._lease = lease
+        if lease.shared:
+            # In a thread, because the collector may run anywhere, also while that lock or the store's are held.
+            weakref.finalize(self, lambda: Thread(target=lease.release).start()).atexit = False
+
+    def close(self) -> None:
+        """Give the engine back."""
+        self._lease.release()
 
     def check_retrievals(self, prompt: str) -> RetrievalCheck:
         """Look for announced texts in a prompt; the first time that none of them is there, warn.
@@ -64,7 +77,7 @@ class Runtime:
         return check
 
     def finish(self, reason: str | None, report: FusionReport, check: RetrievalCheck) -> dict[str, Any]:
-        """Complete a request's report and return it as LangChain's ``generation_info``.
+        """Complete a request's report and return what frameworks attach to an answer.
 
         Parameters
         ----------

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from langchain_fused_kv.handoff import RetrievalLog, explain_mismatch
+from fused_kv_llm.adapter.handoff import RetrievalLog, explain_mismatch
 
 A = 'The ferry leaves at nine.\nIt is called "Aldebaran" & carries <412> people.'
 B = "Route 2 leads to Skeldra harbour, where the breakwater is 310 metres long and the quay is narrow."

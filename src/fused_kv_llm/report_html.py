@@ -1,0 +1,131 @@
+"""One request as a self-contained piece of HTML, for notebooks and for a file to open in a browser."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from html import escape
+from typing import Any
+
+from fused_kv_llm.trace import PromptTrace, Run, TokenState
+
+__all__ = ["report_to_html"]
+
+_BEGINNING_CHARS = 90
+_COLOURS: dict[TokenState, tuple[str, str]] = {
+    "prefix": ("#9aa3ad", "header, exact KV at hand"),
+    "reused": ("#3c9d5d", "chunk, stored KV reused"),
+    "recomputed": ("#e0912f", "chunk, recomputed"),
+    "fresh": ("#4a86d8", "fresh text, computed"),
+}
+_STAGES = ("align", "load", "probe", "select", "fuse")
+_STYLE = """
+.fkv{font:14px/1.45 system-ui,sans-serif;color:#1d2733;background:#fff;border:1px solid #d5dbe1;border-radius:8px;
+padding:16px;max-width:980px}
+.fkv h4{margin:16px 0 6px;font-size:13px;text-transform:uppercase;letter-spacing:.04em;color:#566270}
+.fkv .big{font-size:18px;margin:0 0 8px}.fkv .bar{display:flex;height:14px;border-radius:4px;overflow:hidden;
+background:#eef1f4}.fkv .bar i{display:block;height:100%}
+.fkv .row{display:grid;grid-template-columns:minmax(120px,1fr) 2fr 150px;gap:10px;align-items:center;margin:3px 0;
+font-size:12.5px}.fkv .row span:first-child{white-space:nowrap;overflow:hidden;text-overflow:ellipsis}
+.fkv .row span:last-child{text-align:right;font-variant-numeric:tabular-nums}
+.fkv .key{font-size:12.5px;margin:6px 0 0}.fkv .key b{display:inline-block;width:11px;height:11px;border-radius:2px;
+margin:0 5px 0 12px;vertical-align:-1px}.fkv .key b:first-child{margin-left:0}
+.fkv pre{white-space:pre-wrap;overflow-wrap:anywhere;font:12.5px/1.6 ui-monospace,monospace;background:#fafbfc;
+border:1px solid #e4e8ec;border-radius:6px;padding:10px;max-height:420px;overflow:auto;color:#1d2733;margin:0}
+.fkv .warn{background:#fff4e0;border-radius:6px;padding:6px 10px;margin:8px 0 0;font-size:13px}
+""".strip()
+
+
+def report_to_html(report: Mapping[str, Any], trace: PromptTrace | None = None) -> str:
+    """Return a request's report as HTML.
+
+    Parameters
+    ----------
+    report : mapping
+        What ``FusionReport.to_dict()`` returned, also as frameworks hand it on.
+    trace : PromptTrace or None
+        For the bars per chunk and the coloured prompt.
+
+    Returns
+    -------
+    str
+        One ``<div>`` with its own style: the shares of the prompt's tokens, a bar per chunk, a bar per stage, and
+        the prompt itself with its tokens coloured. All text is escaped.
+    """
+    parts = [_summary(report), _shares(report)]
+    if trace is not None:
+        parts.append(_chunks(trace.chunks()))
+    parts.append(_stages(report))
+    if trace is not None:
+        parts.append(f"<h4>Prompt</h4><pre>{''.join(map(_coloured, trace.runs()))}</pre>")
+    parts += [f'<div class="warn">{escape(warning)}</div>' for warning in report["warnings"]]
+    return f'<div class="fkv"><style>{_STYLE}</style>{"".join(parts)}</div>'
+
+
+def _summary(report: Mapping[str, Any]) -> str:
+    share = report["cached_tokens"] / report["prompt_tokens"] if report["prompt_tokens"] else 0.0
+    loaded = ", ".join(f"{nbytes / 1e6:.1f} MB from {escape(tier)}" for tier, nbytes in report["bytes_loaded"].items())
+    missing = len(report["unmatched"])
+    details = [
+        f"{report['chunks_found']} chunks found, {report['chunks_missed']} unusable, {missing} retrieved but not there",
+        f"selector {escape(report['selector'])}, ratio {report['recompute_ratio']:g}",
+        *([loaded] if loaded else []),
+        f"{report['completion_tokens']} tokens answered",
+    ]
+    return (
+        f'<p class="big"><b>{share:.0%}</b> of {report["prompt_tokens"]:,} prompt tokens came from stored KV; '
+        f"first token after <b>{report['ttft_s']:.3f} s</b></p><div>{'; '.join(details)}</div>"
+    )
+
+
+def _shares(report: Mapping[str, Any]) -> str:
+    counts: dict[TokenState, int] = {
+        "prefix": report["prefix_tokens"],
+        "reused": report["reused_tokens"],
+        "recomputed": report["recomputed_tokens"],
+        "fresh": report["fresh_tokens"],
+    }
+    total = max(report["prompt_tokens"], 1)
+    bar = _bar((_COLOURS[state][0], count / total) for state, count in counts.items())
+    key = "".join(
+        f'<b style="background:{colour}"></b>{label}: {counts[state]:,}' for state, (colour, label) in _COLOURS.items()
+    )
+    return f'<h4>Tokens</h4>{bar}<div class="key">{key}</div>'
+
+
+def _chunks(chunks: list[tuple[str, int, int]]) -> str:
+    if not chunks:
+        return ""
+    longest = max(reused + recomputed for _, reused, recomputed in chunks)
+    rows = []
+    for text, reused, recomputed in chunks:
+        bar = _bar([(_COLOURS["reused"][0], reused / longest), (_COLOURS["recomputed"][0], recomputed / longest)])
+        beginning = escape(" ".join(text[:_BEGINNING_CHARS].split()))
+        rows.append(_row(beginning, bar, f"{reused} + {recomputed} tokens"))
+    return f"<h4>Chunks</h4>{''.join(rows)}"
+
+
+def _stages(report: Mapping[str, Any]) -> str:
+    seconds = {stage: report["seconds"][stage] for stage in _STAGES if stage in report["seconds"]}
+    if not seconds:
+        return ""
+    longest = max(*seconds.values(), report["ttft_s"], 1e-9)
+    rows = [_row(stage, _bar([("#6b7fd7", s / longest)]), f"{s * 1000:.1f} ms") for stage, s in seconds.items()]
+    rows.append(
+        _row("first token", _bar([("#2f3e57", report["ttft_s"] / longest)]), f"{report['ttft_s'] * 1000:.1f} ms")
+    )
+    return f"<h4>Time</h4>{''.join(rows)}"
+
+
+def _bar(shares: Iterable[tuple[str, float]]) -> str:
+    cells = "".join(f'<i style="width:{share:.3%};background:{colour}"></i>' for colour, share in shares if share > 0)
+    return f'<div class="bar">{cells}</div>'
+
+
+def _row(label: str, bar: str, figure: str) -> str:
+    return f'<div class="row"><span title="{label}">{label}</span>{bar}<span>{figure}</span></div>'
+
+
+def _coloured(run: Run) -> str:
+    colour = _COLOURS[run.state][0]
+    where = run.state if run.chunk is None else f"{run.state}, chunk {run.chunk + 1}"
+    return f'<span style="background:{colour}44" title="{where}">{escape(run.text)}</span>'

@@ -1,0 +1,78 @@
+"""OpenTelemetry spans of a request and its stages, where ``opentelemetry-api`` is installed and configured.
+
+Without the package, or without a tracer provider, every function here does next to nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+try:
+    from opentelemetry import trace as _trace
+except ImportError:
+    _trace = None  # type: ignore[assignment, unused-ignore]
+
+__all__ = ["RequestSpan", "stage_span"]
+
+_PREFIX = "fused_kv"
+
+
+@contextmanager
+def stage_span(stage: str) -> Iterator[None]:
+    """Trace a stage as a child of the current span.
+
+    Parameters
+    ----------
+    stage : str
+        For example ``"probe"``; the span is called ``"fused_kv.probe"``.
+    """
+    if _trace is None:
+        yield
+        return
+    with _trace.get_tracer(_PREFIX).start_as_current_span(f"{_PREFIX}.{stage}"):
+        yield
+
+
+class RequestSpan:
+    """The span of one request, from the call to the last token.
+
+    A request streams: its span must not stay the current one while a piece is out, or the caller's own spans
+    would become its children. So it is current only inside :meth:`stage`.
+
+    Parameters
+    ----------
+    model_id : str
+    """
+
+    def __init__(self, model_id: str) -> None:
+        self._span: Any = None
+        if _trace is not None:
+            attributes = {"gen_ai.request.model": model_id}
+            self._span = _trace.get_tracer(_PREFIX).start_span(f"{_PREFIX}.request", attributes=attributes)
+
+    @contextmanager
+    def stage(self, stage: str) -> Iterator[None]:
+        """Trace a stage as this request's child."""
+        if self._span is None or _trace is None:
+            yield
+            return
+        with _trace.use_span(self._span, end_on_exit=False), stage_span(stage):
+            yield
+
+    def start(self, stage: str) -> Any:
+        """Start a child that is never the current span; end it with its ``end()``. None without OpenTelemetry."""
+        if self._span is None or _trace is None:
+            return None
+        context = _trace.set_span_in_context(self._span)
+        return _trace.get_tracer(_PREFIX).start_span(f"{_PREFIX}.{stage}", context=context)
+
+    def end(self, report: dict[str, Any] | None = None) -> None:
+        """End the span with the numbers of a report as its attributes."""
+        if self._span is None:
+            return
+        for name, value in (report or {}).items():
+            if isinstance(value, (int, float, str)):
+                self._span.set_attribute(f"{_PREFIX}.{name}", value)
+        self._span.end()

@@ -1,0 +1,137 @@
+"""Query engines and chat engines: in every mode the retrieved nodes' text comes from stored KV."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from llama_index.core import PromptTemplate
+from llama_index.core.query_engine import CitationQueryEngine, RetrieverQueryEngine
+from llama_index.core.response_synthesizers import get_response_synthesizer
+from llama_index.core.retrievers import QueryFusionRetriever
+from llama_index.core.schema import NodeWithScore
+from reuse import reused_share
+
+from fused_kv_llm.errors import FusedKVWarning
+from llama_index_fused_kv import FusedKVIndex, FusedKVLLM, FusedKVPostprocessor
+
+K = 3
+QUESTION = "How many passengers can the Aldebaran carry?"
+
+
+class Reports:
+    """Collects the report of every request of an LLM."""
+
+    def __init__(self, llm: FusedKVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.llm, self.all = llm, []  # type: ignore[var-annotated]
+        finish = llm._runtime.finish
+
+        def recording(reason: Any, report: Any, check: Any) -> dict[str, Any]:
+            info = finish(reason, report, check)
+            self.all.append(info["fused_kv"])
+            return info
+
+        monkeypatch.setattr(llm._runtime, "finish", recording)
+
+    def share(self, nodes: list[NodeWithScore]) -> float:
+        """Tokens reused in all requests over the tokens of the retrieved nodes."""
+        together = {"recompute_ratio": 0, "reused_tokens": sum(report["reused_tokens"] for report in self.all)}
+        return reused_share(self.llm.engine, together, [node.node.get_content() for node in nodes])
+
+
+@pytest.fixture
+def reports(llm: FusedKVLLM, monkeypatch: pytest.MonkeyPatch) -> Reports:
+    return Reports(llm, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("mode", "calls"),
+    [("compact", 1), ("refine", K), ("tree_summarize", 1), ("accumulate", K), ("compact_accumulate", 1)],
+)
+def test_response_modes(index: FusedKVIndex, llm: FusedKVLLM, reports: Reports, mode: Any, calls: int) -> None:
+    engine = index.as_query_engine(llm=llm, similarity_top_k=K, response_mode=mode)
+    response = engine.query(QUESTION)
+    assert len(response.source_nodes) == K
+    assert len(reports.all) == calls
+    assert reports.share(response.source_nodes) >= 0.95
+
+
+def test_streaming_and_asynchronous_queries(index: FusedKVIndex, llm: FusedKVLLM, reports: Reports) -> None:
+    streaming = index.as_query_engine(llm=llm, similarity_top_k=K, streaming=True).query(QUESTION)
+    text = "".join(streaming.response_gen)
+    assert reports.share(streaming.source_nodes) >= 0.95
+    reports.all.clear()
+    awaited = asyncio.run(index.as_query_engine(llm=llm, similarity_top_k=K).aquery(QUESTION))
+    assert str(awaited) == text
+    assert reports.share(awaited.source_nodes) >= 0.95
+
+
+@pytest.mark.parametrize("mode", ["context", "condense_plus_context"])
+def test_chat_engines(index: FusedKVIndex, llm: FusedKVLLM, reports: Reports, mode: Any) -> None:
+    chat = index.as_chat_engine(chat_mode=mode, llm=llm, similarity_top_k=K)
+    for question in (QUESTION, "And how many cars?"):
+        reports.all.clear()
+        response = chat.chat(question)
+        assert reports.share(response.source_nodes) >= 0.95
+    reports.all.clear()
+    streamed = chat.stream_chat("How fast is it?")
+    assert "".join(streamed.response_gen) == str(streamed)
+    assert reports.share(streamed.source_nodes) >= 0.95
+
+
+def test_citation_engine(index: FusedKVIndex, llm: FusedKVLLM, reports: Reports) -> None:
+    engine = CitationQueryEngine.from_args(index, llm=llm, similarity_top_k=K, citation_chunk_size=512)
+    response = engine.query(QUESTION)
+    assert response.source_nodes[0].node.get_content().startswith("Source 1:")
+    whole = index.as_retriever(similarity_top_k=K).retrieve(QUESTION)
+    assert reports.share(whole) >= 0.95
+
+
+def test_fusion_retriever(index: FusedKVIndex, llm: FusedKVLLM, reports: Reports) -> None:
+    fusion = QueryFusionRetriever([index.as_retriever(similarity_top_k=K)], llm=llm, num_queries=2, use_async=False)
+    engine = RetrieverQueryEngine.from_args(fusion, llm=llm)
+    response = engine.query(QUESTION)
+    reports.all[:] = reports.all[-1:]
+    assert reports.share(response.source_nodes) >= 0.95
+
+
+def test_a_custom_prompt(index: FusedKVIndex, llm: FusedKVLLM, reports: Reports) -> None:
+    template = PromptTemplate("Question: {query_str}\nPassages:\n{context_str}\nAnswer:")
+    engine = index.as_query_engine(llm=llm, similarity_top_k=K, text_qa_template=template)
+    assert reports.share(engine.query(QUESTION).source_nodes) >= 0.95
+
+
+def test_simple_summarize_escapes_the_text_and_is_warned_about(
+    index: FusedKVIndex, llm: FusedKVLLM, reports: Reports
+) -> None:
+    node = index.docstore.get_node("node-0").model_copy(deep=True)
+    node.set_content("First the Aldebaran sails.\nThen the Bellatrix follows her.\nThe Mizar comes last of all.")
+    llm.build_kv_cache([node], progress=False)
+    postprocessor = FusedKVPostprocessor(llm=llm)
+    found = postprocessor.postprocess_nodes([NodeWithScore(node=node)], query_str=QUESTION)
+    synthesizer = get_response_synthesizer(response_mode="simple_summarize", llm=llm)  # type: ignore[arg-type]
+    with pytest.warns(FusedKVWarning, match="line breaks escaped"):
+        synthesizer.synthesize(QUESTION, found)
+    assert reports.all[0]["reused_tokens"] == 0
+
+
+def test_the_postprocessor_prefetches_and_passes_nodes_unchanged(
+    index: FusedKVIndex, llm: FusedKVLLM, reports: Reports
+) -> None:
+    llm.engine.store.drop_memory()
+    engine = index.as_query_engine(llm=llm, similarity_top_k=K, node_postprocessors=[FusedKVPostprocessor(llm=llm)])
+    response = engine.query(QUESTION)
+    assert reports.share(response.source_nodes) >= 0.95
+    assert reports.all[0]["unmatched"] == []
+    plain = index.as_query_engine(llm=llm, similarity_top_k=K).query(QUESTION)
+    assert [n.node.hash for n in response.source_nodes] == [n.node.hash for n in plain.source_nodes]
+
+
+def test_messages_with_the_question_in_front(index: FusedKVIndex, llm: FusedKVLLM, reports: Reports) -> None:
+    nodes = index.as_retriever(similarity_top_k=K).retrieve(QUESTION)
+    from llama_index.core.base.llms.types import ChatMessage
+
+    context = "\n\n".join(node.node.get_content().strip() for node in nodes)
+    llm.chat([ChatMessage(content=f"{QUESTION}\n\n{context}"), ChatMessage(role="system", content="Be brief.")])
+    assert reports.share(nodes) >= 0.95
