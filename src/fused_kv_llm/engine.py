@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fused_kv_llm.chunk import KVIdentity
 from fused_kv_llm.config import (
@@ -29,12 +30,15 @@ from fused_kv_llm.config import (
 from fused_kv_llm.errors import ChunkDamagedError, CorpusError, PromptError
 from fused_kv_llm.model import BufferPool, LoadedModel, compute_prefix, load_model
 from fused_kv_llm.offline import Ingestor
+from fused_kv_llm.offline.anchors import AnchorBuilder
 from fused_kv_llm.offline.background import BackgroundIngestor
 from fused_kv_llm.online import Constraint, FusedPrompt, Generation, Piece, RequestPlanner, decode, fuse
+from fused_kv_llm.online.selection import layer_scores, view_of
 from fused_kv_llm.prompt import ChatPrompt, PromptRenderer
 from fused_kv_llm.report import FusionReport, IngestReport
-from fused_kv_llm.selectors import Selector, resolve_selector
+from fused_kv_llm.selectors import Selector, View, resolve_selector
 from fused_kv_llm.store import KVStore
+from fused_kv_llm.store.side import SideFiles
 from fused_kv_llm.telemetry import RequestSpan, stage_span
 
 __all__ = ["FusedKVEngine", "Messages"]
@@ -122,6 +126,10 @@ class FusedKVEngine:
         self._prefix = compute_prefix(self.loaded, tuple(self.renderer.header_ids))
         self._ingestor = Ingestor(
             self.loaded, self.store, self.identity, self._prefix, self.renderer.encode_chunk, self._model_lock
+        )
+        self._sides = SideFiles(self.store.kv_dir)
+        self._anchors = AnchorBuilder(
+            self.loaded, self.store, self._prefix, self.renderer.encode_chunk, self._model_lock
         )
         self._planner = RequestPlanner(
             self.renderer,
@@ -224,7 +232,63 @@ class FusedKVEngine:
         StoreFullError
             If the disk cannot hold the result.
         """
-        return self._ingestor.run(_several(texts), progress=progress)
+        chunks = list(_several(texts))
+        report = self._ingestor.run(chunks, progress=progress)
+        self.build_anchors(chunks, progress=progress)
+        return report
+
+    def build_anchors(
+        self, texts: Iterable[str], *, selector: str | Selector | None = None, progress: bool = True
+    ) -> int:
+        """Store the anchors of chunks that are stored already, for selectors that probe with anchors (QCFuse).
+
+        :meth:`build_kv_cache` does it when the engine's own selector needs them.
+
+        Parameters
+        ----------
+        texts : iterable of str
+            The chunks.
+        selector : str, Selector or None
+            Whose anchors; None is the engine's. One that needs none does nothing.
+        progress : bool
+            Whether to show a progress bar.
+
+        Returns
+        -------
+        int
+            Chunks whose anchors are new.
+        """
+        chosen = self._selector if selector is None else resolve_selector(selector)
+        view = view_of(chosen, self.loaded, FusionReport())
+        if not isinstance(view, View) or view.anchors is None:
+            return 0
+        keys = (self._key_of(text) for text in _several(texts))
+        return self._anchors.run((key for key in keys if key), view.anchors, view.layers, progress=progress)
+
+    def attention_by_layer(self, prompt: str | Messages, view: View) -> tuple[Tensor, Tensor]:
+        """Score a prompt's chunk tokens by the question's attention, layer by layer, for profiling.
+
+        Parameters
+        ----------
+        prompt : str or list of messages
+        view : View
+            With anchors.
+
+        Returns
+        -------
+        positions : Tensor
+            int64 ``[C]``, prompt positions of the chunk tokens.
+        scores : Tensor
+            float32 ``[len(view.layers), C]``.
+        """
+        request = self._planner.plan(prompt, FusionReport())
+        try:
+            with self._model_lock:
+                scores = layer_scores(self.loaded, request, self._prefix, view, self._buffers, self._sides)
+        finally:
+            for placement in request.placements:
+                placement.stored.close()
+        return request.chunk_positions, scores
 
     def delete_chunks(self, texts: Iterable[str]) -> int:
         """Delete the stored KV of chunks that left the corpus; texts without KV are passed over.
@@ -243,8 +307,9 @@ class FusedKVEngine:
         CorpusError
             If one string was given instead of several.
         """
-        keys = {self._key_of(text) for text in _several(texts)}
-        return self.store.delete(key for key in keys if key is not None)
+        keys = {key for text in _several(texts) if (key := self._key_of(text)) is not None}
+        self._sides.delete(keys)
+        return self.store.delete(keys)
 
     def chunk_id(self, text: str) -> str | None:
         """Return the key of a chunk's stored KV, or None where none is stored."""
@@ -345,7 +410,7 @@ class FusedKVEngine:
                 with self._model_lock:
                     fused = fuse(
                         self.loaded, request, self._prefix, chosen, ratio, self._readers, self._buffers, report,
-                        capacity=capacity, seed=seed,
+                        capacity=capacity, sides=self._sides, seed=seed,
                     )  # fmt: skip
             except ChunkDamagedError as error:
                 # Planned again without the damaged chunk, which is computed as fresh text then.

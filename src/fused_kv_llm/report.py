@@ -41,6 +41,8 @@ class FusionReport:
         The selector used.
     bytes_loaded : dict of str to int
         KV bytes by the tier they came from.
+    selection_bytes : int
+        Bytes of stored KV and side files that the selector had to see before recomputation could begin.
     seconds : dict of str to float
         Seconds by stage: align, load, probe, select, fuse, first_token.
     ttft_s : float
@@ -63,6 +65,7 @@ class FusionReport:
     recompute_ratio: float = 0.0
     selector: str = ""
     bytes_loaded: dict[str, int] = field(default_factory=dict)
+    selection_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     ttft_s: float = 0.0
     warnings: list[str] = field(default_factory=list)

@@ -104,9 +104,9 @@ def test_focus_of_algorithm_1() -> None:
 @given(data=st.data())
 def test_allocation_is_exact_and_proportional(data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(0, 30), min_size=1, max_size=6).filter(lambda s: sum(s) > 0))
-    weights = data.draw(st.lists(st.floats(0, 1), min_size=len(sizes), max_size=len(sizes)))
+    weights = data.draw(st.lists(st.integers(0, 50), min_size=len(sizes), max_size=len(sizes)))
     budget = data.draw(st.integers(0, sum(sizes)))
-    got = allocate(budget, torch.tensor(weights), torch.tensor(sizes))
+    got = allocate(budget, torch.tensor(weights).double(), torch.tensor(sizes))
     assert int(got.sum()) == budget
     assert all(0 <= count <= size for count, size in zip(got.tolist(), sizes, strict=True))
     total = sum(weights)

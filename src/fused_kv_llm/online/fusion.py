@@ -5,11 +5,10 @@ load -> probe -> select -> recompute the selected and the fresh tokens by true p
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,22 +24,13 @@ from fused_kv_llm.model import (
     forward_rows,
 )
 from fused_kv_llm.report import FusionReport, PromptTrace
-from fused_kv_llm.selectors import (
-    EarlyView,
-    NarrowingSelector,
-    Probe,
-    Selector,
-    View,
-    budget_tokens,
-    checked_selection,
-)
-from fused_kv_llm.telemetry import stage_span
+from fused_kv_llm.selectors import EarlyView, Selector, View, budget_tokens
+from fused_kv_llm.store.side import SideFiles
 
-from .early import early_probe
 from .focus import FocusPass
 from .loading import ChunkLoader
-from .probe import probe_scores
 from .request import Placement, Request
+from .selection import select, start_cache, timed, view_of
 
 __all__ = ["FusedPrompt", "fuse"]
 
@@ -90,31 +80,6 @@ class FusedPrompt:
             return forward_rows(loaded, ids, positions, cache, state, keep=0)
 
 
-@contextmanager
-def _timed(report: FusionReport, stage: str) -> Iterator[None]:
-    start = time.perf_counter()
-    with stage_span(stage):
-        yield
-    report.seconds[stage] = report.seconds.get(stage, 0.0) + time.perf_counter() - start
-
-
-def _start_cache(
-    loaded: LoadedModel, request: Request, prefix: PrefixKV, capacity: int, pool: BufferPool
-) -> FusedCache:
-    cache = FusedCache(loaded.geometry, capacity, pool)
-    count = request.prefix_tokens
-    cache.keys[:, 0, :, :count] = prefix.keys[:, :, :count]
-    cache.values[:, 0, :, :count] = prefix.values[:, :, :count]
-    return cache
-
-
-def _describe_chunks(request: Request, seed: int) -> Probe:
-    positions = request.chunk_positions
-    chunk_index = request.kind[positions]
-    starts = torch.tensor([p.segment.start for p in request.placements])
-    return Probe(positions, chunk_index, positions - starts[chunk_index], seed=seed)
-
-
 def fuse(
     loaded: LoadedModel,
     request: Request,
@@ -126,6 +91,7 @@ def fuse(
     report: FusionReport,
     *,
     capacity: int,
+    sides: SideFiles,
     seed: int = 0,
 ) -> FusedPrompt:
     """Build a request's KV, recomputing only what the selector picks.
@@ -147,6 +113,8 @@ def fuse(
         Gets token counts, bytes and the seconds of load, probe, select and fuse.
     capacity : int
         Prompt tokens plus room for the answer.
+    sides : SideFiles
+        Where anchors are.
     seed : int
         For selectors that draw.
 
@@ -163,15 +131,16 @@ def fuse(
     chunk = request.chunk_positions
     budget = budget_tokens(ratio, int(chunk.shape[0]))
     everything = budget == chunk.shape[0]
-    view = View() if budget == 0 or everything else selector.view(loaded.geometry.num_layers)
+    view = View() if budget == 0 or everything else view_of(selector, loaded, report)
     placements = [] if everything else request.placements
     with torch.inference_mode():
-        with _timed(report, "load"):
-            cache = _start_cache(loaded, request, prefix, capacity, pool)
+        with timed(report, "load"):
+            cache = start_cache(loaded, request, prefix, capacity, pool)
         try:
-            with _loading(loaded, placements, cache, executor, view, report):
-                selected = _select(loaded, request, cache, selector, view, budget, seed, report)
-                with _timed(report, "fuse"):
+            with _loading(loaded, placements, cache, executor, view, report) as loader:
+                selected = select(loaded, request, cache, selector, view, budget, seed, report, sides)
+                report.selection_bytes += loader.bytes_filled
+                with timed(report, "fuse"):
                     window = view.focus_window if isinstance(view, EarlyView) else 0
                     logits = _recompute(loaded, request, cache, request.rows(selected), window)
         except BaseException:
@@ -190,41 +159,17 @@ def _loading(
     executor: Executor,
     view: View | EarlyView,
     report: FusionReport,
-) -> Iterator[None]:
-    with _timed(report, "load"):
-        loader = ChunkLoader(placements, loaded.geometry, cache, executor, view.layers)
+) -> Iterator[ChunkLoader]:
+    with timed(report, "load"):
+        # Of the chunks themselves an anchor probe needs nothing.
+        first = () if isinstance(view, View) and view.anchors is not None else view.layers
+        loader = ChunkLoader(placements, loaded.geometry, cache, executor, first)
     cache.filler = loader
     try:
-        yield
+        yield loader
     finally:
         loader.cancel()
         cache.filler = None
-
-
-def _select(
-    loaded: LoadedModel,
-    request: Request,
-    cache: FusedCache,
-    selector: Selector,
-    view: View | EarlyView,
-    budget: int,
-    seed: int,
-    report: FusionReport,
-) -> Tensor:
-    chunk = request.chunk_positions
-    # Ratio 0 and ratio 1 leave nothing to decide, whatever the selector.
-    if budget in (0, chunk.shape[0]):
-        return chunk[:budget]
-    probe = _describe_chunks(request, seed)
-    if view.layers:
-        with _timed(report, "probe"):
-            if isinstance(view, EarlyView):
-                score = selector.score if isinstance(selector, NarrowingSelector) else None
-                probe = early_probe(loaded, request, cache, view, probe, budget, score)
-            else:
-                probe = replace(probe, scores=probe_scores(loaded, request, cache, view))
-    with _timed(report, "select"):
-        return checked_selection(selector, probe, budget)
 
 
 def _recompute(loaded: LoadedModel, request: Request, cache: FusedCache, rows: Tensor, focus_window: int) -> Tensor:

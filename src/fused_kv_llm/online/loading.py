@@ -64,6 +64,11 @@ class ChunkLoader:
         Threads that read from disk.
     first_layers : sequence of int
         Layers that are needed first.
+
+    Attributes
+    ----------
+    bytes_filled : int
+        Bytes of the chunks' layers that have been asked for so far.
     """
 
     def __init__(
@@ -76,6 +81,7 @@ class ChunkLoader:
     ) -> None:
         self._placements = placements
         self._cache = cache
+        self.bytes_filled = 0
         self._reads: dict[tuple[int, int], tuple[int, Future[tuple[Tensor, Tensor]]]] = {}
         deltas = [torch.full((p.num_tokens,), p.delta) for p in placements]
         tables = rotation_tables(torch.cat([torch.empty(0, dtype=torch.int64), *deltas]), geometry.inv_freq)
@@ -104,6 +110,7 @@ class ChunkLoader:
             segment = placement.segment
             span = slice(segment.chunk_start, segment.chunk_start + placement.num_tokens)
             k, v = self._layer(index, placement, layer_idx)
+            self.bytes_filled += k.nbytes + v.nbytes
             keys.append(k[:, span])
             layer_values[:, segment.start : segment.stop] = v[:, span]
         # All chunks of a layer are rotated in one go: per chunk, dispatching would cost more than rotating.

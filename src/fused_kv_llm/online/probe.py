@@ -28,20 +28,23 @@ class _ProbePass:
         self.available = available
         self.question = question
         self.indices = torch.searchsorted(available, cache.rows[-question:])
-        self.total: Tensor = torch.zeros(available.shape[0], device=available.device)
+        self.scores: list[Tensor] = []
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Score the context where the view asks for it; return the attention output."""
         if layer_idx in self.view.layers:
-            self.cache.fill(layer_idx)
+            if self.view.anchors is None:
+                self.cache.fill(layer_idx)
             keys = k[0] if self.view.full_context else self.cache.keys[layer_idx, 0].index_select(1, self.available)
-            self.total += token_scores(q[0, :, -self.question :], keys, self.indices, scale)
+            self.scores.append(token_scores(q[0, :, -self.question :], keys, self.indices, scale))
         if layer_idx == self.view.layers[-1]:
             raise StopForwardError
         return row_attention(q, k, v, self.plan, scale)
 
 
-def probe_scores(loaded: LoadedModel, request: Request, cache: FusedCache, view: View) -> Tensor:
+def probe_scores(
+    loaded: LoadedModel, request: Request, cache: FusedCache, view: View, anchors: Tensor | None = None
+) -> Tensor:
     """Score every reusable chunk token by the question's attention to it.
 
     Parameters
@@ -49,22 +52,25 @@ def probe_scores(loaded: LoadedModel, request: Request, cache: FusedCache, view:
     loaded : LoadedModel
     request : Request
     cache : FusedCache
-        Holds the prefix; its filler brings the chunks. The question's rows are written into it and computed
-        again by the fused pass.
+        Holds the prefix; its filler brings the chunks, unless the view has anchors: then their KV and the view's
+        keys are in it already. The question's rows are written into it and computed again by the fused pass.
     view : View
-        Layers to average, and whether the question sees the chunks on its way.
+        Layers to look at, and whether the question sees the chunks on its way.
+    anchors : Tensor or None
+        int64, ascending: the prompt positions the question sees of the chunks.
 
     Returns
     -------
     Tensor
-        float32 ``[C]``, aligned with ``request.chunk_positions``.
+        float32 ``[len(view.layers), C]``, by layer, aligned with ``request.chunk_positions``.
     """
     device = loaded.device
     rows, question = request.question_rows()
     prefix = torch.arange(request.prefix_tokens)
     chunk = request.chunk_positions
     available = torch.cat((prefix, chunk, rows)).sort().values
-    visible = available if view.full_context else torch.cat((prefix, rows))
+    seen = prefix if anchors is None else torch.cat((prefix, anchors))
+    visible = available if view.full_context else torch.cat((seen, rows)).sort().values
     cache.rows, cache.visible = rows.to(device), visible.to(device)
     cache.fill_on_update = view.full_context
     plan = RowPlan(torch.searchsorted(visible, rows).to(device), int(visible.shape[0]))
@@ -74,4 +80,4 @@ def probe_scores(loaded: LoadedModel, request: Request, cache: FusedCache, view:
         forward_kv(loaded, ids[None].to(device), rows.to(device), cache, state)
     finally:
         cache.fill_on_update = True
-    return state.total.cpu()[torch.searchsorted(available, chunk)] / len(view.layers)
+    return torch.stack(state.scores).cpu()[:, torch.searchsorted(available, chunk)]

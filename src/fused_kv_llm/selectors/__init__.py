@@ -8,15 +8,18 @@ from .base import NarrowingSelector, Probe, Selector, checked_selection
 from .boundary import Boundary
 from .budget import budget_tokens
 from .cache_craft import CacheCraft, focused_chunks
+from .critical_layers import critical_layers
 from .full_reuse import FullReuse
 from .heavy_hitters import HeavyHitters
 from .kv_deviation import CACHEBLEND, KVSHARE, KVDeviation
-from .query_attention import ALL_LAYERS, FUSIONRAG, MIDDLE_LAYERS, PROPHETKV, QueryAttention
+from .query_attention import ALL_LAYERS, FUSIONRAG, MIDDLE_LAYERS, PROPHETKV, QCFUSE, QueryAttention
 from .random import Random
-from .views import EarlyView, View
+from .views import AnchorRule, Anchors, EarlyView, View
 
 __all__ = [
     "SELECTORS",
+    "AnchorRule",
+    "Anchors",
     "CacheCraft",
     "EarlyView",
     "KVDeviation",
@@ -27,13 +30,14 @@ __all__ = [
     "View",
     "budget_tokens",
     "checked_selection",
+    "critical_layers",
     "focused_chunks",
     "resolve_selector",
 ]
 
 _ALL: tuple[Selector, ...] = (
     FullReuse(), Random(), Boundary(), CACHEBLEND, KVSHARE, HeavyHitters(), CacheCraft(),
-    FUSIONRAG, PROPHETKV, MIDDLE_LAYERS, ALL_LAYERS,
+    FUSIONRAG, PROPHETKV, QCFUSE, MIDDLE_LAYERS, ALL_LAYERS,
 )  # fmt: skip
 SELECTORS: dict[str, Selector] = {selector.name: selector for selector in _ALL}
 

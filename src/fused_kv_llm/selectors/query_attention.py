@@ -1,6 +1,6 @@
 """Query-attention selection: recompute the tokens that the question attends to.
 
-One rule with two parameters covers three published selectors (the presets below): how much of the context the
+One rule with a few parameters covers three published selectors (the presets below): how much of the context the
 question sees on its way through the layers, and which layers' attention is averaged.
 """
 
@@ -15,9 +15,9 @@ from fused_kv_llm.errors import FusedKVError
 
 from .base import Probe
 from .budget import top_positions
-from .views import View
+from .views import Anchors, View
 
-__all__ = ["ALL_LAYERS", "FUSIONRAG", "MIDDLE_LAYERS", "PROPHETKV", "QueryAttention"]
+__all__ = ["ALL_LAYERS", "FUSIONRAG", "MIDDLE_LAYERS", "PROPHETKV", "QCFUSE", "QueryAttention"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +31,20 @@ class QueryAttention:
     ----------
     name : str
         Name under which the preset is chosen and reported.
-    layers : {"last", "all", "middle"} or tuple of int
-        Layers whose attention counts.
+    layers : {"last", "all", "middle", "critical"} or tuple of int
+        Layers whose attention counts; the critical ones are known by model (:mod:`.critical_layers`).
     full_context : bool
         Whether the question attends to the chunks' stored KV in the probe.
+    anchors : Anchors or None
+        Tokens of the chunks it attends to instead.
     floor : float
         Share of its proportional part of the budget that every chunk gets in any case.
     """
 
     name: str
-    layers: Literal["last", "all", "middle"] | tuple[int, ...]
+    layers: Literal["last", "all", "middle", "critical"] | tuple[int, ...]
     full_context: bool = False
+    anchors: Anchors | None = None
     floor: float = 0.0
 
     def view(self, num_layers: int) -> View:
@@ -52,10 +55,12 @@ class QueryAttention:
             layers = (num_layers - 1,)
         elif self.layers == "all":
             layers = tuple(range(num_layers))
+        elif self.layers == "critical":
+            layers = ()
         else:
             first = max(0, num_layers // 2 - 2)
             layers = tuple(range(first, min(first + 4, num_layers)))
-        return View(layers=layers, full_context=self.full_context)
+        return View(layers, self.full_context, self.anchors, critical=self.layers == "critical")
 
     def select(self, probe: Probe, budget: int) -> Tensor:
         """Return the `budget` positions with the highest scores.
@@ -75,6 +80,10 @@ FUSIONRAG = QueryAttention("fusionrag", layers="last")
 
 PROPHETKV = QueryAttention("prophetkv", layers="all", full_context=True)
 """ProphetKV as QCFuse section 3.1 describes it: the question attends to the full context, all layers count."""
+
+QCFUSE = QueryAttention("qcfuse", layers="critical", anchors=Anchors("kvzip", 0.1))
+"""QCFuse sections 3.3 and 3.4: the question attends to 10% of every chunk, ranked by KVzip, and the model's three
+critical layers score the chunks."""
 
 MIDDLE_LAYERS = QueryAttention("middle_layers", layers="middle")
 """Four middle layers, where QCFuse section 3.3 finds most critical layers; the probe stops after them."""

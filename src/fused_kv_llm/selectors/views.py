@@ -3,8 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-__all__ = ["EarlyView", "View"]
+__all__ = ["AnchorRule", "Anchors", "EarlyView", "View"]
+
+AnchorRule = Literal["kvzip", "knorm", "sink"]
+
+
+@dataclass(frozen=True, slots=True)
+class Anchors:
+    """The tokens of every chunk that stand for it in the probe (QCFuse section 3.3.1).
+
+    Parameters
+    ----------
+    rule : {"kvzip", "knorm", "sink"}
+        How they are ranked, see :mod:`fused_kv_llm.offline.anchors`.
+    ratio : float
+        Share of a chunk's tokens, rounded up.
+    """
+
+    rule: AnchorRule = "kvzip"
+    ratio: float = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,10 +37,17 @@ class View:
     full_context : bool
         Whether the question attends to the chunks' stored KV on its way through the layers (anchor ratio 1)
         or only to the prompt's header and itself (anchor ratio 0).
+    anchors : Anchors or None
+        Instead of the whole context the question attends to these tokens of it; the chunks' KV are not read then,
+        only what is stored beside them for these anchors and layers.
+    critical : bool
+        Whether `layers` are to be the model's critical layers, which the caller knows.
     """
 
     layers: tuple[int, ...] = ()
     full_context: bool = False
+    anchors: Anchors | None = None
+    critical: bool = False
 
 
 @dataclass(frozen=True, slots=True)

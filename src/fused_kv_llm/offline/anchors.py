@@ -1,0 +1,168 @@
+"""Anchors: the few tokens of a chunk that stand for it when a question is probed (QCFuse section 3.3).
+
+For every stored chunk the rule ranks its tokens, and a side file keeps what the probe will need: the keys and values
+of the anchors in the layers below the deepest critical one, and the keys of all tokens in the critical layers, which
+score the context. The probe then never reads the chunk's KV itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from fused_kv_kernels import RowPlan, row_attention
+from fused_kv_llm.model import BufferPool, FusedCache, LoadedModel, PrefixKV, StopForwardError, forward_kv
+from fused_kv_llm.selectors import Anchors
+from fused_kv_llm.selectors.anchors import anchor_positions, knorm_scores, side_name, sink_scores
+from fused_kv_llm.store import KVStore, StoredKV
+from fused_kv_llm.store.side import SideFiles
+
+from .progress import ingestion_progress
+
+__all__ = ["AnchorBuilder", "kvzip_scores"]
+
+_REPEAT = "\n\nRepeat the previous context exactly.\n\n"
+
+
+def kvzip_scores(
+    loaded: LoadedModel, prefix: PrefixKV, stored: StoredKV, repeat_ids: Sequence[int], pool: BufferPool
+) -> Tensor:
+    """Rank tokens by how much the model needs them to repeat the chunk (KVzip, Kim et al. 2025).
+
+    After the header and the chunk's stored KV stands a request to repeat the context and the chunk once more. A
+    token's score is the highest attention weight that it receives from any row of the repetition and any head,
+    averaged over the layers.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+    prefix : PrefixKV
+        KV of the header.
+    stored : StoredKV
+        The chunk.
+    repeat_ids : sequence of int
+        The request and the chunk's ids; the latter are the last ``stored.num_tokens``.
+    pool : BufferPool
+        Where the working memory comes from.
+
+    Returns
+    -------
+    Tensor
+        float32 ``[tokens]``.
+    """
+    header, tokens = len(prefix.token_ids), stored.num_tokens
+    count = header + tokens + len(repeat_ids)
+    cache = FusedCache(loaded.geometry, count, pool)
+    keys, values = (part.to(loaded.device) for part in stored.read_layers(0, stored.num_layers))
+    for target, before, own in ((cache.keys, prefix.keys, keys), (cache.values, prefix.values, values)):
+        target[:, 0, :, :header] = before
+        target[:, 0, :, header : header + tokens] = own
+    # The chunk's keys carry the positions of its prefill; only distances matter, so the repetition follows them.
+    start = stored.position + tokens
+    cache.rows, cache.visible = torch.arange(header + tokens, count, device=loaded.device), count
+    state = _RepeatPass(RowPlan(cache.rows, count), slice(header, header + tokens), stored.num_layers - 1)
+    positions = torch.arange(start, start + len(repeat_ids), device=loaded.device)
+    try:
+        forward_kv(loaded, torch.tensor([list(repeat_ids)], device=loaded.device), positions, cache, state)
+    finally:
+        cache.release()
+    return (state.total / stored.num_layers).cpu()
+
+
+class _RepeatPass:
+    """Attention of the repetition: keeps the highest weight that each chunk token receives in a layer."""
+
+    def __init__(self, plan: RowPlan, chunk: slice, last_layer: int) -> None:
+        self.plan, self.chunk, self.last_layer = plan, chunk, last_layer
+        self.total = torch.zeros(chunk.stop - chunk.start, device=plan.q_positions.device)
+
+    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Return the attention output; end the forward after the last layer."""
+        repeated = self.chunk.stop - self.chunk.start
+        scores = (q[0, :, -repeated:] * scale) @ k[0].repeat_interleave(q.shape[1] // k.shape[1], 0).transpose(1, 2)
+        future = torch.arange(k.shape[2], device=k.device)[None, :] > self.plan.q_positions[-repeated:, None]
+        weights = scores.float().masked_fill(future, float("-inf")).softmax(-1)
+        self.total += weights[:, :, self.chunk].amax(dim=(0, 1))
+        if layer_idx == self.last_layer:
+            raise StopForwardError
+        return row_attention(q, k, v, self.plan, scale)
+
+
+class AnchorBuilder:
+    """Writes the side files of chunks that have none.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+    store : KVStore
+    prefix : PrefixKV
+    encode : callable
+        Text to stand-alone token ids.
+    lock : context manager
+        Held during a forward.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        store: KVStore,
+        prefix: PrefixKV,
+        encode: Callable[[str], list[int]],
+        lock: AbstractContextManager[object],
+    ) -> None:
+        self._loaded, self._store, self._prefix, self._lock = loaded, store, prefix, lock
+        self._encode = encode
+        self._sides = SideFiles(store.kv_dir)
+        self._pool = BufferPool(loaded.dtype, loaded.device)
+
+    def run(self, keys: Iterable[str], anchors: Anchors, layers: Sequence[int], *, progress: bool = True) -> int:
+        """Rank and store the anchors of these chunks, and return how many were new; resumes where it was stopped.
+
+        Parameters
+        ----------
+        keys : iterable of str
+            Stored chunks; others are left out.
+        anchors : Anchors
+        layers : sequence of int
+            The critical layers.
+        progress : bool
+            Whether to show a progress bar.
+        """
+        name = side_name(anchors, layers)
+        rows = self._store.rows(key for key in dict.fromkeys(keys) if not self._sides.has(key, name))
+        total_tokens = sum(len(row.token_ids) for row in rows.values())
+        with ingestion_progress(len(rows), total_tokens, enabled=progress and bool(rows)) as advance:
+            for key, row in rows.items():
+                stored = self._store.open(key, row.token_ids)
+                if stored is None:
+                    continue
+                with stored:
+                    nbytes = self._sides.put(key, name, self._derive(stored, row.token_ids, anchors, layers))
+                advance(len(row.token_ids), nbytes)
+        return len(rows)
+
+    def scores(self, stored: StoredKV, token_ids: Sequence[int], anchors: Anchors) -> Tensor:
+        """Return float32 ``[tokens]``: the rule's ranking of a chunk's tokens."""
+        if anchors.rule == "sink":
+            return sink_scores(stored.num_tokens)
+        if anchors.rule == "knorm":
+            return knorm_scores(stored.read_layers(0, stored.num_layers)[0])
+        with self._lock, torch.inference_mode():
+            ids = [*self._encode(_REPEAT), *token_ids]
+            return kvzip_scores(self._loaded, self._prefix, stored, ids, self._pool)
+
+    def _derive(
+        self, stored: StoredKV, token_ids: Sequence[int], anchors: Anchors, layers: Sequence[int]
+    ) -> dict[str, Tensor]:
+        chosen = anchor_positions(self.scores(stored, token_ids, anchors), anchors.ratio)
+        keys, values = stored.read_layers(0, stored.num_layers)
+        below = max(layers)
+        return {
+            "positions": chosen.int(),
+            "keys": keys[:below, :, chosen].contiguous(),
+            "values": values[:below, :, chosen].contiguous(),
+            "critical_keys": keys[sorted(layers)].contiguous(),
+        }

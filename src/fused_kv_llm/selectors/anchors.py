@@ -1,0 +1,53 @@
+"""Ranking a chunk's tokens: which of them stand for it in a probe (QCFuse section 3.3.1)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .views import Anchors
+
+__all__ = ["anchor_positions", "knorm_scores", "side_name", "sink_scores"]
+
+
+def side_name(anchors: Anchors, layers: Sequence[int]) -> str:
+    """Return the name of the files that hold these anchors for these critical layers."""
+    return f"anchors-{anchors.rule}-{anchors.ratio:g}-{'-'.join(map(str, layers))}"
+
+
+def anchor_positions(scores: Tensor, ratio: float) -> Tensor:
+    """Return the best ``ceil(ratio * tokens)`` tokens of a chunk, int64 ascending (eq. 14).
+
+    Parameters
+    ----------
+    scores : Tensor
+        float32 ``[tokens]``; of equal ones the earlier wins.
+    ratio : float
+    """
+    count = math.ceil(ratio * scores.shape[0])
+    return torch.sort(scores, descending=True, stable=True).indices[:count].sort().values
+
+
+def sink_scores(num_tokens: int) -> Tensor:
+    """Rank the first tokens first (attention sinks, Xiao et al. 2024)."""
+    return -torch.arange(num_tokens, dtype=torch.float32)
+
+
+def knorm_scores(keys: Tensor) -> Tensor:
+    """Rank tokens by small key norms, which draw attention (Devoto et al. 2024).
+
+    Parameters
+    ----------
+    keys : Tensor
+        ``[L, Hkv, tokens, D]``.
+
+    Returns
+    -------
+    Tensor
+        float32 ``[tokens]``, minus the norm averaged over layers and heads.
+    """
+    norms: Tensor = torch.linalg.vector_norm(keys.float(), dim=-1)
+    return -norms.mean(dim=(0, 1))

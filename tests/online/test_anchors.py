@@ -1,0 +1,181 @@
+"""QCFuse: anchors stored beside chunks, the probe that sees only them, and what it reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from corpus import SHORT, rag_prompt
+from models import smollm2_tokenizer, tiny_model
+
+from fused_kv_kernels.reference import token_scores_reference
+from fused_kv_llm import FusedKVEngine
+from fused_kv_llm.online import Request
+from fused_kv_llm.report import FusionReport
+from fused_kv_llm.selectors import Anchors, QueryAttention, View
+from fused_kv_llm.selectors.anchors import anchor_positions, knorm_scores, side_name, sink_scores
+from fused_kv_llm.selectors.critical_layers import critical_layers, save_profile
+
+from .reference_fusion import finish, project, stitched_kv
+
+LAYERS = (1, 3)
+ANCHORS = Anchors("kvzip", 0.2)
+MINE = QueryAttention("mine", layers=LAYERS, anchors=ANCHORS)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FusedKVEngine]:
+    folder: Path = tmp_path_factory.mktemp("anchors")
+    model = tiny_model(num_hidden_layers=5)
+    with FusedKVEngine(
+        model, tokenizer=smollm2_tokenizer(), kv_dir=folder, selector=MINE, store_misses=False
+    ) as engine:
+        engine.build_kv_cache(SHORT[:5], progress=False)
+        yield engine
+
+
+def plan(engine: FusedKVEngine) -> Request:
+    return engine._planner.plan(rag_prompt(SHORT[:5]), FusionReport())
+
+
+def stored_anchors(engine: FusedKVEngine, request: Request) -> list[int]:
+    found = []
+    for placement in request.placements:
+        side = engine._sides.read(placement.stored.key, side_name(ANCHORS, LAYERS))
+        assert side is not None
+        places = side["positions"].long() - placement.segment.chunk_start + placement.segment.start
+        found += [p for p in places.tolist() if placement.segment.start <= p < placement.segment.stop]
+    return found
+
+
+@torch.inference_mode()
+def test_kvzip_equals_a_plain_repetition(engine: FusedKVEngine) -> None:
+    text, decoder = SHORT[1], engine.model.model
+    key = engine.chunk_id(text)
+    assert key is not None
+    chunk = engine.token_ids(text)
+    repeat = engine.token_ids("\n\nRepeat the previous context exactly.\n\n") + chunk
+    header = list(engine.renderer.header_ids)
+    # The chunk stands where it was prefilled, so the plain way is one forward over header, chunk and repetition.
+    ids = torch.tensor([header + chunk + repeat])
+    out = engine.model(ids, output_hidden_states=True)
+    total = torch.zeros(len(chunk))
+    for layer, hidden in zip(decoder.layers, out.hidden_states[:-1], strict=True):
+        q, k, _ = project(layer, hidden, decoder.rotary_emb(hidden, torch.arange(ids.shape[1])[None]))
+        scores = layer.self_attn.scaling * q[0] @ k[0].repeat_interleave(3, 0).transpose(1, 2)
+        weights = scores.masked_fill(torch.ones_like(scores).triu(1) > 0, float("-inf")).softmax(-1)
+        best = weights[:, -len(chunk) :, len(header) : len(header) + len(chunk)].amax((0, 1))
+        total += best / len(decoder.layers)
+    with engine.store.open(key, chunk) as stored:
+        got = engine._anchors.scores(stored, chunk, ANCHORS)
+    torch.testing.assert_close(got, total, atol=1e-5, rtol=1e-4)
+    side = engine._sides.read(key, side_name(ANCHORS, LAYERS))
+    assert side is not None
+    assert side["positions"].tolist() == sorted(total.topk(math.ceil(0.2 * len(chunk))).indices.tolist())
+
+
+@torch.inference_mode()
+def test_scores_equal_a_question_that_sees_header_and_anchors_only(engine: FusedKVEngine) -> None:
+    request, decoder = plan(engine), engine.model.model
+    full = stitched_kv(engine, request)
+    rows, question = request.question_rows()
+    chunk = request.chunk_positions
+    seen = torch.tensor(sorted([*range(request.prefix_tokens), *stored_anchors(engine, request), *rows.tolist()]))
+    available = torch.cat((torch.arange(request.prefix_tokens), chunk, rows)).sort().values
+    hidden = decoder.embed_tokens(torch.tensor([request.ids])[:, rows])
+    want = []
+    for index, layer in enumerate(decoder.layers[: max(LAYERS) + 1]):
+        q, k, v = project(layer, hidden, decoder.rotary_emb(hidden, rows[None]))
+        full.keys[index][:, :, rows], full.values[index][:, :, rows] = k, v
+        if index in LAYERS:
+            at = torch.searchsorted(available, rows[-question:])
+            mass = token_scores_reference(q[0], full.keys[index, 0][:, available], at, layer.self_attn.scaling)
+            want.append(mass[torch.searchsorted(available, chunk)])
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, full.keys[index][:, :, seen], full.values[index][:, :, seen],
+            attn_mask=seen[None, :] <= rows[:, None], scale=layer.self_attn.scaling, enable_gqa=True,
+        )  # fmt: skip
+        hidden = finish(layer, hidden, out)
+    positions, got = engine.attention_by_layer(rag_prompt(SHORT[:5]), View(LAYERS, anchors=ANCHORS))
+    assert torch.equal(positions, chunk)
+    torch.testing.assert_close(got, torch.stack(want), atol=1e-5, rtol=1e-4)
+    budget = int(0.3 * chunk.shape[0])
+    fused, _ = engine.prefill(rag_prompt(SHORT[:5]), recompute_ratio=0.3)
+    best = torch.stack(want).mean(0).topk(budget).indices
+    assert fused.selected.tolist() == sorted(chunk[best].tolist())
+
+
+def test_the_probe_reads_the_side_files_only(engine: FusedKVEngine) -> None:
+    engine.store.drop_memory()
+    _, report = engine.prefill(rag_prompt(SHORT[:5]), recompute_ratio=0.3)
+    sides = [engine._sides.read(p.stored.key, side_name(ANCHORS, LAYERS)) for p in plan(engine).placements]
+    assert report.selection_bytes == sum(part.nbytes for side in sides for part in side.values())
+    # 3 of 5 layers for a fifth of the tokens, and the keys of two layers.
+    share = report.selection_bytes / sum(report.bytes_loaded.values())
+    assert 0.2 * 3 / 5 + 0.5 * 2 / 5 <= share < 0.2 * 3 / 5 + 0.5 * 2 / 5 + 0.03
+    assert report.warnings == []
+
+
+def test_other_selectors_read_whole_layers(engine: FusedKVEngine) -> None:
+    for selector, share in (("fusionrag", 1 / 5), ("prophetkv", 1.0), ("boundary", 0.0), ("cacheblend", 4 / 5)):
+        _, report = engine.prefill(rag_prompt(SHORT[:5]), recompute_ratio=0.3, selector=selector)
+        assert report.selection_bytes == pytest.approx(share * sum(report.bytes_loaded.values()))
+
+
+def test_a_chunk_without_anchors_is_read_and_reported(engine: FusedKVEngine) -> None:
+    key = engine.chunk_id(SHORT[2])
+    assert key is not None
+    name = side_name(ANCHORS, LAYERS)
+    engine._sides._path(key, name).unlink()
+    _, report = engine.prefill(rag_prompt(SHORT[:5]), recompute_ratio=0.3)
+    assert [w for w in report.warnings if "1 chunks have no stored anchors" in w]
+    assert engine.build_anchors(SHORT[:5], progress=False) == 1
+    assert engine.build_anchors(SHORT[:5], progress=False) == 0
+    _, report = engine.prefill(rag_prompt(SHORT[:5]), recompute_ratio=0.3)
+    assert report.warnings == []
+
+
+def test_a_damaged_side_file_is_a_miss(engine: FusedKVEngine) -> None:
+    key = engine.chunk_id(SHORT[3])
+    assert key is not None
+    name = side_name(ANCHORS, LAYERS)
+    path = engine._sides._path(key, name)
+    whole = bytearray(path.read_bytes())
+    for broken in (bytes(whole[: len(whole) // 2]), bytes(whole[:-3]) + b"\x7f\x7f\x7f"):
+        path.write_bytes(broken)
+        with pytest.warns(UserWarning, match="cannot be used"):
+            assert engine._sides.read(key, name) is None
+        assert not path.exists()
+    path.write_bytes(bytes(whole))
+    assert engine._sides.read(key, name) is not None
+
+
+def test_deleted_chunks_leave_no_anchors(engine: FusedKVEngine) -> None:
+    key = engine.chunk_id(SHORT[4])
+    assert key is not None
+    engine.delete_chunks([SHORT[4]])
+    assert not engine._sides.has(key, side_name(ANCHORS, LAYERS))
+    engine.build_kv_cache([SHORT[4]], progress=False)
+    assert engine._sides.has(key, side_name(ANCHORS, LAYERS))
+
+
+def test_rules_rank_by_place_and_by_norm() -> None:
+    assert anchor_positions(sink_scores(25), 0.1).tolist() == [0, 1, 2]
+    keys = torch.ones(2, 3, 4, 5) * torch.tensor([4.0, 1.0, 3.0, 2.0])[:, None]
+    assert torch.allclose(knorm_scores(keys), -torch.tensor([4.0, 1.0, 3.0, 2.0]) * 5**0.5)
+    assert anchor_positions(knorm_scores(keys), 0.5).tolist() == [1, 3]
+
+
+def test_critical_layers_of_a_profile_and_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: FusedKVEngine
+) -> None:
+    monkeypatch.setenv("FUSED_KV_CACHE", str(tmp_path))
+    assert critical_layers("unknown", 30) == ((14, 15, 16), False)
+    assert critical_layers("unknown", 1) == ((0,), False)
+    save_profile("known", {"layers": [17, 3, 9]})
+    assert critical_layers("known", 30) == ((3, 9, 17), True)
+    _, report = engine.prefill(rag_prompt(SHORT[:5]), recompute_ratio=0.3, selector="qcfuse")
+    assert any("were not profiled" in warning for warning in report.warnings)
