@@ -1,4 +1,4 @@
-"""LangChain adapters: an LLM that reuses the KV of retrieved chunks, and the retriever that announces them.
+"""LangChain adapters: a chat model, an LLM and a retriever, so that a chain reuses the KV of retrieved chunks.
 
 Examples
 --------
@@ -22,7 +22,8 @@ Examples
 
 from __future__ import annotations
 
+from langchain_fused_kv.chat_models import ChatFusedKV
 from langchain_fused_kv.llms import FusedKVLLM
 from langchain_fused_kv.retrievers import FusedKVRetriever
 
-__all__ = ["FusedKVLLM", "FusedKVRetriever"]
+__all__ = ["ChatFusedKV", "FusedKVLLM", "FusedKVRetriever"]

@@ -229,8 +229,10 @@ class FusedKVLLM(FusedKVModel, CustomLLM):
             If the answer was cut by ``max_tokens``, or breaks a rule that a JSON schema cannot express.
         """
         messages = self._extend_messages(prompt.format_messages(llm=self, **prompt_args))
-        constraint = json_constraint(self.engine, output_cls.model_json_schema())
-        response = self.chat(messages, constraint=constraint, **(llm_kwargs or {}))
+        options = dict(llm_kwargs or {})
+        max_tokens = options.setdefault("max_tokens", self.max_tokens)
+        constraint = json_constraint(self.engine, output_cls.model_json_schema(), max_tokens=max_tokens)
+        response = self.chat(messages, constraint=constraint, **options)
         return output_cls.model_validate_json(response.message.content or "")
 
     async def astructured_predict(

@@ -9,7 +9,7 @@ from .handoff import RetrievalCheck, RetrievalLog
 from .model import PER_CALL_OPTIONS, FusedKVModel
 from .runtime import Runtime
 from .sharing import EngineLease, lease_engine
-from .structured import grammar_constraint, json_constraint
+from .structured import json_constraint
 from .threads import in_thread, iterate_in_threads
 
 __all__ = [
@@ -19,7 +19,6 @@ __all__ = [
     "RetrievalCheck",
     "RetrievalLog",
     "Runtime",
-    "grammar_constraint",
     "in_thread",
     "iterate_in_threads",
     "json_constraint",

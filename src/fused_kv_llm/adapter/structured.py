@@ -1,11 +1,11 @@
-"""Constrained decoding: answers that always match a JSON schema or a grammar, by ``llguidance``."""
+"""Constrained decoding: answers that always match a JSON schema, by ``llguidance``."""
 
 from __future__ import annotations
 
 import json
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,13 +16,15 @@ from fused_kv_llm.engine import FusedKVEngine
 from fused_kv_llm.errors import ConfigError, MissingExtraError
 from fused_kv_llm.online import Constraint, end_token_ids
 
-__all__ = ["grammar_constraint", "json_constraint"]
+__all__ = ["json_constraint"]
+
+_CLOSING_TOKENS = 16
 
 _tokenizers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def json_constraint(engine: FusedKVEngine, schema: Mapping[str, Any] | None) -> Constraint:
+def json_constraint(engine: FusedKVEngine, schema: Mapping[str, Any] | None, *, max_tokens: int) -> Constraint:
     """Return a constraint under which the answer is one JSON value.
 
     Parameters
@@ -30,6 +32,9 @@ def json_constraint(engine: FusedKVEngine, schema: Mapping[str, Any] | None) -> 
     engine : FusedKVEngine
     schema : mapping or None
         JSON schema; None allows any JSON object.
+    max_tokens : int
+        Longest answer. Before it is reached, strings, lists and objects are closed as soon as the schema allows it,
+        so that the answer is complete rather than cut; it must hold at least the schema's property names.
 
     Returns
     -------
@@ -50,7 +55,32 @@ def json_constraint(engine: FusedKVEngine, schema: Mapping[str, Any] | None) -> 
         grammar = library.LLMatcher.grammar_from_json_schema(json.dumps(rules), defaults=defaults)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"The JSON schema cannot be used: {error}") from error
-    return _constraint(engine, grammar)
+    tokenizer = _tokenizer_of(engine)
+    problem = library.LLMatcher.validate_grammar(grammar, tokenizer)
+    if problem:
+        raise ConfigError(f"The JSON schema cannot be used: {problem}")
+    names = len(engine.token_ids(json.dumps(list(_property_names(rules)))))
+    # Past half of the answer at the latest: what is left must hold every name, and some more per value.
+    hurry = max_tokens - min(2 * names + _CLOSING_TOKENS, max_tokens // 2)
+    ends = sorted(end_token_ids(engine.loaded))
+    return _Matcher(library.LLMatcher(tokenizer, grammar), ends, _closers(engine), hurry)
+
+
+def _property_names(schema: Any) -> Iterator[str]:
+    if isinstance(schema, list):
+        for item in schema:
+            yield from _property_names(item)
+    elif isinstance(schema, Mapping):
+        if isinstance(schema.get("properties"), Mapping):
+            yield from map(str, schema["properties"])
+        for value in schema.values():
+            yield from _property_names(value)
+
+
+def _closers(engine: FusedKVEngine) -> Tensor:
+    """The tokens that end a string, a list or an object."""
+    ids = [engine.token_ids(text) for text in ('"', "}", "]")]
+    return torch.tensor([found[-1] for found in ids if len(found) == 1], dtype=torch.int64)
 
 
 def _closed(schema: Any) -> Any:
@@ -68,11 +98,6 @@ def _closed(schema: Any) -> Any:
     return closed
 
 
-def grammar_constraint(engine: FusedKVEngine, lark: str) -> Constraint:
-    """Return a constraint under which the answer matches a grammar in llguidance's Lark dialect; see above."""
-    return _constraint(engine, _library().LLMatcher.grammar_from_lark(lark))
-
-
 def _library() -> Any:
     try:
         import llguidance
@@ -81,21 +106,14 @@ def _library() -> Any:
     return llguidance
 
 
-def _constraint(engine: FusedKVEngine, grammar: str) -> Constraint:
-    library = _library()
-    tokenizer = _tokenizer_of(engine)
-    problem = library.LLMatcher.validate_grammar(grammar, tokenizer)
-    if problem:
-        raise ConfigError(f"The schema or grammar cannot be used: {problem}")
-    return _Matcher(library.LLMatcher(tokenizer, grammar), frozenset(end_token_ids(engine.loaded)))
-
-
 class _Matcher:
     """Masks the tokens that the grammar does not allow next; one request's state."""
 
-    def __init__(self, matcher: Any, end_ids: frozenset[int]) -> None:
+    def __init__(self, matcher: Any, end_ids: list[int], closers: Tensor, hurry: int) -> None:
         self._matcher = matcher
-        self._end_ids = sorted(end_ids)
+        self._end_ids = end_ids
+        self._closers = closers
+        self._hurry = hurry
         self._seen = 0
 
     def __call__(self, token_ids: Sequence[int], logits: Tensor) -> Tensor:
@@ -107,6 +125,10 @@ class _Matcher:
             bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
             mask = torch.from_numpy(np.unpackbits(bits, bitorder="little").astype(bool))
             allowed[: min(len(mask), len(allowed))] = mask[: len(allowed)]
+        if self._seen >= self._hurry and allowed[self._closers].any():
+            closing = self._closers[allowed[self._closers]]
+            allowed.zero_()
+            allowed[closing] = True
         if not allowed.any() or self._matcher.is_accepting():
             allowed[self._end_ids] = True
         return logits.masked_fill(~allowed.to(logits.device), float("-inf"))

@@ -9,11 +9,11 @@ import pytest
 
 import langchain_fused_kv
 from fused_kv_llm.adapter import handoff, model
-from langchain_fused_kv import llms, retrievers
+from langchain_fused_kv import chat_models, llms, retrievers
 
 
 @pytest.mark.parametrize(
-    "module", [langchain_fused_kv, model, handoff, llms, retrievers], ids=lambda module: module.__name__
+    "module", [langchain_fused_kv, model, handoff, chat_models, llms, retrievers], ids=lambda module: module.__name__
 )
 def test_examples(module: ModuleType) -> None:
     result = doctest.testmod(module)
