@@ -13,6 +13,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -22,8 +23,19 @@ from transformers import AutoModelForCausalLM
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.demo import handbook_passages
 from fused_kv_llm.model.embedded import embedded_model_folder
-from fused_kv_llm.offline.batches import PendingChunk, length_sorted_batches
+from fused_kv_llm.offline.batches import PendingChunk
 from fused_kv_llm.offline.preprocess import BATCH_TOKENS
+
+
+def length_sorted_batches(chunks: list[PendingChunk], max_tokens: int) -> Iterator[list[PendingChunk]]:
+    """Yield batches of at most `max_tokens` padded tokens, longest chunks first."""
+    batch: list[PendingChunk] = []
+    for chunk in sorted(chunks, key=lambda c: len(c.token_ids), reverse=True):
+        if batch and len(batch[0].token_ids) * (len(batch) + 1) > max_tokens:
+            yield batch
+            batch = []
+        batch.append(chunk)
+    yield batch
 
 
 def bare_seconds(plain: torch.nn.Module, chunks: list[PendingChunk]) -> float:

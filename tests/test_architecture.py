@@ -19,7 +19,7 @@ FLOORS = [
     {"errors", "report"},
     {"chunk", "config"},
     {"store", "prompt", "model"},
-    {"selectors"},
+    {"selectors", "catalog"},
     {"offline", "online"},
     {"engine"},
     {"adapter"},

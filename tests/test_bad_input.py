@@ -26,6 +26,7 @@ from fused_kv_llm.store import KVStore, StoredKV
 
 
 def make_engine(folder: Path, seed: int = 0, **options: object) -> FusedKVEngine:
+    options = {"preprocessing": "none", **options}
     return FusedKVEngine(tiny_model(seed=seed), tokenizer=smollm2_tokenizer(), kv_dir=folder, **options)  # type: ignore[arg-type]
 
 
@@ -65,6 +66,19 @@ def test_a_ratio_of_one_call_is_checked_too(engine: FusedKVEngine) -> None:
 def test_an_unknown_selector_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"selector='psychic' is unknown: use one of"):
         make_engine(tmp_path, selector="psychic")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"preprocessing": "magic"}, "preprocessing='magic' is unknown: use 'similar' or 'none'"),
+        ({"num_neighbours": 0}, "num_neighbours=0 is not a whole number"),
+        ({"preprocessing": "similar", "embedder": object()}, "embedder=object has neither embed_documents"),
+    ],
+)
+def test_preprocessing_options_are_checked(tmp_path: Path, options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_engine(tmp_path, **options)
 
 
 @pytest.mark.parametrize("model", ["no-such-model-anywhere", "/no/such/folder"])

@@ -30,7 +30,9 @@ def plain_logits(model: Any, ids: list[int]) -> torch.Tensor:
 
 
 def make_engine(folder: Path, model: Any, **options: Any) -> FusedKVEngine:
-    return FusedKVEngine(model, tokenizer=smollm2_tokenizer(), kv_dir=folder, store_misses=False, **options)
+    return FusedKVEngine(
+        model, preprocessing="none", tokenizer=smollm2_tokenizer(), kv_dir=folder, store_misses=False, **options
+    )
 
 
 @pytest.mark.parametrize(("architecture", "rope"), PAIRS)
@@ -127,7 +129,9 @@ def test_the_model_still_generates_by_itself(tmp_path: Path) -> None:
 
 @pytest.mark.real_model
 def test_smollm2_ratio_one_equals_plain(tmp_path: Path) -> None:
-    with FusedKVEngine("smollm2-135m", kv_dir=tmp_path, dtype="float32", store_misses=False) as engine:
+    with FusedKVEngine(
+        "smollm2-135m", preprocessing="none", kv_dir=tmp_path, dtype="float32", store_misses=False
+    ) as engine:
         engine.build_kv_cache(PASSAGES[:5], progress=False)
         prompt = rag_prompt(PASSAGES[:5])
         fused, report = engine.prefill(prompt, recompute_ratio=1.0, max_tokens=2)

@@ -101,7 +101,7 @@ class KVIdentity:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
 
-def chunk_key(identity_digest: str, token_ids: Sequence[int]) -> str:
+def chunk_key(identity_digest: str, token_ids: Sequence[int], context: Sequence[Sequence[int]] = ()) -> str:
     """Name a chunk's KV by its content.
 
     Parameters
@@ -110,6 +110,8 @@ def chunk_key(identity_digest: str, token_ids: Sequence[int]) -> str:
         ``KVIdentity.digest``.
     token_ids : sequence of int
         The chunk's stand-alone token ids.
+    context : sequence of sequences of int
+        Token ids of each chunk that stood before it when it was prefilled, in order.
 
     Returns
     -------
@@ -118,5 +120,7 @@ def chunk_key(identity_digest: str, token_ids: Sequence[int]) -> str:
     """
     digest = hashlib.sha256(identity_digest.encode())
     digest.update(b"|")
-    digest.update(b",".join(str(int(i)).encode() for i in token_ids))
+    for ids in (token_ids, *context):
+        digest.update(b",".join(str(int(i)).encode() for i in ids))
+        digest.update(b";")
     return digest.hexdigest()

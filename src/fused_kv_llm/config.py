@@ -9,15 +9,20 @@ from fused_kv_llm.errors import ConfigError
 
 __all__ = [
     "DEFAULT_MEMORY_BYTES",
+    "DEFAULT_NEIGHBOURS",
+    "DEFAULT_PREPROCESSING",
     "DEFAULT_RATIO",
     "DEFAULT_SELECTOR",
     "GenerationConfig",
+    "check_preprocessing",
     "check_ratio",
     "check_seed",
 ]
 
 _LOWEST_TEMPERATURE = 1e-3
 
+DEFAULT_PREPROCESSING = "similar"
+DEFAULT_NEIGHBOURS = 10
 DEFAULT_RATIO = 0.15
 DEFAULT_SELECTOR = "all_layers"
 DEFAULT_MEMORY_BYTES = 2 * 2**30
@@ -36,6 +41,21 @@ def check_ratio(ratio: float) -> float:
             f"recompute_ratio={ratio!r} is not a number from 0 (reuse everything) to 1 (recompute everything)"
         )
     return float(ratio)
+
+
+def check_preprocessing(preprocessing: str, num_neighbours: int) -> tuple[str, int]:
+    """Return how chunks are preprocessed.
+
+    Raises
+    ------
+    ConfigError
+        If the name is unknown, or the number of neighbours is not a positive whole number.
+    """
+    if preprocessing not in ("similar", "none"):
+        raise ConfigError(f"preprocessing={preprocessing!r} is unknown: use 'similar' or 'none'")
+    if isinstance(num_neighbours, bool) or not isinstance(num_neighbours, int) or num_neighbours < 1:
+        raise ConfigError(f"num_neighbours={num_neighbours!r} is not a whole number of at least 1")
+    return preprocessing, num_neighbours
 
 
 def check_seed(seed: int) -> int:

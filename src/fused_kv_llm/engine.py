@@ -18,18 +18,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_kv_llm.catalog import ChunkCatalog
 from fused_kv_llm.chunk import KVIdentity
 from fused_kv_llm.config import (
     DEFAULT_MEMORY_BYTES,
+    DEFAULT_NEIGHBOURS,
+    DEFAULT_PREPROCESSING,
     DEFAULT_RATIO,
     DEFAULT_SELECTOR,
     GenerationConfig,
+    check_preprocessing,
     check_ratio,
     check_seed,
 )
-from fused_kv_llm.errors import ChunkDamagedError, CorpusError, PromptError
+from fused_kv_llm.errors import ChunkDamagedError, CorpusError
 from fused_kv_llm.model import BufferPool, LoadedModel, compute_prefix, load_model
-from fused_kv_llm.offline import Ingestor
+from fused_kv_llm.offline import CorpusPlanner, GivenNeighbours, Ingestor, Similarity, as_embedder
 from fused_kv_llm.offline.anchors import AnchorBuilder
 from fused_kv_llm.offline.background import BackgroundIngestor
 from fused_kv_llm.online import Constraint, FusedPrompt, Generation, Piece, RequestPlanner, decode, fuse
@@ -67,6 +71,14 @@ class FusedKVEngine:
         None decides by the hardware; :attr:`choice` says what was chosen.
     memory_bytes : int
         Budget of the store's memory tier.
+    preprocessing : {"similar", "none"}
+        Whether every chunk is prefilled after the chunks most similar to it (FusionRAG section 3.1), which
+        brings its KV closer to what it would be in a prompt, or right after the chat template's header.
+    num_neighbours : int
+        How many similar chunks.
+    embedder : object or None
+        What says which chunks are similar: LangChain ``Embeddings``, a LlamaIndex ``BaseEmbedding``, a
+        ``SentenceTransformer``; None is all-MiniLM-L6-v2.
     tenant : str
         Salt: stores of different tenants never share KV, even in one folder.
     store_misses : bool
@@ -96,6 +108,9 @@ class FusedKVEngine:
         dtype: str | torch.dtype | None = None,
         device: str | torch.device | None = None,
         memory_bytes: int = DEFAULT_MEMORY_BYTES,
+        preprocessing: str = DEFAULT_PREPROCESSING,
+        num_neighbours: int = DEFAULT_NEIGHBOURS,
+        embedder: Any | None = None,
         tenant: str = "",
         store_misses: bool = True,
         wrap: bool = True,
@@ -103,6 +118,12 @@ class FusedKVEngine:
         self.recompute_ratio = check_ratio(recompute_ratio)
         self.tenant, self.wrap, self.store_misses = tenant, wrap, store_misses
         self.memory_bytes = memory_bytes
+        self.preprocessing, self.num_neighbours = check_preprocessing(preprocessing, num_neighbours)
+        self._similarity = (
+            Similarity(num_neighbours, as_embedder(embedder), Path(kv_dir) / "vectors.sqlite")
+            if preprocessing == "similar"
+            else None
+        )
         self._selector = resolve_selector(selector)
         # Before the model: a folder that cannot be used is known at once, loading takes seconds.
         self.store = KVStore(kv_dir, memory_bytes=memory_bytes)
@@ -124,9 +145,10 @@ class FusedKVEngine:
         self.renderer = PromptRenderer(self.loaded.tokenizer, wrap=self.wrap)
         self.identity = self._identify(self.tenant)
         self._prefix = compute_prefix(self.loaded, tuple(self.renderer.header_ids))
-        self._ingestor = Ingestor(
-            self.loaded, self.store, self.identity, self._prefix, self.renderer.encode_chunk, self._model_lock
-        )
+        self._catalog = ChunkCatalog(self.store, self.identity)
+        room = self.context_length - len(self._prefix.token_ids)
+        planner = CorpusPlanner(self._catalog, self.identity, self.renderer.encode_chunk, room, self._similarity)
+        self._ingestor = Ingestor(self.loaded, self.store, self.identity, self._prefix, planner, self._model_lock)
         self._sides = SideFiles(self.store.kv_dir)
         self._anchors = AnchorBuilder(
             self.loaded, self.store, self._prefix, self.renderer.encode_chunk, self._model_lock
@@ -136,6 +158,7 @@ class FusedKVEngine:
             self.store,
             self.identity,
             self._prefix.token_ids,
+            self._catalog,
             self.context_length,
             self.model_id,
             self._remember,
@@ -151,6 +174,7 @@ class FusedKVEngine:
             dtype=self.dtype,
             rope=self.loaded.geometry.rope_digest,
             prefix=hashlib.sha256(ids.encode()).hexdigest(),
+            preprocessing="none" if self._similarity is None else f"similar:{self._similarity.count}",
             tenant=tenant,
         ).digest
 
@@ -211,13 +235,26 @@ class FusedKVEngine:
 
     # -- ingestion -------------------------------------------------------------------------------------------
 
-    def build_kv_cache(self, texts: Iterable[str], *, progress: bool = True) -> IngestReport:
+    def build_kv_cache(
+        self,
+        texts: Iterable[str],
+        *,
+        neighbours: GivenNeighbours | None = None,
+        refresh: bool = False,
+        progress: bool = True,
+    ) -> IngestReport:
         """Prefill every chunk once and store its KV; resumes where an interrupted call stopped.
 
         Parameters
         ----------
         texts : iterable of str
             One chunk each, as they will stand in prompts.
+        neighbours : mapping, callable or None
+            A caller's own graph, text to similar or linked texts, nearest first; None asks the embedder. Only
+            used with ``preprocessing="similar"``.
+        refresh : bool
+            Whether chunks stored earlier whose neighbours have changed are prefilled again; they are counted
+            in ``chunks_stale`` otherwise and stay usable.
         progress : bool
             Whether to show a progress bar.
 
@@ -233,7 +270,7 @@ class FusedKVEngine:
             If the disk cannot hold the result.
         """
         chunks = list(_several(texts))
-        report = self._ingestor.run(chunks, progress=progress)
+        report = self._ingestor.run(chunks, neighbours=neighbours, refresh=refresh, progress=progress)
         self.build_anchors(chunks, progress=progress)
         return report
 
@@ -262,7 +299,7 @@ class FusedKVEngine:
         view = view_of(chosen, self.loaded, FusionReport())
         if not isinstance(view, View) or view.anchors is None:
             return 0
-        keys = (self._key_of(text) for text in _several(texts))
+        keys = self._keys_of([text.strip() for text in _several(texts)])
         return self._anchors.run((key for key in keys if key), view.anchors, view.layers, progress=progress)
 
     def attention_by_layer(self, prompt: str | Messages, view: View) -> tuple[Tensor, Tensor]:
@@ -313,15 +350,7 @@ class FusedKVEngine:
 
     def chunk_id(self, text: str) -> str | None:
         """Return the key of a chunk's stored KV, or None where none is stored."""
-        key = self._key_of(text)
-        return key if key is not None and self.store.contains([key]) else None
-
-    def _key_of(self, text: str) -> str | None:
-        try:
-            return self._ingestor.key_of(text)[0]
-        except PromptError:
-            # What cannot be encoded has no KV, and retrieving it must not fail for that.
-            return None
+        return self._keys_of([text.strip()])[0]
 
     def prefetch(self, texts: Iterable[str]) -> list[str | None]:
         """Start loading the KV of retrieved chunks into memory.
@@ -342,12 +371,16 @@ class FusedKVEngine:
         CorpusError
             If one string was given instead of several.
         """
-        chunks = [(text.strip(), self._key_of(text)) for text in _several(texts)]
-        stored = self.store.contains(key for _, key in chunks if key is not None)
-        self.store.prefetch([key for _, key in chunks if key in stored])
+        retrieved = [text.strip() for text in _several(texts)]
+        keys = self._keys_of(retrieved)
+        self.store.prefetch([key for key in keys if key is not None])
         if self._background is not None:
-            self._background.expect(text for text, key in chunks if key is not None and key not in stored)
-        return [key if key in stored else None for _, key in chunks]
+            self._background.expect(text for text, key in zip(retrieved, keys, strict=True) if key is None)
+        return keys
+
+    def _keys_of(self, texts: Sequence[str]) -> list[str | None]:
+        rows = self._catalog.rows_of(texts)
+        return [rows[text][-1].key if text in rows else None for text in texts]
 
     def wait_for_background(self) -> None:
         """Return when no background ingestion is under way."""

@@ -25,7 +25,7 @@ def test_a_buffer_is_reused_when_it_fits() -> None:
 
 
 def test_what_a_former_request_left_changes_nothing(tmp_path: Path) -> None:
-    with FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=tmp_path) as engine:
+    with FusedKVEngine(tiny_model(), preprocessing="none", tokenizer=smollm2_tokenizer(), kv_dir=tmp_path) as engine:
         engine.build_kv_cache(SHORT[:5], progress=False)
         prompts = [rag_prompt(SHORT[i : i + 3], f"Question {i}?") for i in range(3)]
         for selector in ("fusionrag", "prophetkv", "boundary"):
@@ -41,7 +41,9 @@ def test_what_a_former_request_left_changes_nothing(tmp_path: Path) -> None:
 
 def test_a_probe_of_one_row_reads_nothing_stale(tmp_path: Path) -> None:
     """A raw prompt that is only a chunk leaves one fresh row: the question of the probe."""
-    with FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, wrap=False) as engine:
+    with FusedKVEngine(
+        tiny_model(), preprocessing="none", tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, wrap=False
+    ) as engine:
         engine.build_kv_cache(SHORT[:1], progress=False)
         selections = []
         for poison in (0.0, 5.0, float("nan")):

@@ -20,23 +20,44 @@ from models import smollm2_tokenizer, tiny_model
 from fused_kv_llm import FusedKVEngine, FusedKVWarning
 from fused_kv_llm.chunk import ChunkKV
 from fused_kv_llm.errors import CorpusError, StoreFullError
-from fused_kv_llm.offline.batches import PendingChunk, length_sorted_batches
+from fused_kv_llm.offline.batches import PendingChunk, batches, walk_neighbours
 from fused_kv_llm.offline.preprocess import Ingestor
 from fused_kv_llm.offline.writer import BackgroundWriter
 
 
 def make_engine(folder: Path, **options: object) -> FusedKVEngine:
+    options = {"preprocessing": "none", **options}
     return FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=folder, **options)  # type: ignore[arg-type]
 
 
 @given(lengths=st.lists(st.integers(1, 300), max_size=40), limit=st.integers(1, 1000))
 def test_batches_hold_every_chunk_once_within_the_limit(lengths: list[int], limit: int) -> None:
     chunks = [PendingChunk(str(i), "", tuple(range(n))) for i, n in enumerate(lengths)]
-    batches = list(length_sorted_batches(chunks, limit))
-    assert sorted(c.key for b in batches for c in b) == sorted(c.key for c in chunks)
-    for batch in batches:
-        longest = max(len(c.token_ids) for c in batch)
-        assert len(batch) == 1 or longest * len(batch) <= limit
+    found = list(batches(chunks, limit, {}, 0))
+    assert [c.key for b in found for c in b] == [c.key for c in chunks]
+    for batch in found:
+        assert len(batch) == 1 or sum(len(c.token_ids) for c in batch) <= limit
+
+
+@given(contexts=st.lists(st.sets(st.integers(0, 9), max_size=4), min_size=1, max_size=10), limit=st.integers(1, 40))
+def test_contexts_of_a_batch_fit_together(contexts: list[set[int]], limit: int) -> None:
+    sizes = {str(i): i + 1 for i in range(10)}
+    chunks = [PendingChunk(str(i), str(i), (1,), tuple(map(str, sorted(c - {i})))) for i, c in enumerate(contexts)]
+    ordered = walk_neighbours(chunks)
+    assert sorted(c.key for c in ordered) == sorted(c.key for c in chunks)
+    found = list(batches(ordered, 100, sizes, limit))
+    assert [c for b in found for c in b] == ordered
+    for batch in found:
+        together = {text for chunk in batch for text in chunk.context}
+        assert len(batch) == 1 or sum(sizes[text] for text in together) <= limit
+
+
+def test_chunks_that_share_neighbours_come_close_together() -> None:
+    """Two separate groups, given in turns, come one after the other."""
+    chunks = [
+        PendingChunk("", f"{g}{i}", (1,), tuple(f"{g}{j}" for j in range(4) if j != i)) for i in range(4) for g in "ab"
+    ]
+    assert "".join(chunk.text[0] for chunk in walk_neighbours(chunks)) == "aaaabbbb"
 
 
 def test_summary_counts_everything(tmp_path: Path) -> None:
@@ -60,7 +81,8 @@ def test_batched_kv_equals_kv_of_the_chunk_alone(tmp_path: Path) -> None:
     with make_engine(tmp_path / "batch") as batched, make_engine(tmp_path / "alone") as alone:
         batched.build_kv_cache([PASSAGES[0], SHORT[1], SHORT[2]], progress=False)
         alone.build_kv_cache([SHORT[1]], progress=False)
-        key, token_ids = alone._ingestor.key_of(SHORT[1])
+        key, token_ids = alone.chunk_id(SHORT[1]), tuple(alone.token_ids(SHORT[1]))
+        assert key is not None
         stored = [e.store.open(key, token_ids) for e in (batched, alone)]
         kv = [s.read_layers(0, 3) for s in stored if s is not None]
         assert len(kv) == 2
@@ -87,7 +109,7 @@ def test_a_chunk_longer_than_the_context_is_skipped_with_a_warning(tmp_path: Pat
     with make_engine(tmp_path) as engine:
         long = "ferry " * 3000
         with pytest.warns(
-            FusedKVWarning, match=r"does not fit in the model's context of 2048 and is skipped; split it"
+            FusedKVWarning, match=r"skipped: its \d+ tokens do not fit in the model's context.*; split it"
         ):
             report = engine.build_kv_cache([long, SHORT[0]], progress=False)
         assert (report.chunks_new, report.chunks_skipped) == (1, 1)
@@ -147,7 +169,9 @@ def test_ctrl_c_keeps_what_was_computed_and_the_next_run_resumes(tmp_path: Path)
             time.sleep(0.2)
             return prefill(self, batch)
         preprocess.Ingestor._prefill = slow
-        engine = FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir={str(tmp_path / "kv")!r})
+        engine = FusedKVEngine(
+            tiny_model(), tokenizer=smollm2_tokenizer(), preprocessing="none", kv_dir={str(tmp_path / "kv")!r}
+        )
         engine.build_kv_cache(SHORT[:20], progress=False)
         """)
     )
@@ -186,7 +210,7 @@ def test_the_writer_hands_errors_to_the_submitting_thread() -> None:
 
     writer = BackgroundWriter(broken, lambda chunk, nbytes: None)
     kv = ChunkKV(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2), (1,), 0)
-    writer.submit(PendingChunk("k", "t", (1,)), lambda: kv)
+    writer.submit(PendingChunk("k", "t", (1,)), kv)
     with pytest.raises(OSError, match="no such device"):
         writer.close()
 

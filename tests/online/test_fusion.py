@@ -20,7 +20,9 @@ from .reference_fusion import finish, project, recompute_rows, stitched_kv
 
 @pytest.fixture
 def engine(tmp_path: Path):
-    with FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, store_misses=False) as engine:
+    with FusedKVEngine(
+        tiny_model(), preprocessing="none", tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, store_misses=False
+    ) as engine:
         engine.build_kv_cache(SHORT[:6], progress=False)
         yield engine
 

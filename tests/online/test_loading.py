@@ -28,7 +28,7 @@ def test_groups_cover_all_layers_once_with_the_needed_ones_first(num_layers: int
 
 @pytest.mark.parametrize("ratio", [0.0, 0.2])
 def test_disk_and_memory_give_the_same_logits(ratio: float, tmp_path: Path) -> None:
-    with FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=tmp_path) as engine:
+    with FusedKVEngine(tiny_model(), preprocessing="none", tokenizer=smollm2_tokenizer(), kv_dir=tmp_path) as engine:
         engine.build_kv_cache(SHORT[:5], progress=False)
         engine.store.drop_memory()
         cold, first = engine.prefill(rag_prompt(SHORT[:5]), recompute_ratio=ratio)
@@ -41,7 +41,9 @@ def test_disk_and_memory_give_the_same_logits(ratio: float, tmp_path: Path) -> N
 
 
 def test_without_a_memory_tier_everything_comes_from_disk(tmp_path: Path) -> None:
-    with FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, memory_bytes=0) as engine:
+    with FusedKVEngine(
+        tiny_model(), preprocessing="none", tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, memory_bytes=0
+    ) as engine:
         engine.build_kv_cache(SHORT[:3], progress=False)
         for _ in range(2):
             _, report = engine.prefill(rag_prompt(SHORT[:3]), recompute_ratio=0.0)
@@ -49,7 +51,7 @@ def test_without_a_memory_tier_everything_comes_from_disk(tmp_path: Path) -> Non
 
 
 def test_prefetch_brings_chunks_into_memory(tmp_path: Path) -> None:
-    with FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=tmp_path) as engine:
+    with FusedKVEngine(tiny_model(), preprocessing="none", tokenizer=smollm2_tokenizer(), kv_dir=tmp_path) as engine:
         engine.build_kv_cache(SHORT[:3], progress=False)
         engine.store.drop_memory()
         keys = engine.prefetch([*SHORT[:3], SHORT[9]])

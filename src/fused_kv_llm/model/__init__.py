@@ -17,6 +17,7 @@ from .forward import (
 )
 from .geometry import Geometry, read_geometry
 from .loading import LoadedModel, choose_device, choose_dtype, load_model
+from .packed import PackedChunk, prefill_packed
 
 __all__ = [
     "AttentionPass",
@@ -26,6 +27,7 @@ __all__ = [
     "Geometry",
     "KVPass",
     "LoadedModel",
+    "PackedChunk",
     "PrefixKV",
     "RowPass",
     "StopForwardError",
@@ -37,5 +39,6 @@ __all__ = [
     "forward_rows",
     "load_model",
     "no_mask",
+    "prefill_packed",
     "read_geometry",
 ]

@@ -2,6 +2,17 @@
 
 from __future__ import annotations
 
+from .corpus import CorpusPlanner, Similarity
+from .embedder import Embedder, SentenceEmbedder, as_embedder
+from .neighbours import GivenNeighbours
 from .preprocess import Ingestor
 
-__all__ = ["Ingestor"]
+__all__ = [
+    "CorpusPlanner",
+    "Embedder",
+    "GivenNeighbours",
+    "Ingestor",
+    "SentenceEmbedder",
+    "Similarity",
+    "as_embedder",
+]

@@ -1,11 +1,11 @@
-"""Batches of chunks of similar length, so that little of a batch is padding."""
+"""The chunks to prefill, in batches whose contexts fit in memory together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["PendingChunk", "length_sorted_batches"]
+__all__ = ["PendingChunk", "batches", "walk_neighbours"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,24 +18,60 @@ class PendingChunk:
     text : str
     token_ids : tuple of int
         Stand-alone ids.
+    context : tuple of str
+        Similar chunks to stand before it, the nearest one last.
+    replaces : tuple of str
+        Keys of its KV with other neighbours, to be deleted once the new one is written.
     """
 
     key: str
     text: str
     token_ids: tuple[int, ...]
+    context: tuple[str, ...] = ()
+    replaces: tuple[str, ...] = ()
 
 
-def length_sorted_batches(chunks: Sequence[PendingChunk], max_tokens: int) -> Iterator[list[PendingChunk]]:
-    """Yield batches of at most `max_tokens` padded tokens, longest chunks first.
+def walk_neighbours(chunks: Sequence[PendingChunk]) -> list[PendingChunk]:
+    """Order chunks along their neighbours, so that those which share a context come close together.
 
-    Longest first, so that a batch that does not fit in memory fails at the start and the estimate of the
-    time left errs on the safe side. A chunk longer than `max_tokens` is a batch of its own.
+    Chunks without neighbours keep their order.
+    """
+    waiting = {chunk.text: chunk for chunk in chunks}
+    ordered: list[PendingChunk] = []
+    for first in chunks:
+        stack = [first.text]
+        while stack:
+            chunk = waiting.pop(stack.pop(), None)
+            if chunk is not None:
+                ordered.append(chunk)
+                stack.extend(chunk.context)
+    return ordered
+
+
+def batches(
+    chunks: Sequence[PendingChunk], max_tokens: int, num_tokens: dict[str, int], max_context_tokens: int
+) -> Iterator[list[PendingChunk]]:
+    """Yield runs of chunks to be prefilled in one forward.
+
+    Parameters
+    ----------
+    chunks : sequence of PendingChunk
+    max_tokens : int
+        Tokens of a batch; a longer chunk is a batch of its own.
+    num_tokens : dict of str to int
+        Tokens of every context text.
+    max_context_tokens : int
+        Tokens of the distinct context chunks of a batch, which are in memory at the same time.
     """
     batch: list[PendingChunk] = []
-    for chunk in sorted(chunks, key=lambda c: len(c.token_ids), reverse=True):
-        if batch and len(batch[0].token_ids) * (len(batch) + 1) > max_tokens:
+    tokens, context = 0, set[str]()
+    for chunk in chunks:
+        together = context | set(chunk.context)
+        too_many = tokens + len(chunk.token_ids) > max_tokens
+        if batch and (too_many or sum(num_tokens[text] for text in together) > max_context_tokens):
             yield batch
-            batch = []
+            batch, tokens, together = [], 0, set(chunk.context)
         batch.append(chunk)
+        tokens, context = tokens + len(chunk.token_ids), together
     if batch:
         yield batch

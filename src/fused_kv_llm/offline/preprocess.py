@@ -1,28 +1,27 @@
-"""Ingestion: prefill chunks after the prompt's header and store their KV.
+"""Ingestion: prefill chunks and store their KV.
 
-FusionRAG's offline stage without neighbours: ``KV(chunk | header)``. Chunks that are prefilled after the rendered
-chat header see the model's real first tokens, which measured closer to full prefill than chunks with nothing
-before them.
+FusionRAG's offline stage (section 3.1, equation 10): a chunk is prefilled after the rendered chat header and the KV of
+the chunks most similar to it, ``KV(chunk | header, neighbours)``, and moved back to where every stored chunk stands.
+Without neighbours it is ``KV(chunk | header)``.
 """
 
 from __future__ import annotations
 
 import time
-import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 
-import torch
-
-from fused_kv_kernels import RowPlan
-from fused_kv_llm.chunk import ChunkKV, chunk_key
-from fused_kv_llm.errors import CorpusError, FusedKVWarning, PromptError, StoreFullError
-from fused_kv_llm.model import BatchCache, KVPass, LoadedModel, PrefixKV, forward_kv
-from fused_kv_llm.prompt import content_hash, is_indexable
+from fused_kv_llm.chunk import ChunkKV
+from fused_kv_llm.errors import StoreFullError
+from fused_kv_llm.model import LoadedModel, PackedChunk, PrefixKV, prefill_packed
+from fused_kv_llm.prompt import content_hash
 from fused_kv_llm.report import IngestReport
 from fused_kv_llm.store import KVStore
 
-from .batches import PendingChunk, length_sorted_batches
+from .batches import PendingChunk, batches, walk_neighbours
+from .corpus import CorpusPlanner
+from .neighbours import GivenNeighbours
+from .plain_kv import PlainKVCache
 from .progress import Advance, ingestion_progress
 from .writer import BackgroundWriter
 
@@ -30,6 +29,7 @@ __all__ = ["BATCH_TOKENS", "Ingestor"]
 
 BATCH_TOKENS = 2048
 _SPARE_DISK_BYTES = 64 * 2**20
+_PLAIN_KV_BYTES = 2**30
 
 
 class Ingestor:
@@ -40,11 +40,11 @@ class Ingestor:
     loaded : LoadedModel
     store : KVStore
     identity : str
-        Digest of everything the KV depends on.
+        Digest of everything the KV depends on, but the chunk and its neighbours.
     prefix : PrefixKV
         What stands before every chunk.
-    encode : callable
-        Text to stand-alone token ids.
+    planner : CorpusPlanner
+        Says what has to be prefilled, and after which neighbours.
     lock : context manager
         Held during a batch's forward, so that requests run between batches.
     """
@@ -55,28 +55,37 @@ class Ingestor:
         store: KVStore,
         identity: str,
         prefix: PrefixKV,
-        encode: Callable[[str], list[int]],
+        planner: CorpusPlanner,
         lock: AbstractContextManager[object],
     ) -> None:
         self._loaded = loaded
         self._store = store
         self._identity = identity
         self._prefix = prefix
-        self._encode = encode
+        self._planner = planner
         self._lock = lock
 
-    def key_of(self, text: str) -> tuple[str, tuple[int, ...]]:
-        """Return the key and the stand-alone ids of a chunk's text; surrounding white space does not count."""
-        token_ids = tuple(self._encode(text.strip()))
-        return chunk_key(self._identity, token_ids), token_ids
-
-    def run(self, texts: Iterable[str], *, progress: bool = True) -> IngestReport:
+    def run(
+        self,
+        texts: Iterable[str],
+        *,
+        neighbours: GivenNeighbours | None = None,
+        refresh: bool = False,
+        check_stale: bool = True,
+        progress: bool = True,
+    ) -> IngestReport:
         """Prefill and store every text that is not stored yet.
 
         Parameters
         ----------
         texts : iterable of str
             One chunk each.
+        neighbours : mapping, callable or None
+            A caller's own graph of similar chunks; None asks the embedder.
+        refresh : bool
+            Whether stored chunks whose neighbours have changed are prefilled again.
+        check_stale : bool
+            Whether to look for such chunks at all.
         progress : bool
             Whether to show a progress bar.
 
@@ -94,57 +103,13 @@ class Ingestor:
         """
         started = time.perf_counter()
         report = IngestReport()
-        pending = self._plan(texts, report)
+        pending = self._planner.plan(texts, report, neighbours, refresh, check_stale)
         self._check_space(pending)
         total_tokens = sum(len(chunk.token_ids) for chunk in pending)
         with ingestion_progress(len(pending), total_tokens, enabled=progress) as advance:
             self._prefill_all(pending, report, advance)
         report.seconds = time.perf_counter() - started
         return report
-
-    def _plan(self, texts: Iterable[str], report: IngestReport) -> list[PendingChunk]:
-        distinct: dict[str, None] = {}
-        for text in texts:
-            if not isinstance(text, str):
-                raise CorpusError(f"A chunk is of type {type(text).__name__}, not text: pass strings or documents.")
-            report.chunks_total += 1
-            stripped = text.strip()
-            if not is_indexable(stripped):
-                report.chunks_skipped += 1
-            elif stripped in distinct:
-                report.chunks_duplicate += 1
-            else:
-                distinct[stripped] = None
-        if report.chunks_total == 0:
-            raise CorpusError("There are no chunks to ingest: the corpus is empty.")
-        chunks: dict[str, PendingChunk] = {}
-        for text in distinct:
-            try:
-                key, token_ids = self.key_of(text)
-            except PromptError as error:
-                report.chunks_skipped += 1
-                warnings.warn(f"A chunk is skipped: {error} {text[:60]!r}...", FusedKVWarning, stacklevel=4)
-            else:
-                # Two texts can have the same token ids, for instance under a normalising tokenizer.
-                report.chunks_duplicate += key in chunks
-                chunks[key] = PendingChunk(key, text, token_ids)
-        stored = self._store.contains(chunks)
-        report.chunks_present = len(stored)
-        return self._drop_too_long([c for c in chunks.values() if c.key not in stored], report)
-
-    def _drop_too_long(self, chunks: list[PendingChunk], report: IngestReport) -> list[PendingChunk]:
-        limit = self._loaded.geometry.context_length - len(self._prefix.token_ids)
-        fitting = [chunk for chunk in chunks if len(chunk.token_ids) < limit]
-        for chunk in chunks:
-            if len(chunk.token_ids) >= limit:
-                report.chunks_skipped += 1
-                warnings.warn(
-                    f"A chunk of {len(chunk.token_ids)} tokens does not fit in the model's context of "
-                    f"{self._loaded.geometry.context_length} and is skipped; split it: {chunk.text[:60]!r}...",
-                    FusedKVWarning,
-                    stacklevel=4,
-                )
-        return fitting
 
     def _check_space(self, pending: Sequence[PendingChunk]) -> None:
         per_token = self._loaded.geometry.kv_bytes_per_token(self._loaded.dtype)
@@ -158,45 +123,47 @@ class Ingestor:
 
     def _prefill_all(self, pending: Sequence[PendingChunk], report: IngestReport, advance: Advance) -> None:
         def written(chunk: PendingChunk, nbytes: int) -> None:
-            report.chunks_new += 1
+            if chunk.replaces:
+                # Only now: until the new KV is there, the old one serves.
+                self._store.delete(chunk.replaces)
+                report.chunks_refreshed += 1
+            else:
+                report.chunks_new += 1
             report.tokens += len(chunk.token_ids)
             report.bytes_written += nbytes
             advance(len(chunk.token_ids), nbytes)
 
+        def plain(texts: Sequence[str]) -> list[ChunkKV]:
+            found: list[ChunkKV] = []
+            chunks = [PendingChunk("", text, ids_of[text]) for text in texts]
+            for batch in batches(chunks, BATCH_TOKENS, {}, 0):
+                found += self._prefill([PackedChunk(chunk.token_ids) for chunk in batch])
+            report.neighbour_tokens += sum(len(ids_of[text]) for text in texts)
+            return found
+
         if not pending:
             return
+        ids_of = self._planner.ids_of({text for chunk in pending for text in chunk.context})
+        num_tokens = {text: len(ids) for text, ids in ids_of.items()}
+        budget_tokens = _PLAIN_KV_BYTES // self._loaded.geometry.kv_bytes_per_token(self._loaded.dtype)
+        neighbours = PlainKVCache(plain, _PLAIN_KV_BYTES)
         writer = BackgroundWriter(self._write, written)
         try:
-            for batch in length_sorted_batches(pending, BATCH_TOKENS):
-                cache = self._prefill(batch)
-                for row, chunk in enumerate(batch):
-                    writer.submit(chunk, _copy_out(cache, row, chunk, len(self._prefix.token_ids)))
+            for batch in batches(walk_neighbours(pending), BATCH_TOKENS, num_tokens, budget_tokens):
+                at_hand = neighbours.get(text for chunk in batch for text in chunk.context)
+                packed = [
+                    PackedChunk(chunk.token_ids, tuple(at_hand[text] for text in chunk.context)) for chunk in batch
+                ]
+                for chunk, kv in zip(batch, self._prefill(packed), strict=True):
+                    writer.submit(chunk, kv)
         finally:
             # Also after Ctrl-C: what has been computed is written, so the next run goes on from there.
             writer.close()
 
-    def _prefill(self, batch: Sequence[PendingChunk]) -> BatchCache:
-        loaded, before = self._loaded, len(self._prefix.token_ids)
-        longest = max(len(chunk.token_ids) for chunk in batch)
-        # Padding stands after a chunk's tokens, where causal attention keeps it from being seen.
-        ids = torch.zeros((len(batch), longest), dtype=torch.int64)
-        for row, chunk in enumerate(batch):
-            ids[row, : len(chunk.token_ids)] = torch.tensor(chunk.token_ids)
-        positions = torch.arange(before, before + longest, device=loaded.device)
-        cache = BatchCache(self._prefix.keys, self._prefix.values)
-        with self._lock, torch.inference_mode():
-            state = KVPass(RowPlan(positions, before + longest), loaded.geometry.num_layers - 1)
-            forward_kv(loaded, ids.to(loaded.device), positions, cache, state)
-        return cache
+    def _prefill(self, chunks: Sequence[PackedChunk]) -> list[ChunkKV]:
+        with self._lock:
+            return prefill_packed(self._loaded, chunks, self._prefix)
 
     def _write(self, chunk: PendingChunk, kv: ChunkKV) -> int:
-        return self._store.put(chunk.key, self._identity, chunk.text, content_hash(chunk.text), kv)
-
-
-def _copy_out(cache: BatchCache, row: int, chunk: PendingChunk, position: int) -> Callable[[], ChunkKV]:
-    def copy() -> ChunkKV:
-        with torch.inference_mode():
-            keys, values = cache.chunk(row, len(chunk.token_ids))
-        return ChunkKV(keys.cpu(), values.cpu(), chunk.token_ids, position)
-
-    return copy
+        on_cpu = ChunkKV(kv.keys.cpu(), kv.values.cpu(), kv.token_ids, kv.position)
+        return self._store.put(chunk.key, self._identity, chunk.text, content_hash(chunk.text), on_cpu)

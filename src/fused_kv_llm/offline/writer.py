@@ -12,7 +12,7 @@ from .batches import PendingChunk
 
 __all__ = ["BackgroundWriter"]
 
-_Item = tuple[PendingChunk, Callable[[], ChunkKV]]
+_Item = tuple[PendingChunk, ChunkKV]
 
 
 class BackgroundWriter:
@@ -41,8 +41,8 @@ class BackgroundWriter:
         self._thread = threading.Thread(target=self._run, name="fused-kv-writer", daemon=True)
         self._thread.start()
 
-    def submit(self, chunk: PendingChunk, make_kv: Callable[[], ChunkKV]) -> None:
-        """Queue a chunk; `make_kv` copies its KV out of the batch in the writer's thread.
+    def submit(self, chunk: PendingChunk, kv: ChunkKV) -> None:
+        """Queue a chunk and its KV.
 
         Raises
         ------
@@ -50,7 +50,7 @@ class BackgroundWriter:
             What an earlier write met.
         """
         self._raise_error()
-        self._queue.put((chunk, make_kv))
+        self._queue.put((chunk, kv))
 
     def close(self) -> None:
         """Write what is queued and stop; raises what a write met."""
@@ -66,8 +66,8 @@ class BackgroundWriter:
         while (item := self._queue.get()) is not None:
             if self._error is not None:
                 continue
-            chunk, make_kv = item
+            chunk, kv = item
             try:
-                self._on_written(chunk, self._write(chunk, make_kv()))
+                self._on_written(chunk, self._write(chunk, kv))
             except Exception as error:
                 self._error = error

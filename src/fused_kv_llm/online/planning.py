@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any
 
+from fused_kv_llm.catalog import ChunkCatalog
 from fused_kv_llm.errors import PromptError, PromptTooLongError
 from fused_kv_llm.prompt import ChatPrompt, PromptRenderer, plan_prompt
 from fused_kv_llm.report import FusionReport
 from fused_kv_llm.store import KVStore, StoredKV
 
-from .catalog import ChunkCatalog
 from .request import Placement, Request
 
 __all__ = ["RequestPlanner"]
@@ -30,6 +30,8 @@ class RequestPlanner:
         Only KV of this identity is used.
     prefix_ids : sequence of int
         The header's ids whose exact KV is at hand.
+    catalog : ChunkCatalog
+        Finds the store's chunks in a text.
     context_length : int
         Longest prompt plus answer, in tokens.
     model_id : str
@@ -44,6 +46,7 @@ class RequestPlanner:
         store: KVStore,
         identity: str,
         prefix_ids: Sequence[int],
+        catalog: ChunkCatalog,
         context_length: int,
         model_id: str,
         on_missing: Callable[[str], None],
@@ -55,7 +58,7 @@ class RequestPlanner:
         self._context_length = context_length
         self._model_id = model_id
         self._on_missing = on_missing
-        self._catalog = ChunkCatalog(store, identity)
+        self._catalog = catalog
 
     def plan(self, prompt: str | Sequence[dict[str, Any]] | ChatPrompt, report: FusionReport) -> Request:
         """Plan one prompt.

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ..chunk import ContentHash
 from ..errors import ConfigError
 from .cover import best_cover
 from .hash_table import HashTable
@@ -158,6 +159,27 @@ class ContentIndex:
                 verified[start, end] = key
         spans = list(verified)
         return [Match(verified[spans[i]], *spans[i]) for i in best_cover(spans)]
+
+    def lookup(self, contents: Sequence[ContentHash]) -> list[list[str]]:
+        """Find chunks by the hashes of their whole text.
+
+        Parameters
+        ----------
+        contents : sequence of ContentHash
+
+        Returns
+        -------
+        list of list of str
+            For each, the keys whose hash and length agree.
+        """
+        with self._lock:
+            self._flush()
+            tables, dead = self._tables, set(self._dead)
+        found: list[list[str]] = [[] for _ in contents]
+        for table in tables:
+            for keys, content in zip(found, contents, strict=True):
+                keys += [key for key in table.with_content(content) if key not in dead]
+        return found
 
     def _rows_held(self) -> int:
         return sum(len(table.keys) for table in self._tables) + sum(len(rows[0]) for rows in self._pending)

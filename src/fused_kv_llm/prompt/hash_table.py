@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from fused_kv_llm.chunk import ContentHash
+
 from .texthash import SpanHashes
 
 __all__ = ["Candidate", "HashTable"]
@@ -101,10 +103,15 @@ class HashTable:
             left = np.searchsorted(self.full, wanted)
             left[left == len(self.full)] = 0
             for i in np.flatnonzero(self.full[left] == wanted).tolist():
-                yield from self._rows(int(left[i]), int(starts[i]), int(lengths[i]))
+                yield from self._rows(int(left[i]), int(starts[i]), int(lengths[i]), int(wanted[i]))
 
-    def _rows(self, row: int, start: int, length: int) -> Iterator[Candidate]:
-        full = self.full[row]
+    def with_content(self, content: ContentHash) -> Iterator[str]:
+        """Keys of the chunks with that hash and length."""
+        row = int(np.searchsorted(self.full, np.uint64(content.full)))
+        for key, _, _ in self._rows(row, 0, content.length, content.full):
+            yield key
+
+    def _rows(self, row: int, start: int, length: int, full: int) -> Iterator[Candidate]:
         while row < len(self.full) and self.full[row] == full:
             if self.length[row] == length:
                 yield self.keys[row], start, start + length

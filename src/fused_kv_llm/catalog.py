@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from fused_kv_llm.prompt import ContentIndex, Match
+from fused_kv_llm.prompt import ContentIndex, Match, content_hash, is_indexable
 from fused_kv_llm.store import ChunkRow, KVStore
 
 __all__ = ["ChunkCatalog"]
@@ -55,6 +55,34 @@ class ChunkCatalog:
 
         matches = [match for match in self._index.find(text, text_of) if match.key in rows]
         return matches, rows
+
+    def rows_of(self, texts: Sequence[str]) -> dict[str, list[ChunkRow]]:
+        """Return the rows of whole chunks, by their text.
+
+        Parameters
+        ----------
+        texts : sequence of str
+            Without surrounding white space, as they are stored.
+
+        Returns
+        -------
+        dict of str to list of ChunkRow
+            Only texts that are stored. A text has two rows while its KV is being replaced.
+        """
+        self._refresh()
+        wanted = [text for text in texts if is_indexable(text)]
+        keys = self._index.lookup([content_hash(text) for text in wanted])
+        rows = self._store.rows([key for found in keys for key in found])
+        of_text = {
+            text: [rows[key] for key in found if key in rows and rows[key].text == text]
+            for text, found in zip(wanted, keys, strict=True)
+        }
+        return {text: found for text, found in of_text.items() if found}
+
+    def all_rows(self) -> list[ChunkRow]:
+        """Return the rows of every stored chunk of this identity."""
+        _, keys = self._store.content_rows(self._identity, 0)
+        return list(self._store.rows(keys).values())
 
     def _refresh(self) -> None:
         with self._lock:

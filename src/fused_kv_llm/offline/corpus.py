@@ -1,0 +1,205 @@
+"""From texts to the chunks that have to be prefilled: what is new, what is there, whose neighbours have changed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fused_kv_llm.catalog import ChunkCatalog
+from fused_kv_llm.chunk import chunk_key
+from fused_kv_llm.errors import CorpusError, FusedKVWarning, PromptError
+from fused_kv_llm.prompt import is_indexable
+from fused_kv_llm.report import IngestReport
+
+from .batches import PendingChunk
+from .embedder import Embedder
+from .neighbours import GivenNeighbours, find_neighbours, given_neighbours
+
+__all__ = ["CorpusPlanner", "Similarity"]
+
+_STACK_LEVEL = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Similarity:
+    """How neighbours are found.
+
+    Parameters
+    ----------
+    count : int
+        Neighbours of a chunk.
+    embedder : Embedder
+    vectors_path : Path or None
+        Where vectors are remembered.
+    """
+
+    count: int
+    embedder: Embedder
+    vectors_path: Path | None
+
+
+class CorpusPlanner:
+    """Plans ingestions of one identity.
+
+    Parameters
+    ----------
+    catalog : ChunkCatalog
+        What is stored.
+    identity : str
+    encode : callable
+        Text to stand-alone token ids.
+    max_tokens : int
+        Tokens that fit behind the header.
+    similarity : Similarity or None
+        None prefills every chunk right after the header.
+    """
+
+    def __init__(
+        self,
+        catalog: ChunkCatalog,
+        identity: str,
+        encode: Callable[[str], list[int]],
+        max_tokens: int,
+        similarity: Similarity | None,
+    ) -> None:
+        self._catalog = catalog
+        self._identity = identity
+        self._encode = encode
+        self._max_tokens = max_tokens
+        self._similarity = similarity
+
+    def plan(
+        self,
+        texts: Iterable[str],
+        report: IngestReport,
+        given: GivenNeighbours | None,
+        refresh: bool,
+        check_stale: bool,
+    ) -> list[PendingChunk]:
+        """Return the chunks to prefill.
+
+        Parameters
+        ----------
+        texts : iterable of str
+        report : IngestReport
+            Gets the counts.
+        given : mapping, callable or None
+            A caller's own neighbours.
+        refresh : bool
+            Whether stored chunks whose neighbours have changed are prefilled again.
+        check_stale : bool
+            Whether to look for such chunks at all.
+
+        Raises
+        ------
+        CorpusError
+            If there are no texts, or something that is not text.
+        """
+        ids = self._token_ids(_distinct(texts, report), report)
+        stored = self._catalog.rows_of(list(ids))
+        new = [text for text in ids if text not in stored]
+        report.chunks_present = len(stored)
+        if self._similarity is None:
+            return [PendingChunk(chunk_key(self._identity, ids[text]), text, ids[text]) for text in new]
+        rows: dict[str, list[str]] = {}
+        if new or check_stale:
+            for row in self._catalog.all_rows():
+                rows.setdefault(row.text, []).append(row.key)
+                ids.setdefault(row.text, row.token_ids)
+        old = [text for text in rows if text not in new] if check_stale else []
+        contexts = self._contexts([*new, *old], ids, given)
+        pending = [self._pending(text, ids, contexts[text]) for text in new]
+        stale = [
+            self._pending(text, ids, contexts[text], tuple(rows[text]))
+            for text in old
+            if self._pending(text, ids, contexts[text]).key not in rows[text]
+        ]
+        if refresh:
+            return [*pending, *stale]
+        report.chunks_stale = len(stale)
+        return pending
+
+    def ids_of(self, texts: Iterable[str]) -> dict[str, tuple[int, ...]]:
+        """Return the stand-alone ids of texts."""
+        return {text: tuple(self._encode(text)) for text in texts}
+
+    def _pending(
+        self,
+        text: str,
+        ids: Mapping[str, tuple[int, ...]],
+        context: tuple[str, ...],
+        replaces: tuple[str, ...] = (),
+    ) -> PendingChunk:
+        key = chunk_key(self._identity, ids[text], [ids[other] for other in context])
+        return PendingChunk(key, text, ids[text], context, replaces)
+
+    def _contexts(
+        self, texts: Sequence[str], ids: dict[str, tuple[int, ...]], given: GivenNeighbours | None
+    ) -> dict[str, tuple[str, ...]]:
+        similarity = self._similarity
+        if similarity is None:
+            return dict.fromkeys(texts, ())
+        if given is not None:
+            found = given_neighbours(texts, given, similarity.count)
+            for other in {other for others in found.values() for other in others if other not in ids}:
+                ids[other] = tuple(self._encode(other))
+        else:
+            found = find_neighbours(texts, list(ids), similarity.count, similarity.embedder, similarity.vectors_path)
+        return {text: self._fitting(text, found[text], ids) for text in texts}
+
+    def _fitting(self, text: str, nearest: Sequence[str], ids: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
+        """Return as many of the nearest as fit before the chunk, the nearest one last."""
+        room, fitting = self._max_tokens - len(ids[text]), list[str]()
+        for other in nearest:
+            room -= len(ids[other])
+            if room <= 0:
+                break
+            fitting.append(other)
+        return tuple(reversed(fitting))
+
+    def _token_ids(self, texts: Sequence[str], report: IngestReport) -> dict[str, tuple[int, ...]]:
+        ids: dict[str, tuple[int, ...]] = {}
+        seen: set[tuple[int, ...]] = set()
+        for text in texts:
+            try:
+                token_ids = tuple(self._encode(text))
+            except PromptError as error:
+                _skip(report, f"{error}", text)
+                continue
+            if len(token_ids) >= self._max_tokens:
+                reason = (
+                    f"its {len(token_ids)} tokens do not fit in the model's context, where {self._max_tokens} are left"
+                )
+                _skip(report, f"{reason}; split it", text)
+            elif token_ids in seen:
+                # Two texts can have the same token ids, for instance under a normalising tokenizer.
+                report.chunks_duplicate += 1
+            else:
+                seen.add(token_ids)
+                ids[text] = token_ids
+        return ids
+
+
+def _skip(report: IngestReport, reason: str, text: str) -> None:
+    report.chunks_skipped += 1
+    warnings.warn(f"A chunk is skipped: {reason}: {text[:60]!r}...", FusedKVWarning, stacklevel=_STACK_LEVEL)
+
+
+def _distinct(texts: Iterable[str], report: IngestReport) -> list[str]:
+    distinct: dict[str, None] = {}
+    for text in texts:
+        if not isinstance(text, str):
+            raise CorpusError(f"A chunk is of type {type(text).__name__}, not text: pass strings or documents.")
+        report.chunks_total += 1
+        stripped = text.strip()
+        if not is_indexable(stripped):
+            report.chunks_skipped += 1
+        elif stripped in distinct:
+            report.chunks_duplicate += 1
+        else:
+            distinct[stripped] = None
+    if report.chunks_total == 0:
+        raise CorpusError("There are no chunks to ingest: the corpus is empty.")
+    return list(distinct)

@@ -1,0 +1,101 @@
+"""The vectors of a corpus, remembered beside the store so that adding a chunk embeds one text, not all."""
+
+from __future__ import annotations
+
+import hashlib
+import sqlite3
+import warnings
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fused_kv_llm.errors import FusedKVWarning
+
+from .embedder import Embedder
+
+__all__ = ["corpus_vectors"]
+
+_BATCH = 256
+_BUSY_S = 30.0
+
+
+def corpus_vectors(texts: Sequence[str], embedder: Embedder, path: Path | None) -> NDArray[np.float32]:
+    """Return one unit vector per text.
+
+    Parameters
+    ----------
+    texts : sequence of str
+        Distinct.
+    embedder : Embedder
+        Embeds those that are not remembered.
+    path : Path or None
+        The SQLite file that remembers vectors; None remembers nothing. A file that cannot be used is passed
+        over with a warning: vectors can always be made again.
+
+    Returns
+    -------
+    numpy.ndarray
+        ``[texts, dimensions]`` float32.
+    """
+    digests = [hashlib.sha256(f"{embedder.name}\0{text}".encode("utf-8", "surrogatepass")).digest() for text in texts]
+    known = _recall(digests, path)
+    missing = [i for i, digest in enumerate(digests) if digest not in known]
+    for begin in range(0, len(missing), _BATCH):
+        batch = missing[begin : begin + _BATCH]
+        made = embedder.encode([texts[i] for i in batch])
+        fresh = {digests[i]: vector for i, vector in zip(batch, made, strict=True)}
+        _remember(fresh, path)
+        known.update(fresh)
+    return np.stack([known[digest] for digest in digests]) if texts else np.zeros((0, 1), np.float32)
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, timeout=_BUSY_S)
+    path.chmod(0o600)
+    connection.execute("PRAGMA journal_mode=WAL")
+    connection.execute(
+        "CREATE TABLE IF NOT EXISTS vectors (digest BLOB PRIMARY KEY, vector BLOB NOT NULL) WITHOUT ROWID"
+    )
+    return connection
+
+
+def _recall(digests: Sequence[bytes], path: Path | None) -> dict[bytes, NDArray[np.float32]]:
+    if path is None or not path.exists():
+        return {}
+    found: dict[bytes, NDArray[np.float32]] = {}
+    try:
+        with closing(_connect(path)) as connection:
+            for begin in range(0, len(digests), _BATCH):
+                batch = digests[begin : begin + _BATCH]
+                marks = ",".join("?" * len(batch))
+                rows = connection.execute(f"SELECT digest, vector FROM vectors WHERE digest IN ({marks})", batch)
+                found.update((digest, np.frombuffer(vector, np.float32)) for digest, vector in rows)
+    except (sqlite3.Error, ValueError, OSError) as error:
+        _passed_over(path, error)
+        return {}
+    return found
+
+
+def _remember(vectors: dict[bytes, NDArray[np.float32]], path: Path | None) -> None:
+    if path is None:
+        return
+    try:
+        with closing(_connect(path)) as connection, connection:
+            connection.executemany(
+                "INSERT OR REPLACE INTO vectors VALUES (?, ?)",
+                [(digest, vector.astype(np.float32).tobytes()) for digest, vector in vectors.items()],
+            )
+    except (sqlite3.Error, OSError) as error:
+        _passed_over(path, error)
+
+
+def _passed_over(path: Path, error: Exception) -> None:
+    warnings.warn(
+        f"Vectors could not be kept in {path} ({error}): they are made at every ingestion. Delete the file, or check "
+        "the folder's permissions.",
+        FusedKVWarning,
+        stacklevel=4,
+    )

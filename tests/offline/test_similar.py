@@ -1,0 +1,212 @@
+"""Similarity-guided preprocessing: neighbours, the KV that follows them, what is stale, what is remembered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from corpus import SHORT, rag_prompt
+from models import smollm2_tokenizer, tiny_model
+
+from fused_kv_kernels.reference import rerotate_keys_reference
+from fused_kv_llm import FusedKVEngine
+from fused_kv_llm.errors import ConfigError
+from fused_kv_llm.offline import SentenceEmbedder
+from fused_kv_llm.offline.neighbours import find_neighbours
+from fused_kv_llm.offline.plain_kv import PlainKVCache
+from fused_kv_llm.offline.vectors import corpus_vectors
+
+
+class Letters:
+    """Embeds by letter frequencies and counts what it is asked."""
+
+    name = "letters"
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def encode(self, texts: Sequence[str]) -> np.ndarray:
+        self.asked += texts
+        counts = np.array([[text.lower().count(c) for c in "abcdefghijklmnopqrstuvwxyz"] for text in texts], np.float32)
+        return counts / np.linalg.norm(counts, axis=1, keepdims=True)
+
+
+def make_engine(folder: Path, **options: object) -> FusedKVEngine:
+    options = {"preprocessing": "similar", "num_neighbours": 2, "embedder": Letters(), "store_misses": False, **options}
+    return FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=folder, **options)  # type: ignore[arg-type]
+
+
+def stored_kv(engine: FusedKVEngine, text: str) -> tuple[torch.Tensor, torch.Tensor]:
+    key = engine.chunk_id(text)
+    assert key is not None
+    stored = engine.store.open(key, tuple(engine.token_ids(text)))
+    assert stored is not None
+    with stored:
+        return stored.read_layers(0, stored.num_layers)
+
+
+def test_neighbours_equal_brute_force() -> None:
+    embedder = Letters()
+    vectors = embedder.encode(SHORT)
+    found = find_neighbours(SHORT, SHORT, 3, embedder, None)
+    for text, vector in zip(SHORT, vectors, strict=True):
+        ranked = sorted((t for t in SHORT if t != text), key=lambda t: -float(vectors[SHORT.index(t)] @ vector))
+        assert list(found[text]) == ranked[:3]
+
+
+def test_a_small_corpus_has_fewer_neighbours() -> None:
+    assert find_neighbours(SHORT[:1], SHORT[:1], 3, Letters(), None) == {SHORT[0]: ()}
+    assert find_neighbours(SHORT[:1], SHORT[:2], 3, Letters(), None) == {SHORT[0]: (SHORT[1],)}
+
+
+def test_kv_follows_the_kv_of_the_neighbours(tmp_path: Path) -> None:
+    """Equation 10 written out: a plain forward of the chunk behind the header and the neighbours' reused KV."""
+    graph = {SHORT[0]: [SHORT[1], SHORT[2]]}
+    with make_engine(tmp_path / "plain", preprocessing="none") as plain:
+        plain.build_kv_cache(SHORT[:3], progress=False)
+        # The nearest neighbour stands last, next to the chunk.
+        ids = [*plain._prefix.token_ids, *(i for n in (2, 1, 0) for i in plain.token_ids(SHORT[n]))]
+        inv_freq = plain.loaded.geometry.inv_freq
+        keys, values, at = [plain._prefix.keys], [plain._prefix.values], len(plain._prefix.token_ids)
+        home = at
+        for n in (2, 1):
+            k, v = stored_kv(plain, SHORT[n])
+            keys.append(rerotate_keys_reference(k, torch.full((k.shape[2],), at - home), inv_freq))
+            values.append(v)
+            at += k.shape[2]
+        from transformers import DynamicCache
+
+        cache = DynamicCache()
+        before = zip(torch.cat(keys, dim=2), torch.cat(values, dim=2), strict=True)
+        for layer, (k, v) in enumerate(before):
+            cache.update(k[None], v[None], layer)
+        reference = tiny_model()
+        with torch.inference_mode():
+            reference(torch.tensor([ids[at:]]), past_key_values=cache, position_ids=torch.arange(at, len(ids))[None])
+        want_k = torch.stack([layer.keys[0, :, at:] for layer in cache.layers])
+        want_v = torch.stack([layer.values[0, :, at:] for layer in cache.layers])
+        want_k = rerotate_keys_reference(want_k, torch.full((len(ids) - at,), home - at), inv_freq)
+    with make_engine(tmp_path / "similar") as similar:
+        report = similar.build_kv_cache(SHORT[:3], neighbours=graph, progress=False)
+        got_k, got_v = stored_kv(similar, SHORT[0])
+    assert report.neighbour_tokens == sum(len(similar.token_ids(SHORT[n])) for n in (1, 2))
+    torch.testing.assert_close(got_k, want_k, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(got_v, want_v, atol=1e-4, rtol=1e-4)
+
+
+def test_a_chunk_without_neighbours_is_prefilled_after_the_header(tmp_path: Path) -> None:
+    with make_engine(tmp_path / "a") as similar, make_engine(tmp_path / "b", preprocessing="none") as plain:
+        similar.build_kv_cache(SHORT[:1], progress=False)
+        plain.build_kv_cache(SHORT[:1], progress=False)
+        for got, want in zip(stored_kv(similar, SHORT[0]), stored_kv(plain, SHORT[0]), strict=True):
+            torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+def test_preprocessed_chunks_are_found_and_fused(tmp_path: Path) -> None:
+    with make_engine(tmp_path) as engine:
+        engine.build_kv_cache(SHORT[:6], progress=False)
+        report = engine.generate(rag_prompt(SHORT[1:5]), max_tokens=2).report
+        assert report.chunks_found == 4
+        assert report.reused_tokens > 0
+        assert None not in engine.prefetch(SHORT[:6])
+
+
+def test_the_number_of_neighbours_is_part_of_the_identity(tmp_path: Path) -> None:
+    with make_engine(tmp_path) as engine:
+        engine.build_kv_cache(SHORT[:4], progress=False)
+    for change in ({"num_neighbours": 3}, {"preprocessing": "none"}):
+        with make_engine(tmp_path, **change) as other:
+            assert other.chunk_id(SHORT[0]) is None
+
+
+def test_new_neighbours_make_chunks_stale_and_refresh_recomputes_only_those(tmp_path: Path) -> None:
+    with make_engine(tmp_path) as engine:
+        old = [text for text in SHORT[:6] if text != SHORT[1]]
+        engine.build_kv_cache(old, progress=False)
+        keys = {text: engine.chunk_id(text) for text in old}
+        near = find_neighbours([*old, SHORT[1]], [*old, SHORT[1]], 2, Letters(), None)
+        changed = {text for text in old if SHORT[1] in near[text]}
+        assert 0 < len(changed) < len(old), "the case is meant to have both"
+        report = engine.build_kv_cache([SHORT[1]], progress=False)
+        assert (report.chunks_new, report.chunks_stale) == (1, len(changed))
+        assert f"{len(changed)} have new neighbours" in report.summary()
+        assert engine.generate(rag_prompt(old), max_tokens=1).report.chunks_found == len(old), "stale KV stays usable"
+        refreshed = engine.build_kv_cache([SHORT[1]], refresh=True, progress=False)
+        assert (refreshed.chunks_new, refreshed.chunks_refreshed, refreshed.chunks_stale) == (0, len(changed), 0)
+        assert {text for text in old if engine.chunk_id(text) != keys[text]} == changed
+        assert engine.store.stats().chunks == 6, "one copy of every chunk"
+        assert engine.build_kv_cache([SHORT[1]], progress=False).chunks_stale == 0
+
+
+def test_order_of_ingestion_does_not_count_after_a_refresh(tmp_path: Path) -> None:
+    with make_engine(tmp_path / "one") as one, make_engine(tmp_path / "two") as two:
+        one.build_kv_cache(SHORT[:5], progress=False)
+        for text in reversed(SHORT[:5]):
+            two.build_kv_cache([text], progress=False)
+        two.build_kv_cache(SHORT[:1], refresh=True, progress=False)
+        assert [one.chunk_id(text) for text in SHORT[:5]] == [two.chunk_id(text) for text in SHORT[:5]]
+
+
+def test_vectors_are_made_once(tmp_path: Path) -> None:
+    embedder = Letters()
+    with make_engine(tmp_path, embedder=embedder) as engine:
+        engine.build_kv_cache(SHORT[:4], progress=False)
+        assert sorted(embedder.asked) == sorted(SHORT[:4])
+        engine.build_kv_cache(SHORT[:5], progress=False)
+        assert sorted(embedder.asked) == sorted(SHORT[:5])
+
+
+def test_a_damaged_vector_file_is_passed_over_and_said(tmp_path: Path) -> None:
+    path = tmp_path / "vectors.sqlite"
+    path.write_bytes(b"not a database, whatever it may be" * 100)
+    with pytest.warns(UserWarning, match=r"vectors\.sqlite"):
+        vectors = corpus_vectors(SHORT[:3], Letters(), path)
+    np.testing.assert_allclose(vectors, Letters().encode(SHORT[:3]))
+
+
+def test_a_graph_that_answers_with_something_else_is_refused(tmp_path: Path) -> None:
+    with make_engine(tmp_path) as engine:
+        for graph in ({SHORT[0]: SHORT[1]}, lambda text: [3]):
+            with pytest.raises(ConfigError, match="give a list of texts"):
+                engine.build_kv_cache(SHORT[:2], neighbours=graph, progress=False)  # type: ignore[arg-type]
+
+
+def test_contexts_are_cut_to_what_fits(tmp_path: Path) -> None:
+    long = [f"{name} " + "the ferry sails to the island " * 100 for name in ("Alpha", "Beta", "Gamma", "Delta")]
+    with make_engine(tmp_path, num_neighbours=3) as engine:
+        report = engine.build_kv_cache(long, progress=False)
+        assert report.chunks_new == 4
+        assert engine.generate(long[0] + " When?", max_tokens=1).report.chunks_found == 1
+
+
+def test_plain_kv_is_kept_within_its_budget() -> None:
+    from fused_kv_llm.chunk import ChunkKV
+
+    asked: list[str] = []
+
+    def compute(texts: Sequence[str]) -> list[ChunkKV]:
+        asked.extend(texts)
+        return [ChunkKV(torch.zeros(1, 1, 10, 4), torch.zeros(1, 1, 10, 4), tuple(range(10)), 0) for _ in texts]
+
+    cache = PlainKVCache(compute, max_bytes=3 * 320)
+    assert list(cache.get(["a", "b"])) == ["a", "b"]
+    cache.get(["b", "c"])
+    cache.get(["d"])
+    cache.get(["b", "c"])
+    assert asked == ["a", "b", "c", "d"], "the least recently used goes first"
+    assert len(cache.get(["a", "b", "c", "d", "e"])) == 5, "one call gets what it asks for, whatever the budget"
+
+
+@pytest.mark.real_model
+def test_the_default_embedder_knows_what_is_similar() -> None:
+    texts = [
+        "The cat sat on the mat and purred all afternoon.",
+        "A kitten was sleeping on the rug, purring softly.",
+        "Interest rates rose by half a point in the last quarter.",
+        "The central bank raised its key rate to fight inflation.",
+    ]
+    found = find_neighbours(texts, texts, 1, SentenceEmbedder(), None)
+    assert [texts.index(found[text][0]) for text in texts] == [1, 0, 3, 2]
