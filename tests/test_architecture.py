@@ -17,13 +17,13 @@ FLOORS = [
     {"trace", "telemetry"},
     {"report_html"},
     {"errors", "report"},
-    {"chunk", "config"},
+    {"chunk", "config", "calibration"},
     {"store", "prompt", "model"},
     {"selectors", "catalog"},
     {"offline", "online"},
     {"engine"},
     {"adapter"},
-    {"baseline", "demo", "cli", "integrations"},
+    {"baseline", "calibrate", "demo", "cli", "cli_calibrate", "integrations"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 SURFACE = [

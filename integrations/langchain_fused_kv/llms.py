@@ -62,6 +62,12 @@ class FusedKVLLM(LangChainFusedKV, BaseLLM):
         Whether chunks whose stored KV could not be used are stored again.
     memory_bytes : int
         Budget of the store's memory tier.
+    preprocessing : {"similar", "none"}
+        Whether chunks are prefilled after the chunks most similar to them.
+    num_neighbours : int
+        How many similar chunks.
+    embedder : Embeddings or None
+        What says which are similar; None is all-MiniLM-L6-v2.
 
     Raises
     ------

@@ -82,7 +82,8 @@ class ChunkCatalog:
     def all_rows(self) -> list[ChunkRow]:
         """Return the rows of every stored chunk of this identity."""
         _, keys = self._store.content_rows(self._identity, 0)
-        return list(self._store.rows(keys).values())
+        rows = self._store.rows(keys)
+        return [rows[key] for key in keys if key in rows]
 
     def _refresh(self) -> None:
         with self._lock:

@@ -1,4 +1,4 @@
-"""The command line: ``fused-kv ingest | ask | demo | store``. The only place that prints."""
+"""The command line: ``fused-kv ingest | ask | demo | calibrate | store``. The only place that prints."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
+from fused_kv_llm.cli_calibrate import calibrate_app
 from fused_kv_llm.config import DEFAULT_SELECTOR
 from fused_kv_llm.demo.terminal import FriendlyGroup, out, quiet_libraries
 from fused_kv_llm.errors import CorpusError, MissingExtraError
@@ -35,6 +36,7 @@ app = typer.Typer(
 )
 store_app = typer.Typer(no_args_is_help=True, help="Look at a KV store.")
 app.add_typer(store_app, name="store")
+app.add_typer(calibrate_app, name="calibrate")
 
 KvDir = Annotated[Path, typer.Option(help="Folder of the KV store and of the passage index.")]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; chosen by the hardware.")]
@@ -51,12 +53,13 @@ def ingest(
     model: Annotated[str, typer.Option(help="Embedded model, hub id or local folder.")] = _MODEL,
     dtype: Dtype = None,
     chunk_chars: ChunkChars = 1000,
+    refresh: Annotated[bool, typer.Option(help="Prefill passages again whose similar passages have changed.")] = False,
 ) -> None:
     """Read files, split them into passages, and store the KV and the embedding of each passage.
 
     Running it again skips what is stored already and replaces the passages of files that have changed.
     """
-    _ingest(paths, kv_dir, model, dtype, chunk_chars).close()
+    _ingest(paths, kv_dir, model, dtype, chunk_chars, refresh=refresh).close()
 
 
 @app.command()
@@ -143,7 +146,9 @@ def store_stats(kv_dir: KvDir = Path("./kv")) -> None:
     out.print(table)
 
 
-def _ingest(paths: Sequence[Path], kv_dir: Path, model: str, dtype: str | None, chunk_chars: int) -> FusedKVLLM:
+def _ingest(
+    paths: Sequence[Path], kv_dir: Path, model: str, dtype: str | None, chunk_chars: int, *, refresh: bool = False
+) -> FusedKVLLM:
     from fused_kv_llm.demo.embedder import MiniLM
     from fused_kv_llm.demo.passages import read_passages
     from fused_kv_llm.demo.retrieval import PassageIndex
@@ -152,7 +157,7 @@ def _ingest(paths: Sequence[Path], kv_dir: Path, model: str, dtype: str | None, 
     passages = read_passages(paths, chunk_chars=chunk_chars)
     out.print(f"{len(passages)} passages, files read: {len({passage.source for passage in passages})}")
     llm = _load(model, kv_dir, dtype)
-    report = llm.build_kv_cache([passage.text for passage in passages])
+    report = llm.build_kv_cache([passage.text for passage in passages], refresh=refresh)
     out.print(report.summary(), highlight=False)
     with out.status("Embedding the passages"):
         index = PassageIndex.update(kv_dir, passages, model=model, dtype=llm.engine.dtype, embedder=MiniLM())
@@ -184,7 +189,8 @@ def _answer(rag: Rag, llm: FusedKVLLM, question: str, *, compared: bool) -> list
     if not compared:
         return []
     prompt = rag.prompt.invoke(question).to_string()
-    ratios = dict.fromkeys((0.0, llm.recompute_ratio))
+    used = llm.engine.recompute_ratio if llm.last_report is None else llm.last_report.recompute_ratio
+    ratios = dict.fromkeys((0.0, used))
     with out.status("Answering again without stored KV"):
         rows = compare(llm.engine, prompt, ratios=list(ratios), selector=llm.selector, max_tokens=llm.max_tokens)
     out.print(as_table(rows))

@@ -13,11 +13,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from fused_kv_llm.calibration import read_calibration
 from fused_kv_llm.catalog import ChunkCatalog
 from fused_kv_llm.chunk import KVIdentity
 from fused_kv_llm.config import (
@@ -63,8 +64,9 @@ class FusedKVEngine:
         Defaults to the model's own.
     kv_dir : str or Path
         Folder of the chunk-KV store.
-    recompute_ratio : float
-        Recomputed chunk tokens over chunk tokens, in [0, 1]; 1 is exactly full prefill.
+    recompute_ratio : float or "auto"
+        Recomputed chunk tokens over chunk tokens, in [0, 1]; 1 is exactly full prefill. ``"auto"`` takes the ratio
+        and the selector that ``fused-kv calibrate`` found for this model and corpus.
     selector : str or Selector
         Which tokens to recompute: a key of ``selectors.SELECTORS`` or an object.
     dtype, device
@@ -103,7 +105,7 @@ class FusedKVEngine:
         *,
         tokenizer: Any | None = None,
         kv_dir: str | Path = "./kv",
-        recompute_ratio: float = DEFAULT_RATIO,
+        recompute_ratio: float | Literal["auto"] = DEFAULT_RATIO,
         selector: str | Selector = DEFAULT_SELECTOR,
         dtype: str | torch.dtype | None = None,
         device: str | torch.device | None = None,
@@ -115,7 +117,6 @@ class FusedKVEngine:
         store_misses: bool = True,
         wrap: bool = True,
     ) -> None:
-        self.recompute_ratio = check_ratio(recompute_ratio)
         self.tenant, self.wrap, self.store_misses = tenant, wrap, store_misses
         self.memory_bytes = memory_bytes
         self.preprocessing, self.num_neighbours = check_preprocessing(preprocessing, num_neighbours)
@@ -124,8 +125,10 @@ class FusedKVEngine:
             if preprocessing == "similar"
             else None
         )
-        self._selector = resolve_selector(selector)
-        # Before the model: a folder that cannot be used is known at once, loading takes seconds.
+        # Wrong options and a folder that cannot be used are known at once; loading a model takes long.
+        if recompute_ratio != "auto":
+            check_ratio(recompute_ratio)
+        resolve_selector(selector)
         self.store = KVStore(kv_dir, memory_bytes=memory_bytes)
         try:
             self.loaded = (
@@ -134,9 +137,20 @@ class FusedKVEngine:
                 else load_model(model, tokenizer=tokenizer, dtype=dtype, device=device)
             )
             self._assemble()
+            self.recompute_ratio, self._selector = self._chosen(recompute_ratio, selector)
         except BaseException:
             self.store.close()
             raise
+
+    def _chosen(self, ratio: float | Literal["auto"] | None, selector: str | Selector | None) -> tuple[float, Selector]:
+        """Return the ratio and the selector to use; a calibration gives both."""
+        if ratio == "auto":
+            found = read_calibration(self.store.kv_dir, self.identity)
+            return found.recompute_ratio, resolve_selector(found.selector)
+        return (
+            self.recompute_ratio if ratio is None else check_ratio(ratio),
+            self._selector if selector is None else resolve_selector(selector),
+        )
 
     def _assemble(self) -> None:
         self._closed = False
@@ -344,9 +358,11 @@ class FusedKVEngine:
         CorpusError
             If one string was given instead of several.
         """
-        keys = {key for text in _several(texts) if (key := self._key_of(text)) is not None}
+        rows = self._catalog.rows_of([text.strip() for text in _several(texts)])
+        keys = {row.key for found in rows.values() for row in found}
         self._sides.delete(keys)
-        return self.store.delete(keys)
+        self.store.delete(keys)
+        return len(rows)
 
     def chunk_id(self, text: str) -> str | None:
         """Return the key of a chunk's stored KV, or None where none is stored."""
@@ -382,6 +398,10 @@ class FusedKVEngine:
         rows = self._catalog.rows_of(texts)
         return [rows[text][-1].key if text in rows else None for text in texts]
 
+    def stored_texts(self) -> list[str]:
+        """Return the text of every chunk whose KV is stored for this model, in the order of ingestion."""
+        return list(dict.fromkeys(row.text for row in self._catalog.all_rows()))
+
     def wait_for_background(self) -> None:
         """Return when no background ingestion is under way."""
         if self._background is not None:
@@ -397,7 +417,7 @@ class FusedKVEngine:
         self,
         prompt: str | Messages | ChatPrompt,
         *,
-        recompute_ratio: float | None = None,
+        recompute_ratio: float | Literal["auto"] | None = None,
         selector: str | Selector | None = None,
         max_tokens: int = 1,
         seed: int = 0,
@@ -428,8 +448,7 @@ class FusedKVEngine:
         ConfigError
             If the ratio or the selector cannot be used.
         """
-        ratio = self.recompute_ratio if recompute_ratio is None else check_ratio(recompute_ratio)
-        chosen = self._selector if selector is None else resolve_selector(selector)
+        ratio, chosen = self._chosen(recompute_ratio, selector)
         check_seed(seed)
         report = FusionReport() if report is None else report
         report.recompute_ratio, report.selector = ratio, chosen.name
@@ -467,7 +486,7 @@ class FusedKVEngine:
         top_p: float = 1.0,
         stop: Sequence[str] | str | None = (),
         seed: int | None = None,
-        recompute_ratio: float | None = None,
+        recompute_ratio: float | Literal["auto"] | None = None,
         selector: str | Selector | None = None,
         constraint: Constraint | None = None,
     ) -> Iterator[Piece]:

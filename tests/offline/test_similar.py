@@ -67,12 +67,11 @@ def test_kv_follows_the_kv_of_the_neighbours(tmp_path: Path) -> None:
     graph = {SHORT[0]: [SHORT[1], SHORT[2]]}
     with make_engine(tmp_path / "plain", preprocessing="none") as plain:
         plain.build_kv_cache(SHORT[:3], progress=False)
-        # The nearest neighbour stands last, next to the chunk.
-        ids = [*plain._prefix.token_ids, *(i for n in (2, 1, 0) for i in plain.token_ids(SHORT[n]))]
+        ids = [*plain._prefix.token_ids, *(i for n in (1, 2, 0) for i in plain.token_ids(SHORT[n]))]
         inv_freq = plain.loaded.geometry.inv_freq
         keys, values, at = [plain._prefix.keys], [plain._prefix.values], len(plain._prefix.token_ids)
         home = at
-        for n in (2, 1):
+        for n in (1, 2):
             k, v = stored_kv(plain, SHORT[n])
             keys.append(rerotate_keys_reference(k, torch.full((k.shape[2],), at - home), inv_freq))
             values.append(v)

@@ -6,13 +6,20 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Self, cast
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from fused_kv_llm.config import DEFAULT_MEMORY_BYTES, DEFAULT_RATIO, DEFAULT_SELECTOR
+from fused_kv_llm.config import (
+    DEFAULT_MEMORY_BYTES,
+    DEFAULT_NEIGHBOURS,
+    DEFAULT_PREPROCESSING,
+    DEFAULT_RATIO,
+    DEFAULT_SELECTOR,
+)
 from fused_kv_llm.engine import FusedKVEngine
 from fused_kv_llm.errors import ConfigError, CorpusError
+from fused_kv_llm.offline import GivenNeighbours
 from fused_kv_llm.report import FusionReport, IngestReport
 from fused_kv_llm.selectors import resolve_selector
 
@@ -32,6 +39,9 @@ _ENGINE_OPTIONS = {
     "tenant": "tenant",
     "store_misses": "store_misses",
     "memory_bytes": "memory_bytes",
+    "preprocessing": "preprocessing",
+    "num_neighbours": "num_neighbours",
+    "embedder": "embedder",
 }
 
 
@@ -48,7 +58,7 @@ class FusedKVModel(BaseModel):
     model: Any = Field(default="smollm2-135m", frozen=True)
     tokenizer: Any = Field(default=None, frozen=True, repr=False)
     kv_dir: str | Path = Field(default="./kv", frozen=True)
-    recompute_ratio: float = Field(default=DEFAULT_RATIO, ge=0.0, le=1.0)
+    recompute_ratio: Annotated[float, Field(ge=0.0, le=1.0)] | Literal["auto"] = DEFAULT_RATIO
     selector: Any = DEFAULT_SELECTOR
     max_tokens: int = Field(default=256, ge=1)
     temperature: float = Field(default=0.0, ge=0.0)
@@ -60,6 +70,9 @@ class FusedKVModel(BaseModel):
     tenant: str = Field(default="", frozen=True)
     store_misses: bool = Field(default=True, frozen=True)
     memory_bytes: int = Field(default=DEFAULT_MEMORY_BYTES, ge=0, frozen=True)
+    preprocessing: str = Field(default=DEFAULT_PREPROCESSING, frozen=True)
+    num_neighbours: int = Field(default=DEFAULT_NEIGHBOURS, ge=1, frozen=True)
+    embedder: Any = Field(default=None, frozen=True, exclude=True, repr=False)
     # A field, not a private attribute: LangChain's configurable_fields() copies a model by its fields.
     runtime: Any = Field(default=None, frozen=True, exclude=True, repr=False)
 
@@ -156,7 +169,14 @@ class FusedKVModel(BaseModel):
             "default_stop": list(self.stop or ()),
         }
 
-    def build_kv_cache(self, documents: Any, *, progress: bool = True) -> IngestReport:
+    def build_kv_cache(
+        self,
+        documents: Any,
+        *,
+        neighbours: GivenNeighbours | None = None,
+        refresh: bool = False,
+        progress: bool = True,
+    ) -> IngestReport:
         """Prefill the chunks of a corpus once and store their KV.
 
         Chunks whose KV is stored already are skipped, so an interrupted or extended ingestion goes on where
@@ -166,6 +186,10 @@ class FusedKVModel(BaseModel):
         ----------
         documents : iterable
             The same chunks that the retriever returns: strings, or what the framework has for them.
+        neighbours : mapping, callable or None
+            Text to similar or linked texts, nearest first; None asks the embedder.
+        refresh : bool
+            Whether stored chunks whose neighbours have changed are prefilled again.
         progress : bool
             Whether to show a progress bar.
 
@@ -180,7 +204,9 @@ class FusedKVModel(BaseModel):
         StoreFullError
             If the disk is full.
         """
-        return self.engine.build_kv_cache(self._texts_of(documents), progress=progress)
+        return self.engine.build_kv_cache(
+            self._texts_of(documents), neighbours=neighbours, refresh=refresh, progress=progress
+        )
 
     def delete_kv_cache(self, documents: Any) -> int:
         """Delete the stored KV of chunks that left the corpus.

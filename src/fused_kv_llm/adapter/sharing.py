@@ -67,6 +67,9 @@ class EngineLease:
         self.engine.close()
 
 
+_PLAIN_SETTINGS = ("tenant", "wrap", "store_misses", "memory_bytes", "preprocessing", "num_neighbours")
+
+
 def lease_engine(settings: Mapping[str, Any]) -> EngineLease:
     """Return a lease of the engine with these settings, made now if there is none.
 
@@ -89,8 +92,8 @@ def lease_engine(settings: Mapping[str, Any]) -> EngineLease:
     dtype = choose_dtype(settings["dtype"], device)[0]
     weights = (_name(settings["model"]), _name(settings["tokenizer"]), str(device), str(dtype))
     folder = str(Path(settings["kv_dir"]).expanduser().resolve())
-    rest = tuple(settings[name] for name in ("tenant", "wrap", "store_misses", "memory_bytes"))
-    key = (*weights, folder, *rest)
+    rest = tuple(settings[name] for name in _PLAIN_SETTINGS)
+    key = (*weights, folder, *rest, _ByIdentity(settings["embedder"]))
     with _lock:
         entry = _entries.get(key)
         if entry is None or entry.engine.closed:

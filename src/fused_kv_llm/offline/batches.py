@@ -19,7 +19,7 @@ class PendingChunk:
     token_ids : tuple of int
         Stand-alone ids.
     context : tuple of str
-        Similar chunks to stand before it, the nearest one last.
+        Similar chunks to stand before it, the nearest one first.
     replaces : tuple of str
         Keys of its KV with other neighbours, to be deleted once the new one is written.
     """

@@ -150,14 +150,17 @@ class CorpusPlanner:
         return {text: self._fitting(text, found[text], ids) for text in texts}
 
     def _fitting(self, text: str, nearest: Sequence[str], ids: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
-        """Return as many of the nearest as fit before the chunk, the nearest one last."""
+        """Return as many of the nearest as fit before the chunk, the nearest one first.
+
+        That order measured closer to full prefill than the nearest one last.
+        """
         room, fitting = self._max_tokens - len(ids[text]), list[str]()
         for other in nearest:
             room -= len(ids[other])
             if room <= 0:
                 break
             fitting.append(other)
-        return tuple(reversed(fitting))
+        return tuple(fitting)
 
     def _token_ids(self, texts: Sequence[str], report: IngestReport) -> dict[str, tuple[int, ...]]:
         ids: dict[str, tuple[int, ...]] = {}

@@ -1,0 +1,74 @@
+"""What a calibration found, kept beside the store: the smallest ratio that is good enough for this model and corpus."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fused_kv_llm.errors import ConfigError
+
+__all__ = ["Calibration", "calibration_path", "read_calibration"]
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """A ratio and a selector that met a target.
+
+    Parameters
+    ----------
+    identity : str
+        Digest of what the KV depends on; another model or preprocessing needs another calibration.
+    recompute_ratio : float
+        The smallest ratio tried whose agreement reaches the target; 1 if none does.
+    selector : str
+        Its selector.
+    agreement : float
+        Share of full prefill's greedy tokens that the fused model would have chosen too.
+    target_agreement : float
+        What was asked for.
+    questions : int
+        Questions asked.
+    """
+
+    identity: str
+    recompute_ratio: float
+    selector: str
+    agreement: float
+    target_agreement: float
+    questions: int
+
+    def to_json(self) -> str:
+        """Return the file's content."""
+        return json.dumps(asdict(self), indent=1)
+
+
+def calibration_path(kv_dir: Path, identity: str) -> Path:
+    """Return where the calibration of an identity is kept."""
+    return kv_dir / f"calibration-{identity[:16]}.json"
+
+
+def read_calibration(kv_dir: Path, identity: str) -> Calibration:
+    """Read the calibration of an identity.
+
+    Raises
+    ------
+    ConfigError
+        If there is none, or the file cannot be understood.
+    """
+    path = calibration_path(kv_dir, identity)
+    advice = f"run: fused-kv calibrate --kv-dir {kv_dir}, or give recompute_ratio a number"
+    try:
+        parsed: Any = json.loads(path.read_bytes())
+        found = Calibration(**parsed)
+        valid = found.identity == identity and 0.0 <= found.recompute_ratio <= 1.0 and isinstance(found.selector, str)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"recompute_ratio='auto' needs a calibration of this model on this store, but there is none: {advice}"
+        ) from error
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"The calibration {path} cannot be read ({error}): {advice}") from error
+    if not valid:
+        raise ConfigError(f"The calibration {path} is of another model or damaged: {advice}")
+    return found

@@ -1,0 +1,91 @@
+"""Calibration: the smallest ratio that meets the target is found, kept, and used by ``recompute_ratio="auto"``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from corpus import PASSAGES, SHORT, rag_prompt
+from models import smollm2_tokenizer, tiny_model
+
+from fused_kv_llm import FusedKVEngine
+from fused_kv_llm.calibrate import calibrate, questions_from_chunks
+from fused_kv_llm.calibration import calibration_path
+from fused_kv_llm.errors import ConfigError, CorpusError
+
+QUESTIONS = ["How many passengers can the Aldebaran carry?", "When does the ferry sail?", "Who is the captain?"]
+
+
+def make_engine(folder: Path, **options: object) -> FusedKVEngine:
+    options = {"preprocessing": "none", "store_misses": False, **options}
+    return FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=folder, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[FusedKVEngine]:
+    with make_engine(tmp_path) as engine:
+        engine.build_kv_cache(SHORT[:8], progress=False)
+        yield engine
+
+
+def test_questions_are_made_of_the_chunks() -> None:
+    made = questions_from_chunks(PASSAGES[:10], 4)
+    assert len(made) == 4
+    for question, chunk in made:
+        quoted = question.split('"')[1].removesuffix(" ...")
+        assert quoted in " ".join(chunk.split())
+    assert made == questions_from_chunks(PASSAGES[:10], 4), "the same corpus makes the same questions"
+    assert questions_from_chunks(["Too short."], 4) == []
+
+
+def test_the_smallest_ratio_that_meets_the_target_is_kept(engine: FusedKVEngine, tmp_path: Path) -> None:
+    result = calibrate(engine, QUESTIONS, target_agreement=0.5, ratios=(1.0, 0.0, 0.3), num_chunks=3)
+    by_ratio = {point.ratio: point.agreement for point in result.points}
+    assert by_ratio[1.0] == 1.0, "full prefill agrees with itself"
+    want = min(ratio for ratio, agreement in by_ratio.items() if agreement >= 0.5)
+    assert result.chosen.recompute_ratio == want
+    with make_engine(tmp_path, recompute_ratio="auto") as again:
+        assert again.recompute_ratio == want
+        assert again.selector == result.chosen.selector
+    assert engine.generate(rag_prompt(SHORT[:3]), max_tokens=1, recompute_ratio="auto").report.recompute_ratio == want
+
+
+def test_full_prefill_is_chosen_when_nothing_else_is_good_enough(
+    engine: FusedKVEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fused_kv_llm.calibrate as module
+
+    monkeypatch.setattr(module, "_choices", lambda engine, prompt, answer, ratio, selector: ([-1] * len(answer), 0.1))
+    result = calibrate(engine, QUESTIONS[:1], ratios=(0.0, 0.3), num_chunks=2)
+    assert result.chosen.recompute_ratio == 1.0
+
+
+def test_auto_without_a_calibration_says_what_to_run(engine: FusedKVEngine, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"run: fused-kv calibrate --kv-dir"):
+        make_engine(tmp_path, recompute_ratio="auto")
+    with pytest.raises(ConfigError, match=r"run: fused-kv calibrate --kv-dir"):
+        engine.generate("hello", recompute_ratio="auto")
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"identity": 1}', "\x00"])
+def test_a_damaged_calibration_is_refused(engine: FusedKVEngine, content: str) -> None:
+    calibration_path(engine.store.kv_dir, engine.identity).write_text(content)
+    with pytest.raises(ConfigError, match="fused-kv calibrate"):
+        engine.generate("hello", recompute_ratio="auto")
+
+
+def test_a_calibration_of_another_model_is_refused(engine: FusedKVEngine) -> None:
+    calibrate(engine, QUESTIONS[:1], ratios=(0.0,), num_chunks=2)
+    path = calibration_path(engine.store.kv_dir, engine.identity)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "identity": "another"}))
+    with pytest.raises(ConfigError, match="another model or damaged"):
+        engine.generate("hello", recompute_ratio="auto")
+
+
+def test_bad_targets_and_empty_stores_are_refused(engine: FusedKVEngine, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"target_agreement=1\.5"):
+        calibrate(engine, QUESTIONS, target_agreement=1.5)
+    with make_engine(tmp_path / "empty") as empty, pytest.raises(CorpusError, match="holds no chunk of this model"):
+        calibrate(empty, QUESTIONS)
