@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 
 from fused_kv_llm.config import (
     DEFAULT_MEMORY_BYTES,
@@ -16,6 +16,7 @@ from fused_kv_llm.config import (
     DEFAULT_PREPROCESSING,
     DEFAULT_RATIO,
     DEFAULT_SELECTOR,
+    check_ratio,
 )
 from fused_kv_llm.engine import FusedKVEngine
 from fused_kv_llm.errors import ConfigError, CorpusError
@@ -45,6 +46,10 @@ _ENGINE_OPTIONS = {
 }
 
 
+def _ratio(value: Any) -> Any:
+    return value if value == "auto" else check_ratio(value)
+
+
 class FusedKVModel(BaseModel):
     """Fields and engine of a fused-KV language model; see :class:`langchain_fused_kv.FusedKVLLM` for them.
 
@@ -58,7 +63,7 @@ class FusedKVModel(BaseModel):
     model: Any = Field(default="smollm2-135m", frozen=True)
     tokenizer: Any = Field(default=None, frozen=True, repr=False)
     kv_dir: str | Path = Field(default="./kv", frozen=True)
-    recompute_ratio: Annotated[float, Field(ge=0.0, le=1.0)] | Literal["auto"] = DEFAULT_RATIO
+    recompute_ratio: Annotated[float | Literal["auto"], PlainValidator(_ratio)] = DEFAULT_RATIO
     selector: Any = DEFAULT_SELECTOR
     max_tokens: int = Field(default=256, ge=1)
     temperature: float = Field(default=0.0, ge=0.0)
