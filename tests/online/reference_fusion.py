@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from fused_kv_kernels.reference import row_attention_reference
+from fused_kv_kernels.reference import rerotate_keys_reference, row_attention_reference
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.model import BufferPool, FusedCache
 from fused_kv_llm.online import Request
@@ -49,9 +49,15 @@ def finish(layer: Any, hidden: Tensor, attended: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def recompute_rows(
-    model: Any, ids: list[int], rows: Tensor, keys: Tensor, values: Tensor
+    model: Any,
+    ids: list[int],
+    rows: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    kind: Tensor | None = None,
+    transfer: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Recompute `rows` over stored keys and values ``[L, 1, Hkv, N, D]``.
+    """Recompute `rows` over stored keys and values ``[L, 1, Hkv, N, D]``, transferring their chunks' deviation.
 
     Returns
     -------
@@ -64,9 +70,33 @@ def recompute_rows(
     rotary = decoder.rotary_emb(hidden, rows[None])
     for index, layer in enumerate(decoder.layers):
         q, k, v = project(layer, hidden, rotary)
+        if transfer:
+            _transfer(keys[index, 0], values[index, 0], k[0], v[0], rows, kind, transfer, decoder.rotary_emb.inv_freq)
         for number, row in enumerate(rows.tolist()):
             keys[index, :, :, row] = k[:, :, number]
             values[index, :, :, row] = v[:, :, number]
         attended = row_attention_reference(q, keys[index], values[index], rows, layer.self_attn.scaling)
         hidden = finish(layer, hidden, attended)
     return model.lm_head(decoder.norm(hidden))[0, -1], keys, values
+
+
+def _transfer(
+    stored_k: Tensor, stored_v: Tensor, k: Tensor, v: Tensor, rows: Tensor, kind: Tensor, strength: float, freq: Tensor
+) -> None:
+    """Add the shrunken mean deviation of a chunk's recomputed tokens to all its tokens, one token after another."""
+
+    def turn(key: Tensor, position: int) -> Tensor:
+        return rerotate_keys_reference(key[:, None], torch.tensor([position]), freq)[:, 0]
+
+    numbers = {row: number for number, row in enumerate(rows.tolist())}
+    for chunk in range(int(kind.max()) + 1):
+        tokens = (kind == chunk).nonzero()[:, 0].tolist()
+        mine = [token for token in tokens if token in numbers]
+        if not mine:
+            continue
+        share = strength / (len(mine) + 6.0)
+        delta_v = share * sum(v[:, numbers[t]] - stored_v[:, t] for t in mine)
+        delta_k = share * sum(turn(k[:, numbers[t]] - stored_k[:, t], -t) for t in mine)
+        for token in tokens:
+            stored_v[:, token] += delta_v
+            stored_k[:, token] += turn(delta_k, token)

@@ -29,7 +29,17 @@ def engine(tmp_path: Path):
 
 @pytest.mark.parametrize(
     "selector",
-    ["full_reuse", "random", "boundary", "prefill_h2o", "fusionrag", "prophetkv", "middle_layers", "all_layers"],
+    [
+        "full_reuse",
+        "random",
+        "boundary",
+        "prefill_h2o",
+        "fusionrag",
+        "prophetkv",
+        "middle_layers",
+        "all_layers",
+        "sink_attention",
+    ],
 )
 @pytest.mark.parametrize("ratio", [0.0, 0.15, 0.6])
 def test_fused_pass_equals_plain_recomputation(engine: FusedKVEngine, selector: str, ratio: float) -> None:
@@ -38,7 +48,10 @@ def test_fused_pass_equals_plain_recomputation(engine: FusedKVEngine, selector: 
     request = engine._planner.plan(prompt, FusionReport())
     stored = stitched_kv(engine, request)
     rows = request.rows(fused.selected)
-    logits, keys, values = recompute_rows(engine.model, request.ids, rows, stored.keys, stored.values)
+    transfer = 0.5 if selector == "sink_attention" and ratio else 0.0
+    logits, keys, values = recompute_rows(
+        engine.model, request.ids, rows, stored.keys, stored.values, request.kind, transfer
+    )
     torch.testing.assert_close(fused.logits, logits, atol=1e-4, rtol=1e-4)
     count = report.prompt_tokens
     torch.testing.assert_close(fused.cache.keys[..., :count, :], keys, atol=1e-4, rtol=1e-4)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -95,3 +97,17 @@ def test_missing_scores_are_an_error_not_a_guess() -> None:
     blind = Probe(probe.positions, probe.chunk_index, probe.offset)
     with pytest.raises(FusedKVError, match="needs question attention scores"):
         resolve_selector("fusionrag").select(blind, 2)
+
+
+def test_sink_attention_weighs_the_first_tokens_of_a_chunk() -> None:
+    probe = make_probe([30, 30, 30])
+    assert probe.scores is not None
+    chosen = set(resolve_selector("sink_attention").select(probe, 12).tolist())
+    scored = []
+    for position, offset, score in zip(
+        probe.positions.tolist(), probe.offset.tolist(), probe.scores.tolist(), strict=True
+    ):
+        scored.append((score * (1 + 8 * math.exp(-offset / 16)), position))
+    assert chosen == {position for _, position in sorted(scored, reverse=True)[:12]}
+    flat = Probe(probe.positions, probe.chunk_index, probe.offset, torch.ones(90))
+    assert resolve_selector("sink_attention").select(flat, 6).tolist() == [5, 6, 38, 39, 71, 72]

@@ -12,7 +12,6 @@ from .forward import (
     StopForwardError,
     compute_prefix,
     forward_kv,
-    forward_logits,
     forward_rows,
 )
 from .geometry import Geometry, read_geometry
@@ -35,7 +34,6 @@ __all__ = [
     "choose_dtype",
     "compute_prefix",
     "forward_kv",
-    "forward_logits",
     "forward_rows",
     "load_model",
     "no_mask",

@@ -21,7 +21,6 @@ __all__ = [
     "StopForwardError",
     "compute_prefix",
     "forward_kv",
-    "forward_logits",
     "forward_rows",
 ]
 
@@ -115,12 +114,6 @@ def forward_rows(
     output = loaded.model(**_inputs(loaded, ids, positions, cache, state), logits_to_keep=keep)
     logits: Tensor = output.logits
     return logits[0].float()
-
-
-def forward_logits(loaded: LoadedModel, ids: Tensor, positions: Tensor, cache: Cache, plan: RowPlan) -> Tensor:
-    """Run one request's rows and return the last row's logits, float32 ``[vocabulary]``."""
-    state = RowPass(plan, final_layer=loaded.geometry.num_layers - 1)
-    return forward_rows(loaded, ids, positions, cache, state, keep=1)[0]
 
 
 @dataclass(frozen=True, slots=True)

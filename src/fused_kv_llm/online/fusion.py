@@ -20,17 +20,17 @@ from fused_kv_llm.model import (
     LoadedModel,
     PrefixKV,
     RowPass,
-    forward_logits,
     forward_rows,
 )
 from fused_kv_llm.report import FusionReport, PromptTrace
-from fused_kv_llm.selectors import EarlyView, Selector, View, budget_tokens
+from fused_kv_llm.selectors import EarlyView, Selector, TransferringSelector, View, budget_tokens
 from fused_kv_llm.store.side import SideFiles
 
 from .focus import FocusPass
 from .loading import ChunkLoader
 from .request import Placement, Request
 from .selection import select, start_cache, timed, view_of
+from .transfer import DeviationTransfer
 
 __all__ = ["FusedPrompt", "fuse"]
 
@@ -142,7 +142,8 @@ def fuse(
                 report.selection_bytes += loader.bytes_filled
                 with timed(report, "fuse"):
                     window = view.focus_window if isinstance(view, EarlyView) else 0
-                    logits = _recompute(loaded, request, cache, request.rows(selected), window)
+                    strength = selector.transfer if isinstance(selector, TransferringSelector) else 0.0
+                    logits = _recompute(loaded, request, cache, selected, window, strength)
         except BaseException:
             cache.release()
             raise
@@ -172,15 +173,19 @@ def _loading(
         cache.filler = None
 
 
-def _recompute(loaded: LoadedModel, request: Request, cache: FusedCache, rows: Tensor, focus_window: int) -> Tensor:
-    count = request.num_tokens
+def _recompute(
+    loaded: LoadedModel, request: Request, cache: FusedCache, selected: Tensor, focus_window: int, strength: float
+) -> Tensor:
+    count, rows = request.num_tokens, request.rows(selected)
     cache.rows, cache.visible, cache.length = rows.to(loaded.device), count, count
     ids = torch.tensor(request.ids)[rows][None].to(loaded.device)
     plan = RowPlan(cache.rows, count)
-    if not focus_window or not request.placements:
-        return forward_logits(loaded, ids, cache.rows, cache, plan)
-    state = FocusPass(plan, loaded.geometry.num_layers - 1, cache, request, focus_window)
-    cache.watcher = state.watch
+    state: RowPass = RowPass(plan, loaded.geometry.num_layers - 1)
+    if focus_window and request.placements:
+        state = focus = FocusPass(plan, loaded.geometry.num_layers - 1, cache, request, focus_window)
+        cache.watcher = focus.watch
+    elif strength and 0 < selected.shape[0] < request.chunk_positions.shape[0]:
+        cache.watcher = DeviationTransfer(request, selected, cache, loaded.geometry, strength).watch
     try:
         return forward_rows(loaded, ids, cache.rows, cache, state, keep=1)[0]
     finally:

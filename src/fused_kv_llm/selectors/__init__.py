@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fused_kv_llm.errors import ConfigError
 
-from .base import NarrowingSelector, Probe, Selector, checked_selection
+from .base import NarrowingSelector, Probe, Selector, TransferringSelector, checked_selection
 from .boundary import Boundary
 from .budget import budget_tokens
 from .cache_craft import CacheCraft, focused_chunks
@@ -14,6 +14,7 @@ from .heavy_hitters import HeavyHitters
 from .kv_deviation import CACHEBLEND, KVSHARE, KVDeviation
 from .query_attention import ALL_LAYERS, FUSIONRAG, MIDDLE_LAYERS, PROPHETKV, QCFUSE, QueryAttention
 from .random import Random
+from .sink_attention import SinkAttention
 from .views import AnchorRule, Anchors, EarlyView, View
 
 __all__ = [
@@ -27,6 +28,8 @@ __all__ = [
     "Probe",
     "QueryAttention",
     "Selector",
+    "SinkAttention",
+    "TransferringSelector",
     "View",
     "budget_tokens",
     "checked_selection",
@@ -37,7 +40,7 @@ __all__ = [
 
 _ALL: tuple[Selector, ...] = (
     FullReuse(), Random(), Boundary(), CACHEBLEND, KVSHARE, HeavyHitters(), CacheCraft(),
-    FUSIONRAG, PROPHETKV, QCFUSE, MIDDLE_LAYERS, ALL_LAYERS,
+    FUSIONRAG, PROPHETKV, QCFUSE, MIDDLE_LAYERS, ALL_LAYERS, SinkAttention(),
 )  # fmt: skip
 SELECTORS: dict[str, Selector] = {selector.name: selector for selector in _ALL}
 

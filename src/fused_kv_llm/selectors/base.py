@@ -12,7 +12,7 @@ from fused_kv_llm.errors import ConfigError
 
 from .views import EarlyView, View
 
-__all__ = ["NarrowingSelector", "Probe", "Selector", "checked_selection"]
+__all__ = ["NarrowingSelector", "Probe", "Selector", "TransferringSelector", "checked_selection"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,15 @@ class Selector(Protocol):
 
     def select(self, probe: Probe, budget: int) -> Tensor:
         """Return int64 positions, ascending, all in ``probe.positions``, at most `budget` of them."""
+
+
+@runtime_checkable
+class TransferringSelector(Selector, Protocol):
+    """A selector whose recomputed tokens also correct the others of their chunk."""
+
+    @property
+    def transfer(self) -> float:
+        """Share of a chunk's mean KV deviation that is transferred, in [0, 1]."""
 
 
 @runtime_checkable
