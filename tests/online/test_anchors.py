@@ -31,7 +31,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FusedKVEngine]:
     folder: Path = tmp_path_factory.mktemp("anchors")
     model = tiny_model(num_hidden_layers=5)
     with FusedKVEngine(
-        model, tokenizer=smollm2_tokenizer(), kv_dir=folder, selector=MINE, store_misses=False
+        model, tokenizer=smollm2_tokenizer(), kv_dir=folder, selector=MINE, preprocessing="none", store_misses=False
     ) as engine:
         engine.build_kv_cache(SHORT[:5], progress=False)
         yield engine

@@ -27,7 +27,9 @@ RATIO = 0.3
 def engine(tmp_path_factory: pytest.TempPathFactory):
     folder: Path = tmp_path_factory.mktemp("early")
     model = tiny_model(num_hidden_layers=5)
-    with FusedKVEngine(model, tokenizer=smollm2_tokenizer(), kv_dir=folder, store_misses=False) as engine:
+    with FusedKVEngine(
+        model, tokenizer=smollm2_tokenizer(), kv_dir=folder, preprocessing="none", store_misses=False
+    ) as engine:
         engine.build_kv_cache(SHORT[:5], progress=False)
         yield engine
 

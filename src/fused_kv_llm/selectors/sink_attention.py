@@ -40,8 +40,8 @@ class SinkAttention:
     """
 
     name: ClassVar[str] = "sink_attention"
-    weight: float = 8.0
-    tokens: float = 16.0
+    weight: float = 16.0
+    tokens: float = 10.0
     full_context: bool = True
     transfer: float = 0.5
 
