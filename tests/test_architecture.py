@@ -23,7 +23,7 @@ FLOORS = [
     {"offline", "online"},
     {"engine"},
     {"adapter"},
-    {"baseline", "demo", "cli", "integrations"},
+    {"baseline", "demo", "cli", "cli_layers", "layer_profile", "integrations"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 SURFACE = [

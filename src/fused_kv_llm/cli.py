@@ -1,4 +1,4 @@
-"""The command line: ``fused-kv ingest | ask | demo | store``. The only place that prints."""
+"""The command line: ``fused-kv ingest | ask | demo | calibrate | store``. The only place that prints."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
+from fused_kv_llm.cli_layers import add_layers_command
 from fused_kv_llm.config import DEFAULT_SELECTOR
 from fused_kv_llm.demo.terminal import FriendlyGroup, out, quiet_libraries
 from fused_kv_llm.errors import CorpusError, MissingExtraError
@@ -35,6 +36,9 @@ app = typer.Typer(
 )
 store_app = typer.Typer(no_args_is_help=True, help="Look at a KV store.")
 app.add_typer(store_app, name="store")
+calibrate_app = typer.Typer(no_args_is_help=True, help="Fit the engine to a model.")
+app.add_typer(calibrate_app, name="calibrate")
+add_layers_command(calibrate_app)
 
 KvDir = Annotated[Path, typer.Option(help="Folder of the KV store and of the passage index.")]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; chosen by the hardware.")]
