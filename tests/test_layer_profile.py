@@ -10,8 +10,10 @@ import pytest
 import torch
 from corpus import SHORT
 from models import smollm2_tokenizer, tiny_model
+from typer.testing import CliRunner
 
 from fused_kv_llm import FusedKVEngine
+from fused_kv_llm.cli import app
 from fused_kv_llm.errors import CorpusError
 from fused_kv_llm.layer_profile import (
     SpanSample,
@@ -20,7 +22,9 @@ from fused_kv_llm.layer_profile import (
     read_span_samples,
     recall_by_layer,
 )
+from fused_kv_llm.model import load_model
 from fused_kv_llm.selectors import Anchors, View
+from fused_kv_llm.selectors.profiles import critical_layers
 
 
 def test_answer_positions_are_whole_words_inside_the_context() -> None:
@@ -79,3 +83,24 @@ def test_a_profile_is_the_mean_recall_of_every_layer(tmp_path: Path) -> None:
     assert profile.recall == pytest.approx(want.tolist())
     assert list(profile.layers) == torch.sort(want, descending=True, stable=True).indices[:2].tolist()
     assert profile.recall_of_top[0] == pytest.approx(float(want.max()))
+
+
+@pytest.mark.real_model
+def test_the_command_keeps_the_profile_for_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fused_kv_llm.selectors.profiles.cache_folder", lambda: tmp_path / "cache")
+    passages = [{"id": str(i), "text": text} for i, text in enumerate(SHORT[:2])]
+    record = {"question": "Who?", "answers": [SHORT[0].split()[3]], "passages": passages, "gold_passage_ids": ["0"]}
+    (tmp_path / "set.jsonl").write_text(json.dumps(record))
+    result = CliRunner().invoke(app, ["calibrate", "layers", "--data", str(tmp_path / "set.jsonl"), "--top", "2"])
+    assert result.exit_code == 0, result.output
+    (kept,) = (tmp_path / "cache" / "critical_layers").iterdir()
+    profile = json.loads(kept.read_text())
+    assert len(profile["layers"]) == 2
+    assert len(profile["recall"]) == 30
+    assert critical_layers(profile["fingerprint"], 30) == (tuple(sorted(profile["layers"])), True)
+
+
+@pytest.mark.real_model
+def test_the_embedded_model_comes_with_its_profile() -> None:
+    loaded = load_model("smollm2-135m", dtype="float32")
+    assert critical_layers(loaded.fingerprint, 30) == ((21, 22, 23), True)

@@ -36,7 +36,7 @@ def _layers(
     """Find a model's critical layers on questions whose answers stand in their passages; `qcfuse` uses them."""
     from fused_kv_llm.engine import FusedKVEngine
     from fused_kv_llm.layer_profile import profile_layers, read_span_samples
-    from fused_kv_llm.selectors.critical_layers import save_profile
+    from fused_kv_llm.selectors.profiles import save_profile
 
     samples = read_span_samples(data, questions, skip=skip, num_passages=passages)
     quiet_libraries()
