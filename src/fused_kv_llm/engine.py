@@ -38,7 +38,6 @@ from fused_kv_llm.prompt import ChatPrompt, PromptRenderer
 from fused_kv_llm.report import FusionReport, IngestReport
 from fused_kv_llm.selectors import Selector, View, resolve_selector
 from fused_kv_llm.store import KVStore
-from fused_kv_llm.store.side import SideFiles
 from fused_kv_llm.telemetry import RequestSpan, stage_span
 
 __all__ = ["FusedKVEngine", "Messages"]
@@ -127,7 +126,7 @@ class FusedKVEngine:
         self._ingestor = Ingestor(
             self.loaded, self.store, self.identity, self._prefix, self.renderer.encode_chunk, self._model_lock
         )
-        self._sides = SideFiles(self.store.kv_dir)
+        self._sides = self.store.sides
         self._anchors = AnchorBuilder(
             self.loaded, self.store, self._prefix, self.renderer.encode_chunk, self._model_lock
         )
@@ -308,7 +307,6 @@ class FusedKVEngine:
             If one string was given instead of several.
         """
         keys = {key for text in _several(texts) if (key := self._key_of(text)) is not None}
-        self._sides.delete(keys)
         return self.store.delete(keys)
 
     def chunk_id(self, text: str) -> str | None:

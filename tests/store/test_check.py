@@ -52,7 +52,7 @@ def assert_readable(store, chunks):
 
 
 def test_a_sound_store_has_no_findings(store, chunks):
-    store.put_side(chunks[0].key, "anchors", {"positions": torch.arange(3)})
+    store.sides.put(chunks[0].key, "anchors-0.1", {"positions": torch.arange(3)})
     seen = []
     report = store.check(progress=lambda done, total: seen.append((done, total)))
     assert report.findings == []
@@ -105,7 +105,7 @@ def test_index_rebuilt_from_the_files_alone(kv_dir, make_chunk):
     with KVStore(kv_dir) as store:
         for chunk in chunks:
             chunk.put(store)
-        store.put_side(chunks[0].key, "anchors", {"positions": torch.arange(3)})
+        store.sides.put(chunks[0].key, "anchors-0.1", {"positions": torch.arange(3)})
         rows, stats = store.rows(c.key for c in chunks), store.stats()
         hashes = {c.key: store._index.hashes(c.key) for c in chunks}
     rebuild_index(kv_dir)
@@ -117,21 +117,21 @@ def test_index_rebuilt_from_the_files_alone(kv_dir, make_chunk):
         after = store.stats()
         assert (after.chunks, after.tokens, after.tiers) == (stats.chunks, stats.tokens, stats.tiers)
         assert_readable(store, chunks)
-        assert torch.equal(store.open_side(chunks[0].key, "anchors")["positions"], torch.arange(3))
+        assert torch.equal(store.sides.read(chunks[0].key, "anchors-0.1")["positions"], torch.arange(3))
 
 
 def test_side_files(store, kv_dir, chunks):
     for chunk in chunks[:4]:
-        store.put_side(chunk.key, "anchors", {"positions": torch.arange(3)})
-    paths = [chunk.path(kv_dir).with_suffix(".anchors.safetensors") for chunk in chunks[:4]]
+        store.sides.put(chunk.key, "anchors-0.1", {"positions": torch.arange(3)})
+    paths = [chunk.path(kv_dir).with_suffix(".anchors-0.1.safetensors") for chunk in chunks[:4]]
     flip(paths[0])
     paths[1].unlink()
     shutil.copy(paths[3], paths[2])
-    lonely = chunks[5].path(kv_dir).with_suffix(".anchors.safetensors")
+    lonely = chunks[5].path(kv_dir).with_suffix(".anchors-0.1.safetensors")
     shutil.copy(paths[3], lonely)
     assert store.check(fix=True).by_kind == {"damaged": 3, "missing": 1}
     assert store.check().findings == []
-    assert [store.open_side(c.key, "anchors") is not None for c in chunks[:4]] == [False, False, False, True]
+    assert [store.sides.read(c.key, "anchors-0.1") is not None for c in chunks[:4]] == [False, False, False, True]
     assert_readable(store, chunks)
 
 

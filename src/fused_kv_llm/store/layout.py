@@ -34,7 +34,7 @@ from fused_kv_llm.errors import ConfigError, StoreFullError, StoreUnavailableErr
 __all__ = ["Found", "StoreFolder", "check_key", "check_name"]
 
 _KEY = re.compile(r"[0-9a-f]{64}")
-_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 _FILE = re.compile(rf"({_KEY.pattern})(?:\.({_NAME.pattern}))?\.safetensors")
 _TEMP_MAX_AGE_S = 3600.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -61,10 +61,10 @@ def check_name(name: str) -> str:
     Raises
     ------
     ConfigError
-        It is not 1 to 32 lower-case letters, digits and underscores, a letter first.
+        It is not 1 to 100 letters, digits, and ``_ . -`` after the first.
     """
     if not isinstance(name, str) or _NAME.fullmatch(name) is None:
-        raise ConfigError(f"A side file's name is lower-case letters, digits and underscores, not {name!r}.")
+        raise ConfigError(f"A side file's name is up to 100 letters, digits, '_', '-' and '.', not {name!r}.")
     return name
 
 

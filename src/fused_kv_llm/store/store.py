@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-
-import torch
 
 from fused_kv_llm.chunk import ChunkKV, ContentHash
 from fused_kv_llm.config import parse_bytes
@@ -22,7 +20,7 @@ from fused_kv_llm.store.cipher import Cipher, find_key
 from fused_kv_llm.store.damage import DamageControl, warn
 from fused_kv_llm.store.file_format import encode_chunk
 from fused_kv_llm.store.index import ChunkIndex, ChunkRow, ContentRows
-from fused_kv_llm.store.layout import StoreFolder, check_key, check_name
+from fused_kv_llm.store.layout import StoreFolder, check_key
 from fused_kv_llm.store.loader import ChunkLoader
 from fused_kv_llm.store.memory import MemoryTier, ResidentChunk
 from fused_kv_llm.store.policies import DEFAULT_POLICY, resolve_policy
@@ -31,7 +29,7 @@ from fused_kv_llm.store.promotion import Promoter, demote
 from fused_kv_llm.store.quantize import check_kv_dtype
 from fused_kv_llm.store.reader import ChunkReader
 from fused_kv_llm.store.remote import RemoteTier, open_remote
-from fused_kv_llm.store.sides import read_side
+from fused_kv_llm.store.sides import SideFiles
 from fused_kv_llm.store.stored_kv import StoredKV
 from fused_kv_llm.store.uses import StoreCounters, UseLog
 from fused_kv_llm.store.writer import ChunkWriter
@@ -105,6 +103,11 @@ class KVStore:
     read_only : bool
         Change nothing in the folder.
 
+    Attributes
+    ----------
+    sides : SideFiles
+        Small tensors beside the chunks, read without their KV.
+
     Raises
     ------
     ConfigError
@@ -149,7 +152,7 @@ class KVStore:
         folder, index, uses, cipher = self._folder, self._index, self._uses, self._cipher
         self._budget = DiskBudget(limit, folder, index, uses, partial(demote, tier, folder, index, uses))
         ignored: set[str] = set()
-        self._writer = ChunkWriter(folder, index, self._budget, uses, cipher, ignored)
+        self._writer = ChunkWriter(folder, index, self._budget, uses, ignored)
         self._promoter = None
         if tier is not None and not self._read_only:
             self._promoter = Promoter(tier, folder, index, self._writer, uses, cipher)
@@ -157,6 +160,7 @@ class KVStore:
         self._reader = ChunkReader(folder, self._memory, cipher)
         self._prefetcher = Prefetcher(self._reader, memory_budget)
         self._damage = DamageControl(folder, index, self._reader, ignored, read_only=self._read_only)
+        self.sides = SideFiles(folder, index, self._writer, self._damage, cipher, self.fetch, self._check_writable)
 
     # -- writing ---------------------------------------------------------------------------------------------
 
@@ -204,64 +208,6 @@ class KVStore:
             nbytes = sum(len(part) for part in parts)
             row = ChunkRow(key, identity, text, tuple(kv.token_ids), kv.position, nbytes)
             return nbytes if self._writer.write(row, content, parts, cost or float(len(kv.token_ids))) else 0
-
-    def put_side(self, key: str, name: str, tensors: Mapping[str, torch.Tensor]) -> int:
-        """Store small tensors beside a chunk's KV, to be read without it; replaces those of the same name.
-
-        They are checksummed and encrypted as the KV is, count towards the disk budget, follow the chunk to the
-        remote tier, and go when the chunk goes.
-
-        Parameters
-        ----------
-        key : str
-            A chunk that is stored.
-        name : str
-            What they are, for example ``"anchors"``: lower-case letters, digits and underscores.
-        tensors : mapping of str to torch.Tensor
-            Floating point, integer or boolean tensors of any shape, on any device.
-
-        Returns
-        -------
-        int
-            Bytes written.
-
-        Raises
-        ------
-        ConfigError
-            The chunk is not stored, or the name or a tensor cannot be used.
-        StoreFullError, StoreUnavailableError
-            As ``put``.
-        """
-        self._check_writable()
-        return self._writer.write_side(check_key(key), check_name(name), tensors)
-
-    def open_side(self, key: str, name: str) -> dict[str, torch.Tensor] | None:
-        """Read what ``put_side`` stored beside a chunk.
-
-        Parameters
-        ----------
-        key, name : str
-            As given to ``put_side``.
-
-        Returns
-        -------
-        dict of str to torch.Tensor, or None
-            Verified tensors on the CPU, the caller's own. None if there are none, or they are damaged (with a
-            ``FusedKVWarning``; the chunk's KV is not touched by that).
-        """
-        self._check_open()
-        check_name(name)
-        if name not in self._index.ledger.sides(check_key(key)):
-            return None
-        try:
-            return read_side(self._folder, key, name, self._cipher)
-        except FileNotFoundError:
-            if self._promoter is not None and self.fetch([key]):
-                return read_side(self._folder, key, name, self._cipher)
-            return None
-        except ChunkDamagedError as error:
-            self._damage.discard_side(key, name, error.reason)
-            return None
 
     # -- looking up ------------------------------------------------------------------------------------------
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from fused_kv_llm.chunk import ContentHash
 from fused_kv_llm.errors import ConfigError, StoreError, StoreFullError
 from fused_kv_llm.store.budget import DiskBudget
-from fused_kv_llm.store.cipher import Cipher
 from fused_kv_llm.store.index import ChunkIndex, ChunkRow
 from fused_kv_llm.store.layout import StoreFolder
 from fused_kv_llm.store.ledger import Place
-from fused_kv_llm.store.sides import encode_side
 from fused_kv_llm.store.uses import UseLog
 
 __all__ = ["ChunkWriter"]
@@ -30,8 +27,6 @@ class ChunkWriter:
     ----------
     folder, index, budget, uses : StoreFolder, ChunkIndex, DiskBudget, UseLog
         The store's.
-    cipher : Cipher or None
-        Encrypts what is written.
     ignored : set of str
         Damaged chunks that could not be moved away: they count as not stored, and leave the set when written.
     """
@@ -42,14 +37,12 @@ class ChunkWriter:
         index: ChunkIndex,
         budget: DiskBudget,
         uses: UseLog,
-        cipher: Cipher | None,
         ignored: set[str],
     ) -> None:
         self._folder = folder
         self._index = index
         self._budget = budget
         self._uses = uses
-        self._cipher = cipher
         self._ignored = ignored
         self._locks = [threading.Lock() for _ in range(_PUT_LOCKS)]
 
@@ -118,17 +111,16 @@ class ChunkWriter:
                     self._index.ledger.move(key, moved, nbytes)
                     place = moved
 
-    def write_side(self, key: str, name: str, tensors: Mapping[str, Any]) -> int:
-        """Write a side file of a chunk that is stored; returns its bytes.
+    def write_side(self, key: str, name: str, parts: Sequence[memoryview]) -> int:
+        """Write a side file of a chunk that is stored, replacing an old one; returns its bytes.
 
         Raises
         ------
         ConfigError
-            The chunk is not stored, or the tensors cannot be.
+            The chunk is not stored.
         StoreFullError, StoreUnavailableError
             The store is as it was.
         """
-        parts = encode_side(key, name, tensors, self._cipher)
         nbytes = sum(map(len, parts))
         self._budget.make_room(nbytes)
         with self._folder.staged(key, parts) as staged, self._index.transaction():
