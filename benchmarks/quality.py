@@ -48,6 +48,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.15])
     parser.add_argument("--corpus", choices=("all", "used"), default="all", help="passages neighbours are drawn from")
     parser.add_argument("--frame", choices=FRAMES, default="plain", help="wording of the prompt around the passages")
+    parser.add_argument("--order", choices=("shuffled", "file"), default="shuffled", help="of a prompt's passages")
     parser.add_argument("--answers", type=int, default=0, metavar="TOKENS", help="longest answer to generate; 0: none")
     parser.add_argument("--recall", action="store_true", help="recall of gold-answer tokens at a 10%% selection")
     parser.add_argument("--model", default="smollm2-135m")
@@ -70,32 +71,36 @@ def open_engines(
     return engines
 
 
-def ingest(engines: dict[str, FusedKVEngine], kv_dir: Path, path: Path, questions: list[Question], corpus: str) -> None:
+def ingest(
+    engines: dict[str, FusedKVEngine], kv_dir: Path, path: Path, questions: list[Question], args: argparse.Namespace
+) -> None:
     """Store the KV of a set's passages; processes that share the questions take turns."""
     used = list(dict.fromkeys(text for question in questions for text in question.passages))
-    texts = read_corpus(path) if corpus == "all" else used
+    texts = read_corpus(path) if args.corpus == "all" else used
     with FileLock(kv_dir / "quality.lock"):
         for name, engine in engines.items():
             # Without preprocessing a chunk's KV does not depend on the rest of the corpus.
             print(f"{path.stem}, {name}: {engine.build_kv_cache(used if name == 'none' else texts).summary()}")
+            for selector in args.selectors:
+                engine.build_anchors(used, selector=selector)
 
 
 def run_set(
     engines: dict[str, FusedKVEngine], path: Path, methods: list[Method], args: argparse.Namespace, kv_dir: Path
 ) -> dict[str, Any]:
     """Measure what is missing of one data set and return its result."""
-    questions = read_questions(path, args.questions, args.passages)
+    questions = read_questions(path, args.questions, args.passages, args.order)
     engine = engines["none"]
     digest = settings_digest(
         data=path.stem, model=engine.model_fingerprint, dtype=engine.dtype, frame=args.frame,
-        passages=args.passages, corpus=args.corpus, answers=args.answers, recall=args.recall,
+        passages=args.passages, corpus=args.corpus, answers=args.answers, recall=args.recall, order=args.order,
     )  # fmt: skip
     shard, shards = (int(part) for part in args.shard.split("/"))
     records = read_records(args.out, digest)
     wanted = [FULL, *methods]
     missing = {q.id: [m for m in wanted if (q.id, m.key) not in records] for q in questions[shard::shards]}
     if any(missing.values()):
-        ingest(engines, kv_dir, path, questions, args.corpus)
+        ingest(engines, kv_dir, path, questions, args)
     settings = Settings(args.frame, args.answers, args.recall)
     out = RecordFile(args.out, digest, (shard, shards))
     for question in track([q for q in questions if missing.get(q.id)], description=path.stem):

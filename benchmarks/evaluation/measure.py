@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.nn.functional import kl_div, log_softmax
 
 from fused_kv_llm import FusedKVEngine, FusionReport
+from fused_kv_llm.layer_profile import answer_token_positions
 from fused_kv_llm.online import FusedPrompt
 from fused_kv_llm.online.generation import end_token_ids
 
 from .methods import FULL, Method
-from .metrics import answer_scores, answer_token_positions, recall
+from .metrics import answer_scores, recall
 from .questions import Question
 
 __all__ = ["QuestionRun", "Settings", "measure"]
@@ -149,6 +150,7 @@ def _record(got: QuestionRun, full: QuestionRun, question: Question, settings: S
         "probe_s": report.seconds.get("probe", 0.0) + report.seconds.get("select", 0.0),
         "prompt_tokens": report.prompt_tokens,
         "recomputed_tokens": report.recomputed_tokens,
+        "selection_share": report.selection_bytes / max(1, sum(report.bytes_loaded.values())),
         "chunks_found": report.chunks_found,
     }
     if settings.answer_tokens:

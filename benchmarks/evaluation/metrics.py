@@ -11,10 +11,7 @@ import string
 from collections import Counter
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
-__all__ = ["answer_scores", "answer_token_positions", "exact_match", "f1", "normalise", "recall", "rouge_l"]
+__all__ = ["answer_scores", "exact_match", "f1", "normalise", "recall", "rouge_l"]
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -68,24 +65,6 @@ def answer_scores(predicted: str, answers: Sequence[str], full_answer: str) -> d
         "answer_recall": sum(found) / len(found),
         "rouge_l": rouge_l(predicted, full_answer),
     }
-
-
-def answer_token_positions(
-    text: str, offsets: NDArray[np.int64], answers: Sequence[str], begin: int, end: int
-) -> list[int]:
-    """Return the prompt positions of every token that shows a part of an answer in ``text[begin:end]``.
-
-    QCFuse section 3.2.3: all annotated spans of a sample form one gold set.
-    """
-    spans = [
-        match.span()
-        for answer in answers
-        for match in re.finditer(rf"(?<!\w){re.escape(answer)}(?!\w)", text[begin:end])
-    ]
-    wanted = np.zeros(len(offsets), dtype=bool)
-    for first, last in spans:
-        wanted |= (offsets[:, 0] < begin + last) & (offsets[:, 1] > begin + first)
-    return np.flatnonzero(wanted).tolist()
 
 
 def recall(selected: Sequence[int], wanted: Sequence[int]) -> float | None:

@@ -48,18 +48,21 @@ def _records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.strip()]
 
 
-def read_questions(path: Path, count: int, num_passages: int) -> list[Question]:
+def read_questions(path: Path, count: int, num_passages: int, order: str = "shuffled") -> list[Question]:
     """Return the first `count` questions (0: all), `num_passages` passages each, the gold ones among them.
 
-    Gold passages are taken first, then the others in file order; then they are shuffled by the question's id, so
-    that a run with another `count` sees the same prompts.
+    Gold passages are taken first, then the others in file order. Then they are shuffled by the question's id, so
+    that a run with another `count` sees the same prompts; `order` "file" puts them back into the file's order.
     """
     questions = []
     for record in _records(path)[: count or None]:
         gold = [p["text"] for p in record["passages"] if p["id"] in record["gold_passage_ids"]]
         others = [p["text"] for p in record["passages"] if p["id"] not in record["gold_passage_ids"]]
         texts = [*gold, *others][:num_passages]
-        random.Random(record["id"]).shuffle(texts)
+        if order == "file":
+            texts = [p["text"] for p in record["passages"] if p["text"] in texts]
+        else:
+            random.Random(record["id"]).shuffle(texts)
         questions.append(Question(record["id"], record["question"], tuple(record["answers"]), tuple(texts)))
     return questions
 

@@ -12,7 +12,10 @@ from .methods import BASELINE, FULL, Method
 
 __all__ = ["bootstrap", "markdown_table", "summarise"]
 
-_MEANS = ("kl", "top1_agreement", "ttft_s", "probe_s", "f1", "em", "contains", "answer_recall", "rouge_l", "recall_10")
+_MEANS = (
+    "kl", "top1_agreement", "ttft_s", "probe_s", "selection_share",
+    "f1", "em", "contains", "answer_recall", "rouge_l", "recall_10",
+)  # fmt: skip
 _ROUNDS = 2000
 _Values = NDArray[np.float64]
 
@@ -60,6 +63,7 @@ def summarise(records: dict[tuple[str, str], dict[str, Any]], questions: Sequenc
             present = [float(r[name]) for r in mine if r.get(name) is not None]
             if present:
                 row[name] = float(np.mean(present))
+        row["probe_share"] = row["probe_s"] / row["ttft_s"]
         row["ttft_median_s"] = float(np.median([r["ttft_s"] for r in mine]))
         row["recovered"] = 1 - row["kl"] / max(float(np.mean([r["kl"] for r in base])), 1e-12)
         row["recovered_95"] = bootstrap(_of(mine, "kl"), _of(base, "kl"), "recovered")
@@ -101,7 +105,8 @@ _COLUMNS = {
     "rouge_l": ("ROUGE-L", "{:.3f}"),
     "recall_10": ("recall@10%", "{:.1%}"),
     "ttft_median_s": ("TTFT s", "{:.3f}"),
-    "probe_s": ("probe s", "{:.3f}"),
+    "probe_share": ("probe of TTFT", "{:.1%}"),
+    "selection_share": ("KV read first", "{:.1%}"),
 }
 
 

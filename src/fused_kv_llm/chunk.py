@@ -11,7 +11,7 @@ import torch
 
 __all__ = ["FORMAT_VERSION", "ChunkKV", "ContentHash", "KVIdentity", "chunk_key"]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +73,15 @@ class KVIdentity:
     tokenizer : str
         Content fingerprint of the tokenizer.
     dtype : str
-        Compute and storage dtype, for example ``"bfloat16"``.
+        Compute dtype, for example ``"bfloat16"``.
     rope : str
         Digest of the rotary parameters.
     prefix : str
         Digest of the token ids that stood before the chunk when it was prefilled.
     preprocessing : str
         Preprocessing method and its parameters; ``"none"`` for plain prefill after the prefix.
+    kv_dtype : str
+        Storage dtype; ``"auto"`` stores the compute dtype.
     tenant : str
         Salt that separates tenants.
     format_version : int
@@ -92,6 +94,7 @@ class KVIdentity:
     rope: str
     prefix: str
     preprocessing: str = "none"
+    kv_dtype: str = "auto"
     tenant: str = ""
     format_version: int = FORMAT_VERSION
 

@@ -14,6 +14,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from fused_kv_llm.cli_calibrate import calibrate_app
+from fused_kv_llm.cli_layers import add_layers_command
 from fused_kv_llm.config import DEFAULT_SELECTOR
 from fused_kv_llm.demo.terminal import FriendlyGroup, out, quiet_libraries
 from fused_kv_llm.errors import CorpusError, MissingExtraError
@@ -37,6 +38,7 @@ app = typer.Typer(
 store_app = typer.Typer(no_args_is_help=True, help="Look at a KV store.")
 app.add_typer(store_app, name="store")
 app.add_typer(calibrate_app, name="calibrate")
+add_layers_command(calibrate_app)
 
 KvDir = Annotated[Path, typer.Option(help="Folder of the KV store and of the passage index.")]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; chosen by the hardware.")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,11 @@ __all__ = [
     "check_preprocessing",
     "check_ratio",
     "check_seed",
+    "parse_bytes",
 ]
+
+_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
 
 _LOWEST_TEMPERATURE = 1e-3
 
@@ -69,6 +74,29 @@ def check_seed(seed: int) -> int:
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise ConfigError(f"seed={seed!r} is not a whole number from 0 to 2**63 - 1")
     return seed
+
+
+def parse_bytes(size: int | str, name: str = "size") -> int:
+    """Return a number of bytes.
+
+    Parameters
+    ----------
+    size : int or str
+        ``20_000_000_000``, ``"20GB"`` (powers of 1000), ``"20GiB"`` (powers of 1024), ``"1.5 TB"``, ``"512"``.
+    name : str
+        The option, for messages.
+
+    Raises
+    ------
+    ConfigError
+        If it is not a size, or negative.
+    """
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
+        return size
+    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    if match is None or (match[3] and not match[2]):
+        raise ConfigError(f'{name}={size!r} is not a size: use bytes, or a text such as "20GB" or "512MiB"')
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** _UNITS[match[2].lower()])
 
 
 def _is_number(value: object) -> bool:

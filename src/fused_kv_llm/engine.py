@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -43,7 +43,6 @@ from fused_kv_llm.prompt import ChatPrompt, PromptRenderer
 from fused_kv_llm.report import FusionReport, IngestReport
 from fused_kv_llm.selectors import Selector, View, resolve_selector
 from fused_kv_llm.store import KVStore
-from fused_kv_llm.store.side import SideFiles
 from fused_kv_llm.telemetry import RequestSpan, stage_span
 
 __all__ = ["FusedKVEngine", "Messages"]
@@ -162,10 +161,8 @@ class FusedKVEngine:
         self._catalog = ChunkCatalog(self.store, self.identity)
         room = self.context_length - len(self._prefix.token_ids)
         planner = CorpusPlanner(self._catalog, self.identity, self.renderer.encode_chunk, room, self._similarity)
-        self._sides = SideFiles(self.store.kv_dir)
-        self._ingestor = Ingestor(
-            self.loaded, self.store, self.identity, self._prefix, planner, self._delete, self._model_lock
-        )
+        self._ingestor = Ingestor(self.loaded, self.store, self.identity, self._prefix, planner, self._model_lock)
+        self._sides = self.store.sides
         self._anchors = AnchorBuilder(
             self.loaded, self.store, self._prefix, self.renderer.encode_chunk, self._model_lock
         )
@@ -361,12 +358,8 @@ class FusedKVEngine:
             If one string was given instead of several.
         """
         rows = self._catalog.rows_of([text.strip() for text in _several(texts)])
-        self._delete({row.key for found in rows.values() for row in found})
+        self.store.delete({row.key for found in rows.values() for row in found})
         return len(rows)
-
-    def _delete(self, keys: Collection[str]) -> None:
-        self._sides.delete(keys)
-        self.store.delete(keys)
 
     def chunk_id(self, text: str) -> str | None:
         """Return the key of a chunk's stored KV, or None where none is stored."""

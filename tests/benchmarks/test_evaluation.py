@@ -10,9 +10,10 @@ import pytest
 from corpus import SHORT
 from evaluation.measure import Settings, measure
 from evaluation.methods import BASELINE, FULL, Method, methods_of
-from evaluation.metrics import answer_scores, answer_token_positions, f1, normalise, recall, rouge_l
+from evaluation.metrics import answer_scores, f1, normalise, recall, rouge_l
 from evaluation.questions import Question, read_corpus, read_questions
 from evaluation.records import RecordFile, read_records
+from evaluation.ruler import TASKS, Task, make_ruler
 from evaluation.summary import bootstrap, markdown_table, summarise
 from models import smollm2_tokenizer, tiny_model
 
@@ -39,10 +40,7 @@ def test_answer_scores_take_the_best_answer_and_whole_words() -> None:
     assert answer_scores("novel", ["no"], "no")["contains"] == 0.0
 
 
-def test_answer_positions_are_whole_words_inside_the_context() -> None:
-    text = "Q: ten? ten men, often ten"
-    offsets = np.array([[0, 2], [3, 7], [8, 11], [12, 16], [17, 22], [22, 24], [24, 26]])
-    assert answer_token_positions(text, offsets, ["ten"], 8, 26) == [2, 5, 6]
+def test_recall_is_the_share_of_wanted_positions() -> None:
     assert recall([2, 3], [2, 5, 6]) == pytest.approx(1 / 3)
     assert recall([2], []) is None
 
@@ -95,6 +93,27 @@ def test_questions_hold_the_gold_passage_and_keep_their_order(tmp_path: Path) ->
     assert few[0] == all_of_them[0]
     assert SHORT[3] in few[0].passages
     assert read_corpus(tmp_path / "set.jsonl") == SHORT[:4]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_ruler_hides_what_it_asks_for(task: Task) -> None:
+    questions = make_ruler(task, 3, words=300, passages=5, needles=4, seed=1)
+    assert questions == make_ruler(task, 3, words=300, passages=5, needles=4, seed=1)
+    assert questions != make_ruler(task, 3, words=300, passages=5, needles=4, seed=2)
+    for question in questions:
+        texts = [p["text"] for p in question["passages"]]
+        context = " ".join(texts)
+        assert len(texts) == 5
+        assert 300 <= len(context.split()) < 420
+        assert len(set(question["answers"])) == 4
+        assert all(answer in context for answer in question["answers"])
+        gold = {p["id"] for p in question["passages"] if any(a in p["text"] for a in question["answers"])}
+        assert gold <= set(question["gold_passage_ids"])
+        if task == "variable_tracking":
+            order = [context.index(f"VAR {name} =") for name in question["answers"]]
+            assert order == sorted(order)
+            value = question["question"].split("value ")[1].split(",")[0]
+            assert f"VAR {question['answers'][0]} = {value}." in context
 
 
 def test_measuring_and_summing_up(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from fused_kv_llm.online import Request
 from fused_kv_llm.report import FusionReport
 from fused_kv_llm.selectors import Anchors, QueryAttention, View
 from fused_kv_llm.selectors.anchors import anchor_positions, knorm_scores, side_name, sink_scores
-from fused_kv_llm.selectors.critical_layers import critical_layers, save_profile
+from fused_kv_llm.selectors.profiles import critical_layers, save_profile
 
 from .reference_fusion import finish, project, stitched_kv
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import sqlite3
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from fused_kv_llm.errors import ChunkDamagedError, FusedKVWarning, StoreUnavailableError
-from fused_kv_llm.store import KVStore, header
+from fused_kv_llm.store import KVStore, tensor_file
 from fused_kv_llm.store import file_format as file_format_module
 
 pytestmark = pytest.mark.filterwarnings("error::fused_kv_llm.errors.FusedKVWarning")
@@ -74,8 +75,8 @@ def a_pickle(path):
 
 
 def deep_json(path):
-    raw = bytearray(header._OPENING + b"0" * 16 + b'"},"x":' + b"[" * 100_000)
-    raw[header._CHECKSUM] = header._checksum(raw)
+    raw = bytearray(tensor_file._OPENING + b"0" * 16 + b'"},"x":' + b"[" * 100_000)
+    raw[tensor_file._CHECKSUM] = tensor_file._checksum(raw)
     path.write_bytes(len(raw).to_bytes(8, "little") + raw)
 
 
@@ -147,22 +148,36 @@ def test_token_ids_that_differ(store, kv_dir, make_chunk, tier):
     assert chunk.open(store) is None
 
 
-def test_whole_header_that_contradicts_itself(store, kv_dir, make_chunk):
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda h, private: private["tensors"]["k"].update(shape=[3, 2, 5, 9]),
+        lambda h, private: private["tensors"]["k"].update(dtype="I64"),
+        lambda h, private: private["tensors"]["v"].update(xxh3_64=[]),
+        lambda h, private: private["about"].update(shape=[3, 2, -5, -8]),
+        lambda h, private: private["about"].update(shape=[6, 1, 5, 8]),
+        lambda h, private: private["about"].update(token_ids=[1, 2, 3, 4]),
+        lambda h, private: private["about"].update(storage="int8"),
+        lambda h, private: private["about"].update(storage=None),
+        lambda h, private: private.pop("about"),
+        lambda h, private: h["k"].update(data_offsets=[0, 1 << 40]),
+        lambda h, private: h.pop("v"),
+        lambda h, private: h["__metadata__"].update(identity=7),
+    ],
+)
+def test_whole_header_that_contradicts_itself(store, kv_dir, make_chunk, change):
     chunk = make_chunk()
-    for changes in (
-        {"tensor_nbytes": 1 << 40},
-        {"shape": [3, 2, 5, 9]},
-        {"shape": [3, 2, -5, -8]},
-        {"dtype": "I8"},
-    ):
-        chunk.put(store)
-        raw = chunk.path(kv_dir).read_bytes()
-        length = int.from_bytes(raw[:8], "little")
-        parsed = header.json.loads(raw[8 : 8 + length])
-        metadata = {k: v for k, v in parsed["__metadata__"].items() if k != "header_xxh3_64"}
-        fields = {"dtype": "F32", "shape": [3, 2, 5, 8], "tensor_nbytes": chunk.kv.keys.nbytes, **changes}
-        chunk.path(kv_dir).write_bytes(header.encode_header(metadata, **fields) + raw[8 + length :])
-        assert_miss_and_warning(store, kv_dir, chunk, "")
+    chunk.put(store)
+    raw = chunk.path(kv_dir).read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    parsed = json.loads(raw[8 : 8 + length])
+    private = json.loads(parsed["__metadata__"]["private"])
+    change(parsed, private)
+    metadata = parsed.pop("__metadata__")
+    metadata |= {"private": json.dumps(private)}
+    del metadata["header_xxh3_64"]
+    chunk.path(kv_dir).write_bytes(tensor_file.encode_header(metadata, parsed) + raw[8 + length :])
+    assert_miss_and_warning(store, kv_dir, chunk, "")
 
 
 @pytest.mark.parametrize("in_memory", [False, True])
@@ -250,7 +265,7 @@ def test_only_the_damaged_layer_is_lost(store, kv_dir, make_chunk):
             assert torch.equal(keys[0], chunk.kv.keys[layer])
             assert torch.equal(values[0], chunk.kv.values[layer])
         for layer in (1, 4):
-            with pytest.raises(ChunkDamagedError, match=f"values of layer {layer}") as caught:
+            with pytest.raises(ChunkDamagedError, match=f"'v' of layer {layer}") as caught:
                 stored.read_layers(layer, layer + 1)
             assert caught.value.key == chunk.key
         with pytest.raises(ChunkDamagedError, match="layer 1"):

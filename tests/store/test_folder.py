@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fused_kv_llm.errors import StoreFullError, StoreUnavailableError
-from fused_kv_llm.store import KVStore
+from fused_kv_llm.store import KVStore, rebuild_index
 from fused_kv_llm.store import database as database_module
 from fused_kv_llm.store.layout import StoreFolder
 
@@ -138,7 +138,7 @@ WRITER = """
 import os, signal, sys
 sys.path[:0] = sys.argv[2:]
 from conftest import build_chunk
-from fused_kv_llm.store import KVStore
+from fused_kv_llm.store import KVStore, rebuild_index
 
 store = KVStore(sys.argv[1])
 build_chunk(1).put(store)
@@ -215,13 +215,15 @@ def test_damaged_index(kv_dir, make_chunk, garbage, read_only):
     with KVStore(kv_dir) as store:
         make_chunk().put(store)
     (kv_dir / "index.sqlite").write_bytes(garbage)
-    with pytest.raises(StoreUnavailableError, match=r"Delete index\.sqlite.*build the KV cache again"):
+    with pytest.raises(StoreUnavailableError, match=r"store check --fix"):
         KVStore(kv_dir, read_only=read_only)
     # That advice works.
-    (kv_dir / "index.sqlite").unlink()
+    assert rebuild_index(kv_dir).read_bytes() == garbage
     with KVStore(kv_dir) as store:
-        assert make_chunk().put(store) > 0
+        assert store.check(fix=True).by_kind == {"orphaned": 1}
+        assert make_chunk().put(store) == 0
         assert make_chunk().open(store) is not None
+    assert rebuild_index(kv_dir / "elsewhere") is None
 
 
 def test_index_damaged_in_use(kv_dir, make_chunk):
@@ -233,7 +235,7 @@ def test_index_damaged_in_use(kv_dir, make_chunk):
     # The first page, which holds the schema, stays.
     raw[4096:] = os.urandom(len(raw) - 4096)
     path.write_bytes(raw)
-    with KVStore(kv_dir) as store, pytest.raises(StoreUnavailableError, match=r"Delete index\.sqlite"):
+    with pytest.raises(StoreUnavailableError, match=r"store check --fix"), KVStore(kv_dir) as store:
         store.contains([make_chunk(0).key])
 
 

@@ -56,7 +56,7 @@ def test_the_index_itself_refuses_such_keys(kv_dir, make_chunk):
 def test_other_schemas_are_refused(kv_dir, statement):
     KVStore(kv_dir).close()
     tamper(kv_dir, statement)
-    with pytest.raises(StoreUnavailableError, match=r"not an index of this release.*Delete index.sqlite"):
+    with pytest.raises(StoreUnavailableError, match=r"not an index of this release.*store check --fix"):
         KVStore(kv_dir)
 
 

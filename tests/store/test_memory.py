@@ -15,14 +15,18 @@ from fused_kv_llm.errors import ConfigError
 from fused_kv_llm.store import KVStore
 from fused_kv_llm.store.header import ChunkHeader
 from fused_kv_llm.store.memory import MemoryTier, ResidentChunk
+from fused_kv_llm.store.policies import POLICIES
+from fused_kv_llm.store.tensor_file import Part
 
 pytestmark = pytest.mark.filterwarnings("error::fused_kv_llm.errors.FusedKVWarning")
 
 
 def resident(name: str, tokens: int) -> ResidentChunk:
     shape = (1, 1, tokens, 1)
-    header = ChunkHeader(name, "", "", ContentHash(0, 0, 0), (0,) * tokens, 0, torch.float32, shape, ("",), ("",), 0)
-    return ResidentChunk(header, torch.zeros(shape), torch.zeros(shape))
+    parts = tuple(Part(part, torch.float32, shape, 0, ("",)) for part in "kv")
+    ids = (0,) * tokens
+    header = ChunkHeader(name, "", "", ContentHash(0, 0, 0), ids, 0, torch.float32, "float32", shape, parts)
+    return ResidentChunk(header, {part: torch.zeros(shape) for part in "kv"})
 
 
 def test_chunk_is_promoted_when_all_layers_were_read_and_not_copied(store, make_chunk):
@@ -106,7 +110,7 @@ def test_negative_budget(kv_dir):
     steps=st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(1, 12), st.booleans()), max_size=40),
 )
 def test_tier_behaves_like_a_list_ordered_by_use(budget, steps):
-    tier = MemoryTier(budget)
+    tier = MemoryTier(budget, POLICIES["lru"])
     model: list[tuple[str, int]] = []
     for name, tokens, is_put in steps:
         nbytes = 8 * tokens
@@ -129,7 +133,7 @@ def test_tier_behaves_like_a_list_ordered_by_use(budget, steps):
 
 
 def test_budget_holds_under_threads():
-    tier = MemoryTier(400)
+    tier = MemoryTier(400, POLICIES["lru"])
 
     def work(seed: int) -> bool:
         rng = random.Random(seed)

@@ -83,12 +83,12 @@ def test_file_is_plain_safetensors_and_describes_itself(store, kv_dir, make_chun
         assert torch.equal(file.get_tensor("v"), chunk.kv.values)
         metadata = file.metadata()
     # Everything that an index needs to be rebuilt.
-    assert metadata["text"] == chunk.text
-    assert metadata["key"] == chunk.key
-    assert metadata["identity"] == chunk.identity
-    assert tuple(json.loads(metadata["token_ids"])) == chunk.kv.token_ids
-    assert ContentHash(*json.loads(metadata["content"])) == chunk.content
-    assert int(metadata["position"]) == chunk.kv.position
+    assert (metadata["key"], metadata["identity"]) == (chunk.key, chunk.identity)
+    about = json.loads(metadata["private"])["about"]
+    assert about["text"] == chunk.text
+    assert tuple(about["token_ids"]) == chunk.kv.token_ids
+    assert ContentHash(*about["content"]) == chunk.content
+    assert about["position"] == chunk.kv.position
     raw = chunk.path(kv_dir).read_bytes()
     assert (8 + int.from_bytes(raw[:8], "little")) % 64 == 0
 

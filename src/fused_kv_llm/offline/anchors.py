@@ -18,7 +18,6 @@ from fused_kv_llm.model import BufferPool, FusedCache, LoadedModel, PrefixKV, St
 from fused_kv_llm.selectors import Anchors
 from fused_kv_llm.selectors.anchors import anchor_positions, knorm_scores, side_name, sink_scores
 from fused_kv_llm.store import KVStore, StoredKV
-from fused_kv_llm.store.side import SideFiles
 
 from .progress import ingestion_progress
 
@@ -115,7 +114,7 @@ class AnchorBuilder:
     ) -> None:
         self._loaded, self._store, self._prefix, self._lock = loaded, store, prefix, lock
         self._encode = encode
-        self._sides = SideFiles(store.kv_dir)
+        self._sides = store.sides
         self._pool = BufferPool(loaded.dtype, loaded.device)
 
     def run(self, keys: Iterable[str], anchors: Anchors, layers: Sequence[int], *, progress: bool = True) -> int:

@@ -8,7 +8,7 @@ Without neighbours it is ``KV(chunk | header)``.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 
 from fused_kv_llm.chunk import ChunkKV
@@ -45,8 +45,6 @@ class Ingestor:
         What stands before every chunk.
     planner : CorpusPlanner
         Says what has to be prefilled, and after which neighbours.
-    delete : callable
-        Deletes stored chunks by key, with all that belongs to them.
     lock : context manager
         Held during a batch's forward, so that requests run between batches.
     """
@@ -58,7 +56,6 @@ class Ingestor:
         identity: str,
         prefix: PrefixKV,
         planner: CorpusPlanner,
-        delete: Callable[[Collection[str]], None],
         lock: AbstractContextManager[object],
     ) -> None:
         self._loaded = loaded
@@ -66,7 +63,6 @@ class Ingestor:
         self._identity = identity
         self._prefix = prefix
         self._planner = planner
-        self._delete = delete
         self._lock = lock
 
     def run(
@@ -129,7 +125,7 @@ class Ingestor:
         def written(chunk: PendingChunk, nbytes: int) -> None:
             if chunk.replaces:
                 # Only now: until the new KV is there, the old one serves.
-                self._delete(chunk.replaces)
+                self._store.delete(chunk.replaces)
                 report.chunks_refreshed += 1
             else:
                 report.chunks_new += 1

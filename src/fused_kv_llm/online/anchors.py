@@ -10,7 +10,7 @@ from fused_kv_llm.model import FusedCache, Geometry
 from fused_kv_llm.report import FusionReport
 from fused_kv_llm.selectors import Anchors, View
 from fused_kv_llm.selectors.anchors import anchor_positions, side_name, sink_scores
-from fused_kv_llm.store.side import SideFiles
+from fused_kv_llm.store.sides import SideFiles
 
 from .request import Placement, Request
 

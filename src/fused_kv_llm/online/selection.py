@@ -21,7 +21,7 @@ from fused_kv_llm.selectors import (
     checked_selection,
     critical_layers,
 )
-from fused_kv_llm.store.side import SideFiles
+from fused_kv_llm.store.sides import SideFiles
 from fused_kv_llm.telemetry import stage_span
 
 from .anchors import place_anchors

@@ -8,10 +8,10 @@ from .base import NarrowingSelector, Probe, Selector, TransferringSelector, chec
 from .boundary import Boundary
 from .budget import budget_tokens
 from .cache_craft import CacheCraft, focused_chunks
-from .critical_layers import critical_layers
 from .full_reuse import FullReuse
 from .heavy_hitters import HeavyHitters
 from .kv_deviation import CACHEBLEND, KVSHARE, KVDeviation
+from .profiles import critical_layers
 from .query_attention import ALL_LAYERS, FUSIONRAG, MIDDLE_LAYERS, PROPHETKV, QCFUSE, QueryAttention
 from .random import Random
 from .sink_attention import SinkAttention

@@ -32,7 +32,7 @@ class QueryAttention:
     name : str
         Name under which the preset is chosen and reported.
     layers : {"last", "all", "middle", "critical"} or tuple of int
-        Layers whose attention counts; the critical ones are known by model (:mod:`.critical_layers`).
+        Layers whose attention counts; the critical ones are known by model (:mod:`.profiles`).
     full_context : bool
         Whether the question attends to the chunks' stored KV in the probe.
     anchors : Anchors or None

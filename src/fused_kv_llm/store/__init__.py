@@ -1,9 +1,25 @@
-"""The store of chunk KV: files on disk with an index, and a memory tier over them."""
+"""The store of chunk KV: a memory tier over files on disk with an index, over a remote tier."""
 
 from __future__ import annotations
 
+from fused_kv_llm.store.check import CheckReport, Finding, rebuild_index
 from fused_kv_llm.store.index import ChunkRow, ContentRows
+from fused_kv_llm.store.policies import POLICIES
+from fused_kv_llm.store.quantize import STORAGE_DTYPES
 from fused_kv_llm.store.store import KVStore, StoreStats
 from fused_kv_llm.store.stored_kv import StoredKV
+from fused_kv_llm.store.uses import StoreCounters
 
-__all__ = ["ChunkRow", "ContentRows", "KVStore", "StoreStats", "StoredKV"]
+__all__ = [
+    "POLICIES",
+    "STORAGE_DTYPES",
+    "CheckReport",
+    "ChunkRow",
+    "ContentRows",
+    "Finding",
+    "KVStore",
+    "StoreCounters",
+    "StoreStats",
+    "StoredKV",
+    "rebuild_index",
+]

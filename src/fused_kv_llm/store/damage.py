@@ -21,17 +21,20 @@ class DamageControl:
     ----------
     folder, index, reader : StoreFolder, ChunkIndex, ChunkReader
         The parts of the store that know the chunk.
+    ignored : set of str
+        Gets the damaged chunks that could not be moved away.
     read_only : bool
         Move and drop nothing, just stop using the chunk.
     """
 
-    def __init__(self, folder: StoreFolder, index: ChunkIndex, reader: ChunkReader, *, read_only: bool) -> None:
+    def __init__(
+        self, folder: StoreFolder, index: ChunkIndex, reader: ChunkReader, ignored: set[str], *, read_only: bool
+    ) -> None:
         self._folder = folder
         self._index = index
         self._reader = reader
         self._read_only = read_only
-        # Damaged chunks that could not be moved away.
-        self.ignored: set[str] = set()
+        self.ignored = ignored
 
     def discard(self, key: str, reason: str) -> bool:
         """Take a chunk out of the store and warn; returns False, silently, if there was nothing."""
@@ -47,9 +50,19 @@ class DamageControl:
         warn(f"The stored KV of chunk {key} ({path}) cannot be used: {reason}; {done}. It is computed afresh.")
         return True
 
+    def discard_side(self, key: str, name: str, reason: str) -> None:
+        """Take a chunk's side file out of the store and warn."""
+        if not self._read_only:
+            with self._index.transaction():
+                self._index.ledger.drop_side(key, name)
+                self._folder.quarantine(key, name)
+        warn(f"The side file {name!r} of chunk {key} cannot be used: {reason}.")
+
     def _quarantine(self, key: str) -> str | None:
         """Move a chunk's file and drop its row; return what was done, None if there was nothing."""
         with self._index.transaction():
+            for name in self._index.ledger.sides(key):
+                self._folder.remove(key, name)
             dropped = self._index.remove([key])
             moved = self._folder.quarantine(key)
         if moved is not None:

@@ -180,9 +180,8 @@ class Database:
             )
 
     def _how_to_reset(self) -> str:
-        name = self._path.name
         return (
-            f"Delete {name}, {name}-wal and {name}-shm in {self._path.parent} and build the KV cache again, "
+            f"Make a new one from the stored files: fused-kv store check --fix --kv-dir {self._path.parent}; "
             "or set kv_dir to another folder."
         )
 

@@ -1,51 +1,31 @@
-"""One chunk's KV as one safetensors file.
-
-::
-
-    u64 little endian   length of the header
-    header              JSON, padded with spaces so that the data starts at a multiple of 64 bytes
-    "k"                 [layers, kv_heads, tokens, head_dim], little endian, contiguous
-    "v"                 the same
-
-The file is an ordinary safetensors file, so any tool can look at it. The header is built here and not by
-the ``safetensors`` package for three reasons: the package copies all tensors once more to serialise them,
-it does not promise the order of the metadata, and the header's own checksum has to stand at a fixed place
-so that it can be verified before anything in the header is believed.
-
-Everything an index needs is in the metadata, so that an index can be rebuilt from the files alone. Each
-layer of the keys and of the values has its own checksum, so that layers can be read and trusted singly.
-"""
+"""From a chunk's KV to the bytes of its file; ``header`` reads them back."""
 
 from __future__ import annotations
 
-import json
 import sys
-
-import torch
-import xxhash
 
 from fused_kv_llm.chunk import FORMAT_VERSION, ChunkKV, ContentHash
 from fused_kv_llm.errors import ConfigError, StoreUnavailableError
-from fused_kv_llm.store.header import DTYPES, encode_header
+from fused_kv_llm.store.cipher import Cipher
+from fused_kv_llm.store.header import COMPUTE_DTYPES, FORMAT
+from fused_kv_llm.store.quantize import compress
+from fused_kv_llm.store.tensor_file import encode_tensors
 
-__all__ = ["byte_view", "encode_chunk", "layer_checksums"]
+__all__ = ["encode_chunk"]
 
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-def byte_view(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor without copying them."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+_DTYPE_NAMES = {dtype: name for name, dtype in COMPUTE_DTYPES.items()}
 
 
-def layer_checksums(data: memoryview, num_layers: int) -> list[str]:
-    """Return the xxh3-64 of each of ``num_layers`` equal parts of ``data``."""
-    size = len(data) // num_layers
-    return [xxhash.xxh3_64_hexdigest(data[i * size : (i + 1) * size]) for i in range(num_layers)]
-
-
-def encode_chunk(key: str, identity: str, text: str, content: ContentHash, kv: ChunkKV) -> list[memoryview]:
-    """Lay out a chunk's file in memory, without copying tensors that are contiguous and on the CPU.
+def encode_chunk(
+    key: str,
+    identity: str,
+    text: str,
+    content: ContentHash,
+    kv: ChunkKV,
+    kv_dtype: str = "auto",
+    cipher: Cipher | None = None,
+) -> list[memoryview]:
+    """Lay out a chunk's file in memory, without copying tensors that are stored as they are and on the CPU.
 
     Parameters
     ----------
@@ -55,6 +35,10 @@ def encode_chunk(key: str, identity: str, text: str, content: ContentHash, kv: C
         Hashes of the text.
     kv : ChunkKV
         Keys and values, float32, float16 or bfloat16, on any device.
+    kv_dtype : str
+        Dtype to store them in; ``"auto"`` keeps theirs.
+    cipher : Cipher or None
+        Encrypts everything but key and identity.
 
     Returns
     -------
@@ -68,22 +52,22 @@ def encode_chunk(key: str, identity: str, text: str, content: ContentHash, kv: C
     """
     _check_content(identity, text, content)
     _check_kv(kv)
-    keys, values = (byte_view(t.detach().to("cpu").contiguous()) for t in (kv.keys, kv.values))
-    layers = kv.keys.shape[0]
-    metadata = {
-        "format": "fused_kv_llm",
-        "format_version": str(FORMAT_VERSION),
-        "key": key,
-        "identity": identity,
+    dtype = _DTYPE_NAMES[kv.keys.dtype]
+    storage = dtype if kv_dtype == "auto" else kv_dtype
+    tensors = compress(kv.keys.detach(), kv.values.detach(), storage)
+    if storage == "float16" != dtype and not all(bool(t.isfinite().all()) for t in tensors.values()):
+        raise ConfigError(f"The KV of chunk {key[:16]} exceeds the range of float16: set kv_dtype to bfloat16 or int8.")
+    public = {"format": FORMAT, "format_version": str(FORMAT_VERSION), "key": key, "identity": identity}
+    private = {
         "text": text,
-        "content": json.dumps([content.prefix, content.full, content.length]),
-        "token_ids": json.dumps([int(i) for i in kv.token_ids]),
-        "position": json.dumps(kv.position),
-        "k_xxh3_64": json.dumps(layer_checksums(keys, layers)),
-        "v_xxh3_64": json.dumps(layer_checksums(values, layers)),
+        "content": [content.prefix, content.full, content.length],
+        "token_ids": [int(i) for i in kv.token_ids],
+        "position": kv.position,
+        "dtype": dtype,
+        "storage": storage,
+        "shape": list(kv.keys.shape),
     }
-    header = encode_header(metadata, _DTYPE_NAMES[kv.keys.dtype], list(kv.keys.shape), len(keys))
-    return [memoryview(header), keys, values]
+    return encode_tensors(public, private, tensors, kv.keys.shape[0], cipher)
 
 
 def _check_content(identity: str, text: str, content: ContentHash) -> None:

@@ -1,32 +1,27 @@
-"""The header of a chunk's file: what it says, and why it can be believed.
+"""What the header of a chunk's file says about the chunk, and why it can be believed.
 
-The header carries its own checksum at a fixed place, so that it is verified before anything in it is parsed.
-After that its claims are still checked against each other and against the file's actual size, because a
-file that is whole may come from elsewhere.
+The file's own checksums are ``tensor_file``'s business. Here the claims of a header that is whole are checked
+against each other, because a file that is whole may come from elsewhere. Everything an index needs is in it, so
+that an index can be rebuilt from the files alone.
 """
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import xxhash
 
 from fused_kv_llm.chunk import FORMAT_VERSION, ContentHash
 from fused_kv_llm.errors import ChunkDamagedError
+from fused_kv_llm.store.cipher import Cipher, FileCipher
+from fused_kv_llm.store.quantize import STORAGE_DTYPES
+from fused_kv_llm.store.tensor_file import Part, read_tensor_file
 
-__all__ = ["DTYPES", "ChunkHeader", "encode_header", "read_header"]
+__all__ = ["COMPUTE_DTYPES", "FORMAT", "ChunkHeader", "read_header"]
 
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-_ALIGNMENT = 64
-_FIRST_READ = 32 * 1024
-# The checksum covers the header without its own sixteen digits, which is why they stand first.
-_OPENING = b'{"__metadata__":{"header_xxh3_64":"'
-_CHECKSUM = slice(len(_OPENING), len(_OPENING) + 16)
+FORMAT = "fused_kv_llm"
+COMPUTE_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +43,15 @@ class ChunkHeader:
     position : int
         Position of the first token when the chunk was prefilled.
     dtype : torch.dtype
-        Stored dtype.
+        Dtype that the keys and values had, and have again when they are read.
+    storage : str
+        Dtype that they have in the file.
     shape : tuple of int
         ``(layers, kv_heads, tokens, head_dim)`` of the keys, and of the values.
-    key_checksums, value_checksums : tuple of str
-        xxh3-64 of each layer's bytes, sixteen hexadecimal digits.
-    data_start : int
-        Offset of the keys' first byte in the file.
+    parts : tuple of Part
+        The tensors in the file; a piece is a layer.
+    cipher : FileCipher or None
+        What decrypts the pieces.
     """
 
     key: str
@@ -64,10 +61,10 @@ class ChunkHeader:
     token_ids: tuple[int, ...]
     position: int
     dtype: torch.dtype
+    storage: str
     shape: tuple[int, int, int, int]
-    key_checksums: tuple[str, ...]
-    value_checksums: tuple[str, ...]
-    data_start: int
+    parts: tuple[Part, ...]
+    cipher: FileCipher | None = None
 
     @property
     def num_layers(self) -> int:
@@ -80,42 +77,12 @@ class ChunkHeader:
         return self.shape[2]
 
     @property
-    def layer_nbytes(self) -> int:
-        """Bytes of one layer's keys, and of its values."""
-        return self.shape[1] * self.shape[2] * self.shape[3] * self.dtype.itemsize
-
-    @property
     def nbytes(self) -> int:
-        """Bytes of all keys and values."""
-        return 2 * self.num_layers * self.layer_nbytes
+        """Bytes of all keys and values as they are stored."""
+        return sum(part.nbytes for part in self.parts)
 
 
-def encode_header(metadata: dict[str, str], dtype: str, shape: list[int], tensor_nbytes: int) -> bytes:
-    """Return the beginning of a file: the header's length, and the header with its checksum.
-
-    Parameters
-    ----------
-    metadata : dict of str to str
-        What ``ChunkHeader`` needs besides the tensors' places.
-    dtype : str
-        A name in ``DTYPES``.
-    shape : list of int
-        Of the keys, and of the values.
-    tensor_nbytes : int
-        Bytes of the keys, and of the values.
-    """
-    header = {
-        "__metadata__": {"header_xxh3_64": "0" * 16, **metadata},
-        "k": {"dtype": dtype, "shape": shape, "data_offsets": [0, tensor_nbytes]},
-        "v": {"dtype": dtype, "shape": shape, "data_offsets": [tensor_nbytes, 2 * tensor_nbytes]},
-    }
-    raw = bytearray(json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode())
-    raw += b" " * (-(8 + len(raw)) % _ALIGNMENT)
-    raw[_CHECKSUM] = _checksum(raw)
-    return len(raw).to_bytes(8, "little") + raw
-
-
-def read_header(fd: int, key: str, file_nbytes: int) -> ChunkHeader:
+def read_header(fd: int, key: str, file_nbytes: int, cipher: Cipher | None = None) -> ChunkHeader:
     """Read and verify the header of an open file.
 
     Parameters
@@ -126,6 +93,8 @@ def read_header(fd: int, key: str, file_nbytes: int) -> ChunkHeader:
         The chunk the file should hold.
     file_nbytes : int
         The file's actual size.
+    cipher : Cipher or None
+        What decrypts it.
 
     Returns
     -------
@@ -139,76 +108,68 @@ def read_header(fd: int, key: str, file_nbytes: int) -> ChunkHeader:
     OSError
         The file cannot be read.
     """
-    raw = _read_raw(fd, key, file_nbytes)
-    if not raw.startswith(_OPENING):
-        raise ChunkDamagedError(key, "it is not a chunk-KV file")
-    if raw[_CHECKSUM] != _checksum(raw):
-        raise ChunkDamagedError(key, "the checksum of its header does not match")
+    file = read_tensor_file(fd, key, file_nbytes, str(FORMAT_VERSION), cipher)
     try:
-        header = _parse(key, json.loads(raw), 8 + len(raw))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if file.metadata["format"] != FORMAT:
+            raise ChunkDamagedError(key, "it is not a chunk-KV file")
+        header = _parse(file.metadata, file.parts, file.cipher)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ChunkDamagedError(key, f"its header cannot be understood ({error!r})") from error
     if header.key != key:
         raise ChunkDamagedError(key, f"the file holds another chunk, {header.key[:16]}")
-    if header.data_start + header.nbytes != file_nbytes:
-        expected = header.data_start + header.nbytes
-        raise ChunkDamagedError(key, f"the file has {file_nbytes} bytes, its header describes {expected}")
     return header
 
 
-def _read_raw(fd: int, key: str, file_nbytes: int) -> bytes:
-    first = os.pread(fd, _FIRST_READ, 0)
-    if len(first) < 8:
-        raise ChunkDamagedError(key, f"the file has only {file_nbytes} bytes")
-    length = int.from_bytes(first[:8], "little")
-    if 8 + length > file_nbytes:
-        raise ChunkDamagedError(key, f"the file has {file_nbytes} bytes, its header alone claims {length}")
-    raw = first[8 : 8 + length]
-    while len(raw) < length:
-        more = os.pread(fd, length - len(raw), 8 + len(raw))
-        if not more:
-            raise ChunkDamagedError(key, "the file ends inside its header")
-        raw += more
-    return raw
-
-
-def _checksum(raw: bytes | bytearray) -> bytes:
-    digest = xxhash.xxh3_64(raw[: _CHECKSUM.start])
-    digest.update(raw[_CHECKSUM.stop :])
-    return digest.hexdigest().encode()
-
-
-def _parse(key: str, header: Any, data_start: int) -> ChunkHeader:
-    metadata = header["__metadata__"]
-    if metadata["format_version"] != str(FORMAT_VERSION):
-        found = metadata["format_version"]
-        raise ChunkDamagedError(key, f"it has format version {found}, this release reads {FORMAT_VERSION}")
-    layers, heads, tokens, dim = header["k"]["shape"]
-    prefix, full, length = json.loads(metadata["content"])
-    parsed = ChunkHeader(
-        key=_text(metadata["key"]),
-        identity=_text(metadata["identity"]),
-        text=_text(metadata["text"]),
+def _parse(about: dict[str, Any], parts: tuple[Part, ...], cipher: FileCipher | None) -> ChunkHeader:
+    layers, heads, tokens, dim = about["shape"]
+    prefix, full, length = about["content"]
+    header = ChunkHeader(
+        key=_text(about["key"]),
+        identity=_text(about["identity"]),
+        text=_text(about["text"]),
         content=ContentHash(_natural(prefix), _natural(full), _natural(length)),
-        token_ids=tuple(_natural(i) for i in json.loads(metadata["token_ids"])),
-        position=_natural(json.loads(metadata["position"])),
-        dtype=DTYPES[header["k"]["dtype"]],
+        token_ids=tuple(_natural(i) for i in about["token_ids"]),
+        position=_natural(about["position"]),
+        dtype=COMPUTE_DTYPES[about["dtype"]],
+        storage=about["storage"],
         shape=(_positive(layers), _positive(heads), _positive(tokens), _positive(dim)),
-        key_checksums=tuple(json.loads(metadata["k_xxh3_64"])),
-        value_checksums=tuple(json.loads(metadata["v_xxh3_64"])),
-        data_start=data_start,
+        parts=parts,
+        cipher=cipher,
     )
-    half = parsed.nbytes // 2
-    tensor = {"dtype": header["k"]["dtype"], "shape": list(parsed.shape)}
-    if header["k"] != {**tensor, "data_offsets": [0, half]}:
-        raise ValueError("k is not where it should be")
-    if header["v"] != {**tensor, "data_offsets": [half, 2 * half]}:
-        raise ValueError("v is not where it should be")
-    if len(parsed.token_ids) != tokens:
-        raise ValueError(f"{len(parsed.token_ids)} token ids for {tokens} tokens")
-    if not len(parsed.key_checksums) == len(parsed.value_checksums) == layers:
-        raise ValueError(f"not one checksum for each of {layers} layers")
-    return parsed
+    if header.storage not in STORAGE_DTYPES:
+        raise ValueError(f"storage dtype {header.storage!r}")
+    if len(header.token_ids) != tokens:
+        raise ValueError(f"{len(header.token_ids)} token ids for {tokens} tokens")
+    expected = _layout(header)
+    found = {part.name: (part.dtype, part.shape, len(part.digests)) for part in parts}
+    if found != {name: (dtype, shape, layers) for name, (dtype, shape) in expected.items()}:
+        raise ValueError("its tensors are not those of a chunk's keys and values")
+    return header
+
+
+def _layout(header: ChunkHeader) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Return the dtypes and shapes of the tensors that a chunk of this shape has."""
+    layers, heads, tokens, dim = header.shape
+    if header.storage in COMPUTE_DTYPES:
+        plain = COMPUTE_DTYPES[header.storage], header.shape
+        return {"k": plain, "v": plain}
+    half, ahead = torch.float16, (layers, heads)
+    if header.storage == "int8":
+        return {
+            "k": (torch.int8, header.shape),
+            "k_scale": (half, (*ahead, 1, dim)),
+            "v": (torch.int8, header.shape),
+            "v_scale": (half, (*ahead, tokens, 1)),
+        }
+    groups, across = -(-tokens // 32), -(-dim // 32)
+    return {
+        "k": (torch.uint8, (*ahead, dim, 16 * groups)),
+        "k_scale": (half, (*ahead, dim, groups)),
+        "k_least": (half, (*ahead, dim, groups)),
+        "v": (torch.uint8, (*ahead, tokens, 16 * across)),
+        "v_scale": (half, (*ahead, tokens, across)),
+        "v_least": (half, (*ahead, tokens, across)),
+    }
 
 
 def _text(value: Any) -> str:

@@ -16,7 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from fused_kv_llm.chunk import ContentHash
+from fused_kv_llm.errors import StoreUnavailableError
+from fused_kv_llm.store.cipher import KEY_VARIABLE, Cipher
 from fused_kv_llm.store.database import Database
+from fused_kv_llm.store.ledger import LEDGER_SCHEMA, Ledger
+from fused_kv_llm.store.policies import Policy
 
 __all__ = ["ChunkIndex", "ChunkRow", "ContentRows"]
 
@@ -33,12 +37,13 @@ _SCHEMA = (
     prefix_hash INTEGER NOT NULL,
     full_hash INTEGER NOT NULL,
     length INTEGER NOT NULL,
-    text TEXT NOT NULL,
+    text BLOB NOT NULL,
     token_ids BLOB NOT NULL
 ) STRICT""",
     # Covers content_rows() and totals(), so that neither walks over the texts.
     """CREATE INDEX chunks_content ON chunks
     (identity, id, prefix_hash, full_hash, length, key, num_tokens, nbytes)""",
+    *LEDGER_SCHEMA,
 )
 _INSERT = """INSERT INTO chunks
     (key, identity, position, nbytes, num_tokens, prefix_hash, full_hash, length, text, token_ids)
@@ -99,17 +104,47 @@ class ChunkIndex:
     ----------
     path : Path
         The SQLite file; created unless ``read_only``.
+    policy : callable
+        Orders the chunks that may be evicted.
+    cipher : Cipher or None
+        Encrypts texts, token ids and content hashes.
     read_only : bool
         Change nothing.
 
     Raises
     ------
     StoreUnavailableError
-        The file is damaged, is not such an index, or cannot be opened.
+        The file is damaged, is not such an index, cannot be opened, or is encrypted with another key.
     """
 
-    def __init__(self, path: Path, *, read_only: bool) -> None:
+    def __init__(self, path: Path, policy: Policy, cipher: Cipher | None, *, read_only: bool) -> None:
+        self._cipher = cipher
         self._database = Database(path, _SCHEMA, read_only=read_only)
+        self.ledger = Ledger(self._database, policy)
+        try:
+            self._check_cipher(path, read_only=read_only)
+        except BaseException:
+            self._database.close()
+            raise
+
+    def _check_cipher(self, path: Path, *, read_only: bool) -> None:
+        mine = self._cipher.check if self._cipher is not None else "none"
+        with self._database.connection() as connection:
+            if not read_only:
+                connection.execute("INSERT OR IGNORE INTO settings VALUES ('encryption', ?)", (mine,))
+            found = connection.execute("SELECT value FROM settings WHERE name = 'encryption'").fetchone()
+        theirs = found[0] if found is not None else mine
+        if theirs == mine:
+            return
+        if mine == "none":
+            raise StoreUnavailableError(
+                f"The store in {path.parent} is encrypted: give its encryption_key, or set {KEY_VARIABLE}."
+            )
+        state = "is not encrypted" if theirs == "none" else "was encrypted with another key"
+        raise StoreUnavailableError(
+            f"The store in {path.parent} {state}, so encryption_key does not open it. Give the right key (or none, "
+            f"and unset {KEY_VARIABLE}), or set kv_dir to another folder."
+        )
 
     def transaction(self) -> AbstractContextManager[None]:
         """Let nobody else write, in any process; a chunk's file and its row change together in here."""
@@ -117,11 +152,12 @@ class ChunkIndex:
 
     def add(self, row: ChunkRow, content: ContentHash) -> None:
         """Add a chunk that has no row; inside a transaction that made sure of that."""
-        hashes = _signed(content.prefix), _signed(content.full), content.length
+        prefix, full = self._hashes([(content.prefix, content.full)], seal=True)[0]
+        hashes = _signed(int(prefix)), _signed(int(full)), content.length
         place = row.position, row.nbytes, len(row.token_ids)
-        blob = np.array(row.token_ids, dtype="<i4").tobytes()
+        texts = self._seal(row.key, row.text.encode(), np.array(row.token_ids, dtype="<i4").tobytes())
         with self._database.connection() as connection:
-            connection.execute(_INSERT, (row.key, row.identity, *place, *hashes, row.text, blob))
+            connection.execute(_INSERT, (row.key, row.identity, *place, *hashes, *texts))
 
     def present(self, keys: Iterable[str]) -> set[str]:
         """Return those keys that have a row."""
@@ -131,9 +167,8 @@ class ChunkIndex:
         """Return the rows of those keys that have one, and the keys of rows that cannot be understood."""
         rows: dict[str, ChunkRow] = {}
         damaged: list[str] = []
-        columns = "key, identity, CAST(text AS BLOB), token_ids, position, nbytes"
-        for found in self._select(columns, list(keys)):
-            row = _decode(found)
+        for found in self._select("key, identity, text, token_ids, position, nbytes", list(keys)):
+            row = self._decode(found)
             if row is None:
                 damaged.append(found[0])
             else:
@@ -152,14 +187,33 @@ class ChunkIndex:
             table = np.array([row[:4] for row in found], dtype=np.int64).reshape(-1, 4).T.copy()
         except (ValueError, TypeError) as error:
             raise self._database.error(error) from error
-        rows = ContentRows(table[0], table[1].view(np.uint64), table[2].view(np.uint64), table[3])
+        hashes = self._hashes(table[1:3].view(np.uint64).T, seal=False)
+        rows = ContentRows(table[0], hashes[:, 0].copy(), hashes[:, 1].copy(), table[3])
         return rows, [row[4] for row in found]
+
+    def hashes(self, key: str) -> ContentHash | None:
+        """Return the content hashes of a chunk's row; None if there is no row."""
+        for prefix, full, length in self._select("prefix_hash, full_hash, length", [key]):
+            table = np.array([(prefix, full)], dtype=np.int64).view(np.uint64)
+            opened = self._hashes(table, seal=False)[0]
+            return ContentHash(int(opened[0]), int(opened[1]), length)
+        return None
+
+    def all_keys(self, after: str = "") -> list[tuple[str, int]]:
+        """Return keys and file sizes of at most a thousand chunks, ascending, from a key on."""
+        with self._database.connection() as connection:
+            return connection.execute(
+                f"SELECT key, nbytes FROM chunks WHERE key > ? AND {_HEX_KEY} ORDER BY key LIMIT 1000", (after,)
+            ).fetchall()
 
     def remove(self, keys: Iterable[str]) -> set[str]:
         """Delete rows; returns the keys that had one."""
+        wanted = list(keys)
         delete = "DELETE FROM chunks WHERE key = ?"
         with self._database.connection() as connection:
-            return {key for key in keys if connection.execute(delete, (key,)).rowcount == 1}
+            removed = {key for key in wanted if connection.execute(delete, (key,)).rowcount == 1}
+        self.ledger.remove(wanted)
+        return removed
 
     def totals(self) -> list[tuple[str, int, int, int]]:
         """Return identity, number of chunks, tokens and file bytes, for every identity."""
@@ -167,6 +221,12 @@ class ChunkIndex:
             return connection.execute(
                 "SELECT identity, count(*), sum(num_tokens), sum(nbytes) FROM chunks GROUP BY identity"
             ).fetchall()
+
+    def compact(self) -> None:
+        """Give free pages of the index file back to the disk."""
+        with self._database.connection() as connection:
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            connection.execute("VACUUM")
 
     def close(self) -> None:
         """Close the index, after calls in flight have ended."""
@@ -182,14 +242,30 @@ class ChunkIndex:
                 found += connection.execute(query, batch).fetchall()
         return iter(found)
 
+    def _seal(self, key: str, *columns: bytes) -> list[bytes]:
+        if self._cipher is None:
+            return list(columns)
+        return [self._cipher.seal_row(data, f"{key}|{number}".encode()) for number, data in enumerate(columns)]
 
-def _decode(columns: tuple[Any, ...]) -> ChunkRow | None:
-    key, identity, text, ids, position, nbytes = columns
-    try:
-        token_ids = tuple(np.frombuffer(ids, dtype="<i4").tolist())
-        return ChunkRow(key, identity, text.decode(), token_ids, position, nbytes)
-    except (ValueError, TypeError, AttributeError):
-        return None
+    def _open(self, key: str, *columns: bytes) -> list[bytes]:
+        if self._cipher is None:
+            return list(columns)
+        return [self._cipher.open_row(data, f"{key}|{number}".encode()) for number, data in enumerate(columns)]
+
+    def _hashes(self, pairs: npt.ArrayLike, *, seal: bool) -> npt.NDArray[np.uint64]:
+        table = np.asarray(pairs, dtype=np.uint64).reshape(-1, 2)
+        if self._cipher is None:
+            return table
+        return self._cipher.seal_hashes(table) if seal else self._cipher.open_hashes(table)
+
+    def _decode(self, columns: tuple[Any, ...]) -> ChunkRow | None:
+        key, identity, text, ids, position, nbytes = columns
+        try:
+            text, ids = self._open(key, text, ids)
+            token_ids = tuple(np.frombuffer(ids, dtype="<i4").tolist())
+            return ChunkRow(key, identity, text.decode(), token_ids, position, nbytes)
+        except (ValueError, TypeError, AttributeError):
+            return None
 
 
 def _signed(number: int) -> int:

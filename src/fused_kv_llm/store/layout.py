@@ -4,16 +4,19 @@
 
     kv_dir/index.sqlite                     see index.py
     kv_dir/chunks/ab/<key>.safetensors      see file_format.py; "ab" are the key's first two digits
+    kv_dir/chunks/ab/<key>.<name>.safetensors   a side file, see sides.py
     kv_dir/tmp/<key>.<host>.<pid>.<random>  being written
     kv_dir/quarantine/                      damaged files, kept for inspection, never read
 
 A chunk's file appears by ``rename`` after its bytes are on the disk and is never changed afterwards, so a
-reader sees all of it or nothing.
+reader sees all of it or nothing. Whoever reads a file holds a shared ``flock`` on it, which ends with the process
+at the latest; eviction passes over files that are held.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
 import re
@@ -24,12 +27,15 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from fused_kv_llm.errors import ConfigError, StoreFullError, StoreUnavailableError
 
-__all__ = ["StoreFolder", "check_key"]
+__all__ = ["Found", "StoreFolder", "check_key", "check_name"]
 
 _KEY = re.compile(r"[0-9a-f]{64}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+_FILE = re.compile(rf"({_KEY.pattern})(?:\.({_NAME.pattern}))?\.safetensors")
 _TEMP_MAX_AGE_S = 3600.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # Neither follow a link out of the folder nor wait for the other end of a pipe.
@@ -47,6 +53,27 @@ def check_key(key: str) -> str:
     if not isinstance(key, str) or _KEY.fullmatch(key) is None:
         raise ConfigError(f"A chunk's key is 64 hexadecimal digits, as chunk_key() returns it, not {key!r}.")
     return key
+
+
+def check_name(name: str) -> str:
+    """Return the name of a side file if it can be part of a path.
+
+    Raises
+    ------
+    ConfigError
+        It is not 1 to 100 letters, digits, and ``_ . -`` after the first.
+    """
+    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+        raise ConfigError(f"A side file's name is up to 100 letters, digits, '_', '-' and '.', not {name!r}.")
+    return name
+
+
+class Found(NamedTuple):
+    """A file below ``chunks``: whose it is by its name; no key means that the name is not one of ours."""
+
+    path: str
+    key: str | None
+    name: str | None
 
 
 class StoreFolder:
@@ -93,20 +120,47 @@ class StoreFolder:
                     f"The folder {folder} cannot be written. Set kv_dir to a folder that you may write, "
                     "or open the store with read_only=True."
                 )
-        self._sweep_temp()
+        self.sweep_temp()
 
-    def chunk_path(self, key: str) -> str:
-        """Return where the file of a chunk belongs."""
+    def chunk_path(self, key: str, name: str | None = None) -> str:
+        """Return where the file of a chunk belongs, or its side file of that name."""
         check_key(key)
-        return f"{self._chunks}/{key[:2]}/{key}.safetensors"
+        suffix = "" if name is None else f".{check_name(name)}"
+        return f"{self._chunks}/{key[:2]}/{key}{suffix}.safetensors"
 
     def has(self, key: str) -> bool:
         """Whether a chunk's file exists."""
         return os.path.lexists(self.chunk_path(key))
 
-    def open_chunk(self, key: str) -> int:
-        """Open a chunk's file for reading and return its descriptor; raises OSError."""
-        return os.open(self.chunk_path(key), _READ_FLAGS)
+    def open_chunk(self, key: str, name: str | None = None) -> int:
+        """Open a chunk's file, or a side file, for reading and hold it; return the descriptor.
+
+        Raises
+        ------
+        FileNotFoundError
+            There is none, or it is being evicted.
+        OSError
+            It cannot be opened.
+        """
+        fd = os.open(self.chunk_path(key, name), _READ_FLAGS)
+        try:
+            if not _lock(fd, fcntl.LOCK_SH):
+                raise FileNotFoundError(errno.ENOENT, "it is being evicted", self.chunk_path(key, name))
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def walk(self) -> Iterator[Found]:
+        """Yield every file below ``chunks``, in no order."""
+        for shard in sorted(os.scandir(self._chunks), key=lambda entry: entry.name):
+            if not shard.is_dir(follow_symlinks=False):
+                yield Found(shard.path, None, None)
+                continue
+            for entry in os.scandir(shard.path):
+                match = _FILE.fullmatch(entry.name)
+                ours = match is not None and match[1][:2] == shard.name
+                yield Found(entry.path, match[1], match[2]) if match and ours else Found(entry.path, None, None)
 
     @contextmanager
     def staged(self, key: str, parts: Sequence[memoryview]) -> Iterator[str]:
@@ -140,9 +194,9 @@ class StoreFolder:
             with suppress(FileNotFoundError):
                 os.unlink(temp)
 
-    def publish(self, staged: str, key: str) -> None:
+    def publish(self, staged: str, key: str, name: str | None = None) -> None:
         """Give a staged file its place, even if the power fails; raises as ``staged``."""
-        path = self.chunk_path(key)
+        path = self.chunk_path(key, name)
         shard = os.path.dirname(path)
         with self._write_errors():
             if not os.path.isdir(shard):
@@ -166,41 +220,96 @@ class StoreFolder:
                 "folder's permissions, or set kv_dir to another folder."
             ) from error
 
-    def remove(self, key: str) -> bool:
-        """Delete a chunk's file; returns whether there was one."""
+    def remove(self, key: str, name: str | None = None) -> bool:
+        """Delete a chunk's file, or a side file; returns whether there was one."""
+        path = self.chunk_path(key, name)
         try:
-            os.unlink(self.chunk_path(key))
+            os.unlink(path)
         except FileNotFoundError:
             return False
         except OSError as error:
-            raise StoreUnavailableError(
-                f"{self.chunk_path(key)} cannot be deleted: {error}. Check its permissions."
-            ) from error
+            raise StoreUnavailableError(f"{path} cannot be deleted: {error}. Check its permissions.") from error
         return True
 
-    def quarantine(self, key: str) -> str | None:
-        """Move a chunk's file out of the way; returns where it went, None if there was none."""
-        target = os.path.join(self._quarantine, f"{key}.{secrets.token_hex(4)}.safetensors")
+    def evict(self, key: str) -> bool:
+        """Delete a chunk's file unless somebody reads it, in any process; False if somebody does."""
         try:
-            os.replace(self.chunk_path(key), target)
+            fd = os.open(self.chunk_path(key), _READ_FLAGS)
+        except OSError:
+            # Gone, or nothing that could be read: nobody holds it.
+            self.remove(key)
+            return True
+        try:
+            if not _lock(fd, fcntl.LOCK_EX):
+                return False
+            self.remove(key)
+        finally:
+            os.close(fd)
+        return True
+
+    def quarantine(self, key: str, name: str | None = None) -> str | None:
+        """Move a chunk's file, or a side file, out of the way; returns where it went, None if there was none."""
+        return self.quarantine_path(self.chunk_path(key, name))
+
+    def quarantine_path(self, path: str) -> str | None:
+        """Move a file of the store out of the way; returns where it went, None if there was none."""
+        stem, dot, suffix = os.path.basename(path).partition(".")
+        target = os.path.join(self._quarantine, f"{stem}.{secrets.token_hex(4)}{dot}{suffix}")
+        try:
+            os.replace(path, target)
         except FileNotFoundError:
             return None
         except OSError as error:
             raise StoreUnavailableError(
-                f"The damaged file {self.chunk_path(key)} cannot be moved to quarantine: {error}. Delete it by hand."
+                f"The damaged file {path} cannot be moved to quarantine: {error}. Delete it by hand."
             ) from error
         return target
 
-    def free_bytes(self) -> int:
-        """Return how many bytes the disk has left."""
-        return shutil.disk_usage(self.root).free
+    def empty_quarantine(self) -> tuple[int, int]:
+        """Delete what was moved to quarantine; returns how many files and bytes."""
+        files = nbytes = 0
+        for entry in os.scandir(self._quarantine):
+            with suppress(FileNotFoundError):
+                size = entry.stat(follow_symlinks=False).st_size
+                if entry.is_dir(follow_symlinks=False):
+                    shutil.rmtree(entry.path)
+                else:
+                    os.unlink(entry.path)
+                files, nbytes = files + 1, nbytes + size
+        return files, nbytes
 
-    def _sweep_temp(self) -> None:
+    def free_bytes(self) -> int:
+        """Return how many bytes the disk has left.
+
+        Raises
+        ------
+        StoreUnavailableError
+            The disk does not say.
+        """
+        try:
+            return shutil.disk_usage(self.root).free
+        except OSError as error:
+            raise StoreUnavailableError(
+                f"The disk of {self.root} cannot be asked for its free space: {error}. Check that it is still there."
+            ) from error
+
+    def abandoned(self) -> list[str]:
+        """Return what writers that died left behind."""
+        found = []
         for entry in os.scandir(self._temp):
             # Another process may finish or remove its file at any moment, and may belong to another user.
             with suppress(FileNotFoundError, PermissionError):
                 if self._is_abandoned(entry):
-                    os.unlink(entry.path)
+                    found.append(entry.path)
+        return found
+
+    def sweep_temp(self) -> int:
+        """Delete what writers that died left behind; returns how many files."""
+        abandoned = self.abandoned()
+        for path in abandoned:
+            with suppress(FileNotFoundError, PermissionError):
+                os.unlink(path)
+        return len(abandoned)
 
     def _is_abandoned(self, entry: os.DirEntry[str]) -> bool:
         if time.time() - entry.stat(follow_symlinks=False).st_mtime > _TEMP_MAX_AGE_S:
@@ -228,6 +337,19 @@ def _write_durably(path: str, parts: Sequence[memoryview]) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _lock(fd: int, operation: int) -> bool:
+    """Lock an open file without waiting; False if somebody else's lock is in the way."""
+    try:
+        fcntl.flock(fd, operation | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        # Not every file system has locks, and pipes have none; then eviction relies on open files staying readable.
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.EBADF):
+            raise
+    return True
 
 
 def _sync_folder(path: str) -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 
 import torch
 
 from fused_kv_llm.errors import ChunkDamagedError, StoreError
-from fused_kv_llm.store.file_format import byte_view, layer_checksums
+from fused_kv_llm.store.buffers import BufferPool
 from fused_kv_llm.store.header import ChunkHeader
 from fused_kv_llm.store.memory import ResidentChunk
+from fused_kv_llm.store.pieces import read_pieces
+from fused_kv_llm.store.tensor_file import byte_view
 
 __all__ = ["ChunkLoader"]
+
+_ALIGNMENT = 64
 
 
 class ChunkLoader:
@@ -28,6 +31,8 @@ class ChunkLoader:
         The file, open for reading; closed when all layers are read or nobody uses the loader any more.
     header : ChunkHeader
         The file's verified header.
+    pool : BufferPool
+        Where the buffers come from.
     on_complete : callable
         Called once with the loader when all layers are there.
     on_unused : callable
@@ -38,6 +43,7 @@ class ChunkLoader:
         self,
         fd: int,
         header: ChunkHeader,
+        pool: BufferPool,
         on_complete: Callable[[ChunkLoader], None],
         on_unused: Callable[[ChunkLoader], None],
     ) -> None:
@@ -48,17 +54,15 @@ class ChunkLoader:
         self._changed = threading.Condition()
         self._loaded: set[int] = set()
         self._loading: set[int] = set()
-        self._keys = torch.empty(header.shape, dtype=header.dtype, device="cpu")
-        self._values = torch.empty(header.shape, dtype=header.dtype, device="cpu")
-        self._key_bytes = byte_view(self._keys)
-        self._value_bytes = byte_view(self._values)
+        self._tensors = _carve(pool, header)
+        self._bytes = {name: byte_view(tensor) for name, tensor in self._tensors.items()}
         # A FileIO rather than a bare descriptor: forgotten loaders close their file when collected. Last, so
         # that a failure above leaves the descriptor to the caller.
         self._file = open(fd, "rb", buffering=0)  # noqa: SIM115
 
     def resident(self) -> ResidentChunk:
         """Return the buffers as a chunk for the memory tier; only when all layers are there."""
-        return ResidentChunk(self.header, self._keys, self._values)
+        return ResidentChunk(self.header, self._tensors)
 
     def retain(self) -> bool:
         """Add a user; False if the file is closed and the loader cannot be used again."""
@@ -78,8 +82,8 @@ class ChunkLoader:
             self._file.close()
         self._on_unused(self)
 
-    def read(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return layers ``start`` to ``stop - 1``, reading those that nobody has read yet.
+    def read(self, start: int, stop: int) -> dict[str, torch.Tensor]:
+        """Return the stored tensors of layers ``start`` to ``stop - 1``, reading those that nobody has read yet.
 
         Raises
         ------
@@ -105,7 +109,7 @@ class ChunkLoader:
                 self._finish(missing, verified)
             if damage is not None:
                 raise damage
-        return self._keys[start:stop], self._values[start:stop]
+        return {name: tensor[start:stop] for name, tensor in self._tensors.items()}
 
     def _finish(self, attempted: set[int], verified: set[int]) -> None:
         with self._changed:
@@ -120,28 +124,20 @@ class ChunkLoader:
 
     def _load(self, start: int, stop: int) -> tuple[set[int], ChunkDamagedError | None]:
         """Read layers ``start`` to ``stop - 1``; return the good ones, and what is wrong with others."""
-        header = self.header
-        size, half = header.layer_nbytes, header.nbytes // 2
-        span = slice(start * size, stop * size)
-        keys, values = self._key_bytes[span], self._value_bytes[span]
+        header, good = self.header, set(range(start, stop))
+        damage: ChunkDamagedError | None = None
         try:
-            _read_exactly(self._file.fileno(), keys, header.data_start + span.start)
-            _read_exactly(self._file.fileno(), values, header.data_start + half + span.start)
+            for part in header.parts:
+                span = slice(start * part.piece_nbytes, stop * part.piece_nbytes)
+                target = self._bytes[part.name][span]
+                for layer in read_pieces(self._file.fileno(), part, header.cipher, start, stop, target):
+                    good.discard(layer)
+                    reason = f"the checksum of {part.name!r} of layer {layer} does not match"
+                    damage = damage or ChunkDamagedError(header.key, reason)
         except (OSError, EOFError) as error:
             if stop - start > 1:
                 return self._load_singly(start, stop)
             return set(), ChunkDamagedError(header.key, f"layer {start} cannot be read ({error})")
-        good = set(range(start, stop))
-        damage: ChunkDamagedError | None = None
-        for name, part, sums in (
-            ("keys", keys, header.key_checksums),
-            ("values", values, header.value_checksums),
-        ):
-            for layer, found in enumerate(layer_checksums(part, stop - start), start):
-                if found != sums[layer]:
-                    good.discard(layer)
-                    reason = f"the checksum of the {name} of layer {layer} does not match"
-                    damage = damage or ChunkDamagedError(header.key, reason)
         return good, damage
 
     def _load_singly(self, start: int, stop: int) -> tuple[set[int], ChunkDamagedError | None]:
@@ -160,10 +156,15 @@ def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
             start = i
 
 
-def _read_exactly(fd: int, target: memoryview, offset: int) -> None:
-    while target:
-        count = os.preadv(fd, [target], offset)
-        if count == 0:
-            raise EOFError("the file was shortened")
-        target = target[count:]
-        offset += count
+def _carve(pool: BufferPool, header: ChunkHeader) -> dict[str, torch.Tensor]:
+    """Return the chunk's tensors, all in one buffer."""
+    places: dict[str, int] = {}
+    size = 0
+    for part in header.parts:
+        places[part.name] = size
+        size += -(-part.nbytes // _ALIGNMENT) * _ALIGNMENT
+    buffer = pool.take(size)
+    return {
+        part.name: buffer[places[part.name] : places[part.name] + part.nbytes].view(part.dtype).view(part.shape)
+        for part in header.parts
+    }

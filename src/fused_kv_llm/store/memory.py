@@ -1,15 +1,15 @@
-"""The memory tier: whole chunk KV, least recently used first out, never more bytes than allowed."""
+"""The memory tier: whole chunk KV as it is stored, never more bytes than allowed."""
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections import OrderedDict
 from dataclasses import dataclass
 
 import torch
 
-from fused_kv_llm.errors import ConfigError
 from fused_kv_llm.store.header import ChunkHeader
+from fused_kv_llm.store.policies import Entry, EvictionQueue, Policy
 
 __all__ = ["MemoryTier", "ResidentChunk"]
 
@@ -22,70 +22,78 @@ class ResidentChunk:
     ----------
     header : ChunkHeader
         What its file says about it.
-    keys, values : torch.Tensor
-        ``[layers, kv_heads, tokens, head_dim]`` on the CPU. Shared by everyone who opens the chunk.
+    tensors : dict of str to torch.Tensor
+        What is stored for the chunk, layers first, on the CPU. Shared by everyone who opens the chunk.
     """
 
     header: ChunkHeader
-    keys: torch.Tensor
-    values: torch.Tensor
+    tensors: dict[str, torch.Tensor]
 
-    def read(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, start: int, stop: int) -> dict[str, torch.Tensor]:
         """Return views of layers ``start`` to ``stop - 1``."""
-        return self.keys[start:stop], self.values[start:stop]
+        return {name: tensor[start:stop] for name, tensor in self.tensors.items()}
 
     def release(self) -> None:
         """Do nothing: a resident chunk holds no file."""
 
 
 class MemoryTier:
-    """Byte-budgeted least-recently-used cache of chunk KV; thread-safe.
+    """Byte-budgeted cache of chunk KV; thread-safe.
 
     Parameters
     ----------
     budget_nbytes : int
         Most bytes of keys and values held at any time; 0 holds nothing. Chunks that a request still uses
         live on after their eviction until the request lets go of them.
-
-    Raises
-    ------
-    ConfigError
-        The budget is negative.
+    policy : callable
+        Which chunk to let go of first.
     """
 
-    def __init__(self, budget_nbytes: int) -> None:
-        if budget_nbytes < 0:
-            raise ConfigError(f"memory_bytes must be 0 (no memory tier) or more, not {budget_nbytes}.")
+    def __init__(self, budget_nbytes: int, policy: Policy) -> None:
         self.budget_nbytes = budget_nbytes
-        self._chunks: OrderedDict[str, ResidentChunk] = OrderedDict()
+        self._chunks: dict[str, ResidentChunk] = {}
+        self._queue = EvictionQueue(policy)
+        self._ticks = itertools.count()
         self._nbytes = 0
+        self.evictions = 0
         self._lock = threading.Lock()
 
     def get(self, key: str) -> ResidentChunk | None:
-        """Return a chunk and mark it as just used; None if it is not held."""
+        """Return a chunk and count its use; None if it is not held."""
         with self._lock:
             chunk = self._chunks.get(key)
             if chunk is not None:
-                self._chunks.move_to_end(key)
+                self._queue.touch(key, next(self._ticks))
             return chunk
 
-    def put(self, chunk: ResidentChunk) -> bool:
-        """Hold a chunk, letting go of the least recently used ones first.
+    def put(self, chunk: ResidentChunk, cost: float = 0.0) -> bool:
+        """Hold a chunk, letting go of others first.
+
+        Parameters
+        ----------
+        chunk : ResidentChunk
+        cost : float
+            What computing it again takes; 0 stands for its number of tokens.
 
         Returns
         -------
         bool
             False if the chunk alone is larger than the budget and was not taken.
         """
-        nbytes = chunk.header.nbytes
-        if nbytes > self.budget_nbytes:
+        header = chunk.header
+        if header.nbytes > self.budget_nbytes:
             return False
         with self._lock:
-            self._remove(chunk.header.key)
-            while self._nbytes + nbytes > self.budget_nbytes:
-                self._remove(next(iter(self._chunks)))
-            self._chunks[chunk.header.key] = chunk
-            self._nbytes += nbytes
+            self._remove(header.key)
+            while self._nbytes + header.nbytes > self.budget_nbytes:
+                victim = self._queue.pop()
+                if victim is None:
+                    return False
+                self._remove(victim)
+                self.evictions += 1
+            self._chunks[header.key] = chunk
+            self._queue.put(header.key, Entry(header.nbytes, cost or header.num_tokens, used=next(self._ticks)))
+            self._nbytes += header.nbytes
         return True
 
     def discard(self, key: str) -> None:
@@ -96,8 +104,8 @@ class MemoryTier:
     def clear(self) -> None:
         """Let go of everything."""
         with self._lock:
-            self._chunks.clear()
-            self._nbytes = 0
+            for key in list(self._chunks):
+                self._remove(key)
 
     def usage(self) -> tuple[int, int]:
         """Return how many chunks and how many bytes are held."""
@@ -109,6 +117,7 @@ class MemoryTier:
             return key in self._chunks
 
     def _remove(self, key: str) -> None:
+        self._queue.remove(key)
         chunk = self._chunks.pop(key, None)
         if chunk is not None:
             self._nbytes -= chunk.header.nbytes

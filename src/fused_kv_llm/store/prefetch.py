@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
@@ -32,14 +32,19 @@ class Prefetcher:
         self._executor: ThreadPoolExecutor | None = None
         self._closed = threading.Event()
 
-    def submit(self, keys: Sequence[str]) -> None:
-        """Start loading these chunks and return at once."""
+    def submit(self, keys: Sequence[str], fetch: Callable[[Sequence[str]], object]) -> None:
+        """Start loading these chunks and return at once; `fetch` brings those to the disk that are not there."""
+        if keys and self._budget_nbytes:
+            self.run(lambda: self._load_all(keys, fetch))
+
+    def run(self, task: Callable[[], object]) -> None:
+        """Do something in the background thread, some time; nothing once it is closed."""
         with self._lock:
-            if self._closed.is_set() or not keys or self._budget_nbytes == 0:
+            if self._closed.is_set():
                 return
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(1, thread_name_prefix="fused-kv-prefetch")
-            self._executor.submit(self._load_all, keys)
+            self._executor.submit(task)
 
     def close(self) -> None:
         """Stop after the layer that is being read, and wait for the thread to end."""
@@ -49,7 +54,9 @@ class Prefetcher:
         if executor is not None:
             executor.shutdown(wait=True, cancel_futures=True)
 
-    def _load_all(self, keys: Sequence[str]) -> None:
+    def _load_all(self, keys: Sequence[str], fetch: Callable[[Sequence[str]], object]) -> None:
+        with suppress(StoreError, OSError):
+            fetch(keys)
         loaded = 0
         for key in keys:
             # Whatever is wrong, the request that needs the chunk finds it too and warns its user.

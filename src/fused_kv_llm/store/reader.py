@@ -8,6 +8,8 @@ import threading
 from weakref import WeakValueDictionary
 
 from fused_kv_llm.errors import ChunkDamagedError
+from fused_kv_llm.store.buffers import BufferPool
+from fused_kv_llm.store.cipher import Cipher
 from fused_kv_llm.store.header import ChunkHeader, read_header
 from fused_kv_llm.store.layout import StoreFolder
 from fused_kv_llm.store.loader import ChunkLoader
@@ -16,6 +18,8 @@ from fused_kv_llm.store.memory import MemoryTier, ResidentChunk
 __all__ = ["ChunkReader"]
 
 _HEADERS_KEPT = 4096
+# Buffers of chunks that are gone, kept for the next ones; they come on top of the memory tier's budget.
+_MOST_KEPT_NBYTES = 128 << 20
 
 
 class ChunkReader:
@@ -27,11 +31,15 @@ class ChunkReader:
         Where the files are.
     memory : MemoryTier
         Where chunks that were read completely are kept.
+    cipher : Cipher or None
+        Decrypts the files.
     """
 
-    def __init__(self, folder: StoreFolder, memory: MemoryTier) -> None:
+    def __init__(self, folder: StoreFolder, memory: MemoryTier, cipher: Cipher | None = None) -> None:
         self._folder = folder
         self._memory = memory
+        self._cipher = cipher
+        self._pool = BufferPool(_MOST_KEPT_NBYTES)
         self._lock = threading.Lock()
         # Chunks being read at the moment, so that a request joins a prefetch instead of reading again.
         self._loaders: WeakValueDictionary[str, ChunkLoader] = WeakValueDictionary()
@@ -58,7 +66,7 @@ class ChunkReader:
         fd = self._folder.open_chunk(key)
         try:
             header = self._header(fd, key)
-            loader = ChunkLoader(fd, header, self._promote, self._unregister)
+            loader = ChunkLoader(fd, header, self._pool, self._promote, self._unregister)
         except BaseException:
             os.close(fd)
             raise
@@ -78,6 +86,7 @@ class ChunkReader:
         with self._lock:
             self._loaders.clear()
             self._memory.clear()
+        self._pool.clear()
 
     def _header(self, fd: int, key: str) -> ChunkHeader:
         info = os.fstat(fd)
@@ -87,7 +96,7 @@ class ChunkReader:
         cached = self._headers.get(key)
         if cached is not None and cached[0] == version:
             return cached[1]
-        header = read_header(fd, key, info.st_size)
+        header = read_header(fd, key, info.st_size, self._cipher)
         with self._lock:
             if len(self._headers) >= _HEADERS_KEPT:
                 del self._headers[next(iter(self._headers))]

@@ -1,30 +1,43 @@
-"""``KVStore``: the chunk KV of a corpus on disk, and the recently used ones in memory."""
+"""``KVStore``: the chunk KV of a corpus in memory, on disk and on a remote tier, behind one face."""
 
 from __future__ import annotations
 
 import errno
-import threading
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from fused_kv_llm.chunk import ChunkKV, ContentHash
+from fused_kv_llm.config import parse_bytes
 from fused_kv_llm.errors import ChunkDamagedError, StoreError, StoreUnavailableError
+from fused_kv_llm.store.budget import DiskBudget
+from fused_kv_llm.store.check import CheckReport, Progress, check_store
+from fused_kv_llm.store.cipher import Cipher, find_key
 from fused_kv_llm.store.damage import DamageControl, warn
 from fused_kv_llm.store.file_format import encode_chunk
 from fused_kv_llm.store.index import ChunkIndex, ChunkRow, ContentRows
 from fused_kv_llm.store.layout import StoreFolder, check_key
 from fused_kv_llm.store.loader import ChunkLoader
-from fused_kv_llm.store.memory import MemoryTier
+from fused_kv_llm.store.memory import MemoryTier, ResidentChunk
+from fused_kv_llm.store.policies import DEFAULT_POLICY, resolve_policy
 from fused_kv_llm.store.prefetch import Prefetcher
+from fused_kv_llm.store.promotion import Promoter, demote
+from fused_kv_llm.store.quantize import check_kv_dtype
 from fused_kv_llm.store.reader import ChunkReader
+from fused_kv_llm.store.remote import RemoteTier, open_remote
+from fused_kv_llm.store.sides import SideFiles
 from fused_kv_llm.store.stored_kv import StoredKV
+from fused_kv_llm.store.uses import StoreCounters, UseLog
+from fused_kv_llm.store.writer import ChunkWriter
 
 __all__ = ["KVStore", "StoreStats"]
 
 _GIB = 1 << 30
-_PUT_LOCKS = 64
+_HOTTEST = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +46,20 @@ class StoreStats:
 
     Parameters
     ----------
-    chunks, tokens, bytes_on_disk : int
-        Chunks in the index, their tokens, and the size of their files.
+    chunks, tokens : int
+        Chunks in the index, and their tokens.
+    bytes_on_disk : int
+        Size of the chunks' files, on the disk or the remote tier.
     memory_chunks, memory_bytes : int
         Chunks in this process's memory tier and the bytes of their keys and values.
     by_identity : dict of str to int
         Chunks by identity digest.
+    tiers : dict of str to tuple of int
+        Chunks and bytes by tier, disk and remote; side files included, a chunk can be in both.
+    disk_bytes : int or None
+        The disk budget.
+    hottest : list of tuple of str and int
+        The most used chunks and their uses, ingestion included.
     """
 
     chunks: int
@@ -47,6 +68,9 @@ class StoreStats:
     memory_chunks: int
     memory_bytes: int
     by_identity: dict[str, int] = field(default_factory=dict)
+    tiers: dict[str, tuple[int, int]] = field(default_factory=dict)
+    disk_bytes: int | None = None
+    hottest: list[tuple[str, int]] = field(default_factory=list)
 
 
 class KVStore:
@@ -59,32 +83,90 @@ class KVStore:
     ----------
     kv_dir : str or Path
         The folder, created (with mode 0700) if it does not exist. On a local POSIX disk.
-    memory_bytes : int
-        Most bytes of keys and values kept in memory; 0 keeps none.
+    memory_bytes : int or str
+        Most bytes of keys and values kept in memory, such as ``"4GB"``; 0 keeps none.
+    disk_bytes : int, str or None
+        Most bytes of chunk and side files on the disk; when they are used up, the chunks that `policy` values
+        least make room. None: as many as the disk holds. Files being written come on top, one a writing thread.
+    policy : str
+        Which chunks go first, in memory and on the disk: a key of ``policies.POLICIES``.
+    kv_dtype : str
+        Dtype in which keys and values are stored: ``"auto"`` keeps theirs; see ``quantize.STORAGE_DTYPES``.
+    encryption_key : str, bytes or None
+        Encrypts everything that is written; 32 bytes, 64 hexadecimal digits or base64. None takes the
+        environment's ``FUSED_KV_ENCRYPTION_KEY``, if there is one. It is stored nowhere.
+    remote : str or None
+        URL of a remote tier, see ``remote.open_remote``. Evicted chunks go there, and come back when they are
+        needed; chunks that other machines have put there are found when the store is opened.
+    remote_options : dict or None
+        Further arguments of the remote tier's backend.
     read_only : bool
         Change nothing in the folder.
+
+    Attributes
+    ----------
+    sides : SideFiles
+        Small tensors beside the chunks, read without their KV.
 
     Raises
     ------
     ConfigError
-        ``memory_bytes`` is negative, or a key is not one of ``chunk_key``.
+        An option cannot work.
     StoreUnavailableError
-        The folder cannot be created, read or written, or its index is damaged.
+        The folder or the remote tier cannot be used, the index is damaged, or the encryption key is another one.
     """
 
-    def __init__(self, kv_dir: str | Path, *, memory_bytes: int = 2 * _GIB, read_only: bool = False) -> None:
+    def __init__(
+        self,
+        kv_dir: str | Path,
+        *,
+        memory_bytes: int | str = 2 * _GIB,
+        disk_bytes: int | str | None = None,
+        policy: str = DEFAULT_POLICY,
+        kv_dtype: str = "auto",
+        encryption_key: str | bytes | None = None,
+        remote: str | None = None,
+        remote_options: dict[str, Any] | None = None,
+        read_only: bool = False,
+    ) -> None:
         self.kv_dir = Path(kv_dir).expanduser()
+        self.kv_dtype = check_kv_dtype(kv_dtype)
         self._read_only = read_only
-        self._memory = MemoryTier(memory_bytes)
-        self._folder = StoreFolder(self.kv_dir, read_only=read_only)
-        self._index = ChunkIndex(self._folder.index_path, read_only=read_only)
-        self._reader = ChunkReader(self._folder, self._memory)
-        self._prefetcher = Prefetcher(self._reader, memory_bytes)
-        self._put_locks = [threading.Lock() for _ in range(_PUT_LOCKS)]
-        self._damage = DamageControl(self._folder, self._index, self._reader, read_only=read_only)
         self._closed = False
+        budget = parse_bytes(memory_bytes, "memory_bytes")
+        limit = None if disk_bytes is None else parse_bytes(disk_bytes, "disk_bytes")
+        rule, key = resolve_policy(policy), find_key(encryption_key)
+        self._cipher = None if key is None else Cipher(key)
+        self._memory = MemoryTier(budget, rule)
+        self._uses = UseLog()
+        self._folder = StoreFolder(self.kv_dir, read_only=read_only)
+        self._index = ChunkIndex(self._folder.index_path, rule, self._cipher, read_only=read_only)
+        try:
+            tier = None if remote is None else open_remote(remote, remote_options)
+            self._assemble(limit, tier, budget)
+        except BaseException:
+            self._index.close()
+            raise
 
-    def put(self, key: str, identity: str, text: str, content: ContentHash, kv: ChunkKV) -> int:
+    def _assemble(self, limit: int | None, tier: RemoteTier | None, memory_budget: int) -> None:
+        folder, index, uses, cipher = self._folder, self._index, self._uses, self._cipher
+        self._budget = DiskBudget(limit, folder, index, uses, partial(demote, tier, folder, index, uses))
+        ignored: set[str] = set()
+        self._writer = ChunkWriter(folder, index, self._budget, uses, ignored)
+        self._promoter = None
+        if tier is not None and not self._read_only:
+            self._promoter = Promoter(tier, folder, index, self._writer, uses, cipher)
+            self._promoter.learn()
+        self._reader = ChunkReader(folder, self._memory, cipher)
+        self._prefetcher = Prefetcher(self._reader, memory_budget)
+        self._damage = DamageControl(folder, index, self._reader, ignored, read_only=self._read_only)
+        self.sides = SideFiles(folder, index, self._writer, self._damage, cipher, self.fetch, self._check_writable)
+
+    # -- writing ---------------------------------------------------------------------------------------------
+
+    def put(
+        self, key: str, identity: str, text: str, content: ContentHash, kv: ChunkKV, *, cost: float | None = None
+    ) -> int:
         """Store a chunk's KV, unless it is stored already.
 
         Parameters
@@ -99,6 +181,9 @@ class KVStore:
             Hashes of the text.
         kv : ChunkKV
             Keys and values, float32, float16 or bfloat16, on any device.
+        cost : float or None
+            Seconds that computing it took, for the policy; None stands for its number of tokens. The chunks of
+            one store should all have the one or the other.
 
         Returns
         -------
@@ -110,21 +195,21 @@ class KVStore:
         ConfigError
             The key, text, hashes or KV cannot be stored.
         StoreFullError
-            The disk is full; the store is as it was.
+            The disk is full, or the budget too small; the store is as it was.
         StoreUnavailableError
             The store is closed, read-only or cannot be written; it is as it was.
         """
         self._check_writable()
         check_key(key)
-        # Threads with the same chunk wait here instead of writing it twice.
-        with self._put_locks[int(key[:8], 16) % _PUT_LOCKS]:
-            if self._is_stored(key):
+        with self._writer.lock(key):
+            if self._writer.is_stored(key):
                 return 0
-            parts = encode_chunk(key, identity, text, content, kv)
+            parts = encode_chunk(key, identity, text, content, kv, self.kv_dtype, self._cipher)
             nbytes = sum(len(part) for part in parts)
             row = ChunkRow(key, identity, text, tuple(kv.token_ids), kv.position, nbytes)
-            with self._folder.staged(key, parts) as staged:
-                return nbytes if self._publish(staged, row, content) else 0
+            return nbytes if self._writer.write(row, content, parts, cost or float(len(kv.token_ids))) else 0
+
+    # -- looking up ------------------------------------------------------------------------------------------
 
     def contains(self, keys: Iterable[str]) -> set[str]:
         """Return those of ``keys`` that are stored."""
@@ -176,27 +261,69 @@ class KVStore:
         """
         self._check_open()
         check_key(key)
-        if key in self._damage.ignored:
+        stored = None if key in self._damage.ignored else self._open(key, tuple(token_ids))
+        if stored is None:
+            self._uses.add(misses=1)
+        elif self._uses.hit(key, stored.tier) and not self._read_only:
+            self._prefetcher.run(self._flush_uses)
+        return stored
+
+    def _open(self, key: str, token_ids: tuple[int, ...]) -> StoredKV | None:
+        place = self._index.ledger.place(key)
+        if place is None:
+            # Another process may have deleted it, and this one's memory must not serve it any more.
+            self._reader.forget(key)
             return None
+        fetched = not place.on_disk and key not in self._memory and key in self.fetch([key])
+        source = self._acquire(key)
+        if source is None:
+            return None
+        if source.header.token_ids != token_ids:
+            source.release()
+            self.discard(key, f"its {source.header.num_tokens} token ids are not those expected")
+            return None
+        if not isinstance(source, ChunkLoader):
+            return StoredKV("memory", source)
+        return StoredKV("remote" if fetched else "disk", source)
+
+    def _acquire(self, key: str) -> ResidentChunk | ChunkLoader | None:
         try:
-            source = self._reader.acquire(key)
+            return self._reader.acquire(key)
         except FileNotFoundError:
-            self.discard(key, "its file has vanished")
-            return None
+            place = self._index.ledger.place(key)
+            if place is not None and place.on_disk:
+                self.discard(key, "its file has vanished")
         except ChunkDamagedError as error:
             self.discard(key, error.reason)
-            return None
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENXIO):
                 self.discard(key, "it is not a regular file")
             else:
                 warn(f"The stored KV of chunk {key} cannot be read now ({error}). It is computed afresh.")
-            return None
-        if source.header.token_ids != tuple(token_ids):
-            source.release()
-            self.discard(key, f"its {source.header.num_tokens} token ids are not those expected")
-            return None
-        return StoredKV("disk" if isinstance(source, ChunkLoader) else "memory", source)
+        return None
+
+    def fetch(self, keys: Sequence[str]) -> set[str]:
+        """Bring chunks from the remote tier to the disk, all in one call.
+
+        Parameters
+        ----------
+        keys : sequence of str
+            Those that are on the disk already, or nowhere, do not matter.
+
+        Returns
+        -------
+        set of str
+            The keys of the chunks that were brought. If the remote tier or the disk cannot be used, there are
+            none, and a ``FusedKVWarning`` says why.
+        """
+        self._check_open()
+        if self._promoter is None:
+            return set()
+        try:
+            return self._promoter.fetch([check_key(key) for key in keys])
+        except StoreError as error:
+            warn(f"Chunks could not be brought from the remote tier and are computed afresh: {error}")
+            return set()
 
     def discard(self, key: str, reason: str) -> bool:
         """Take a damaged chunk out of the store and warn about it.
@@ -215,6 +342,7 @@ class KVStore:
             Whether there was anything to take out; only then it warns.
         """
         self._check_open()
+        self._uses.add(damaged=1)
         return self._damage.discard(check_key(key), reason)
 
     def prefetch(self, keys: Iterable[str]) -> None:
@@ -223,18 +351,67 @@ class KVStore:
         Stops at the memory tier's budget. Chunks that are missing or damaged are left for ``open`` to report.
         """
         self._check_open()
-        self._prefetcher.submit([check_key(key) for key in keys if key not in self._damage.ignored])
+        wanted = [check_key(key) for key in keys if key not in self._damage.ignored]
+        self._prefetcher.submit(wanted, self.fetch)
+
+    # -- upkeep ----------------------------------------------------------------------------------------------
 
     def delete(self, keys: Iterable[str]) -> int:
-        """Delete chunks; returns how many were stored."""
+        """Delete chunks from every tier; returns how many were stored."""
         self._check_writable()
         wanted = [check_key(key) for key in keys]
+        if self._promoter is not None:
+            self._promoter.forget(wanted)
         with self._index.transaction():
+            sides = {key: self._index.ledger.sides(key) for key in wanted}
             deleted = self._index.remove(wanted)
             deleted.update(key for key in wanted if self._folder.remove(key))
+            for key, names in sides.items():
+                for name in names:
+                    self._folder.remove(key, name)
         for key in wanted:
             self._reader.forget(key)
         return len(deleted)
+
+    def evict(self, disk_bytes: int | str) -> int:
+        """Evict the chunks of least value until the files take at most so many bytes; returns how many went.
+
+        Raises
+        ------
+        StoreFullError
+            The chunks that remain are being read.
+        """
+        self._check_writable()
+        return self._budget.shrink_to(parse_bytes(disk_bytes, "disk_bytes"))
+
+    def check(self, *, fix: bool = False, progress: Progress | None = None) -> CheckReport:
+        """Read every file and compare it with its row.
+
+        Parameters
+        ----------
+        fix : bool
+            Mend what was found: give whole files without a row their row, correct rows, drop rows without a
+            file, move what cannot be used to quarantine.
+        progress : callable or None
+            Called with the number of files done and their number.
+
+        Returns
+        -------
+        CheckReport
+        """
+        if fix:
+            self._check_writable()
+        else:
+            self._check_open()
+        return check_store(self._folder, self._index, self._cipher, fix=fix, progress=progress)
+
+    def collect_garbage(self) -> tuple[int, int]:
+        """Delete quarantined files and what dead writers left, compact the index; returns files and bytes freed."""
+        self._check_writable()
+        swept = self._folder.sweep_temp()
+        files, nbytes = self._folder.empty_quarantine()
+        self._index.compact()
+        return swept + files, nbytes
 
     def drop_memory(self) -> None:
         """Empty the memory tier, so that every chunk is read from the disk again."""
@@ -243,6 +420,8 @@ class KVStore:
     def stats(self) -> StoreStats:
         """Return what the store holds."""
         self._check_open()
+        if not self._read_only:
+            self._flush_uses()
         totals = self._index.totals()
         memory_chunks, memory_bytes = self._memory.usage()
         return StoreStats(
@@ -252,19 +431,43 @@ class KVStore:
             memory_chunks=memory_chunks,
             memory_bytes=memory_bytes,
             by_identity={row[0]: row[1] for row in totals},
+            tiers=self._index.ledger.tiers(),
+            disk_bytes=self._budget.limit_nbytes,
+            hottest=self._index.ledger.hottest(_HOTTEST),
         )
 
+    def counters(self) -> StoreCounters:
+        """Return what this process has done with the store."""
+        counters = self._uses.counters()
+        counters.evicted_memory = self._memory.evictions
+        return counters
+
     def free_bytes(self) -> int:
-        """Return how many bytes the disk has left."""
-        return self._folder.free_bytes()
+        """Return how many bytes can be written: what the disk has left, within the disk budget.
+
+        Raises
+        ------
+        StoreUnavailableError
+            The disk does not say.
+        """
+        free, limit = self._folder.free_bytes(), self._budget.limit_nbytes
+        return free if limit is None else min(free, limit)
 
     def close(self) -> None:
         """Stop prefetching, wait for its thread, close the index and empty the memory tier.
 
         Chunks that are open stay readable. Closing twice is harmless.
         """
+        if self._closed:
+            return
         self._closed = True
         self._prefetcher.close()
+        if not self._read_only:
+            # What is lost otherwise is a few uses.
+            with suppress(StoreError):
+                self._flush_uses()
+        if self._promoter is not None:
+            self._promoter.remote.close()
         self._index.close()
         self._reader.forget_all()
 
@@ -276,28 +479,8 @@ class KVStore:
     ) -> None:
         self.close()
 
-    def _is_stored(self, key: str) -> bool:
-        if key in self._damage.ignored or not self._folder.has(key):
-            return False
-        return bool(self._index.present([key]))
-
-    def _publish(self, staged: str, row: ChunkRow, content: ContentHash) -> bool:
-        """Give a staged file its place and its row; False if another process was faster."""
-        try:
-            with self._index.transaction():
-                if self._is_stored(row.key):
-                    return False
-                # Never an old row: a new rowid lets content indexes see the chunk again.
-                self._index.remove([row.key])
-                self._folder.publish(staged, row.key)
-                self._index.add(row, content)
-        except StoreError:
-            with self._index.transaction():
-                if not self._index.present([row.key]):
-                    self._folder.remove(row.key)
-            raise
-        self._damage.ignored.discard(row.key)
-        return True
+    def _flush_uses(self) -> None:
+        self._budget.flush_uses()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -10,8 +10,11 @@ import torch
 
 from fused_kv_llm.errors import ConfigError, StoreError
 from fused_kv_llm.store.header import ChunkHeader
+from fused_kv_llm.store.quantize import expand, expand_into
 
-__all__ = ["LayerSource", "StoredKV"]
+__all__ = ["LayerSource", "StoredKV", "Tier"]
+
+Tier = Literal["memory", "disk", "remote"]
 
 
 class LayerSource(Protocol):
@@ -21,8 +24,8 @@ class LayerSource(Protocol):
     def header(self) -> ChunkHeader:
         """What the chunk's file says about it."""
 
-    def read(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return verified layers ``start`` to ``stop - 1``."""
+    def read(self, start: int, stop: int) -> dict[str, torch.Tensor]:
+        """Return the stored tensors of layers ``start`` to ``stop - 1``, verified."""
 
     def release(self) -> None:
         """Let go of the chunk."""
@@ -35,7 +38,7 @@ class StoredKV:
 
     Parameters
     ----------
-    tier : {"memory", "disk"}
+    tier : {"memory", "disk", "remote"}
         Where the layers come from.
     source : LayerSource
         What gives them.
@@ -43,8 +46,8 @@ class StoredKV:
 
     __slots__ = ("_closed", "_lock", "_source", "tier")
 
-    def __init__(self, tier: Literal["memory", "disk"], source: LayerSource) -> None:
-        self.tier: Literal["memory", "disk"] = tier
+    def __init__(self, tier: Tier, source: LayerSource) -> None:
+        self.tier: Tier = tier
         self._source = source
         self._closed = False
         self._lock = threading.Lock()
@@ -76,12 +79,12 @@ class StoredKV:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the keys and values."""
+        """Dtype of the keys and values that ``read_layers`` returns."""
         return self._source.header.dtype
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all keys and values."""
+        """Bytes of all keys and values, as they are stored."""
         return self._source.header.nbytes
 
     def read_layers(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,8 +98,9 @@ class StoredKV:
         Returns
         -------
         keys, values : torch.Tensor
-            ``[stop - start, kv_heads, tokens, head_dim]`` on the CPU. They are views of buffers that other
-            requests use too and stay valid after ``close``: do not write to them.
+            ``[stop - start, kv_heads, tokens, head_dim]`` on the CPU, in ``dtype``. Where that is how they are
+            stored, they are views of buffers that other requests use too: do not write to them. They stay
+            valid after ``close``.
 
         Raises
         ------
@@ -107,6 +111,31 @@ class StoredKV:
         StoreError
             The chunk was closed.
         """
+        return expand(self._read(start, stop), self._source.header.storage, self.dtype)
+
+    def load_layers(self, start: int, stop: int) -> None:
+        """Have layers ``start`` to ``stop - 1`` in memory, verified, for ``copy_layers``; raises as ``read_layers``."""
+        self._read(start, stop)
+
+    def copy_layers(
+        self, start: int, stop: int, keys: torch.Tensor, values: torch.Tensor, tokens: slice = slice(None)
+    ) -> None:
+        """Write layers ``start`` to ``stop - 1`` where a request needs them; raises as ``read_layers``.
+
+        Parameters
+        ----------
+        start, stop : int
+            ``0 <= start <= stop <= num_layers``.
+        keys, values : torch.Tensor
+            ``[stop - start, kv_heads, tokens, head_dim]``, any device, any floating dtype and any strides: a
+            float32 buffer for keys that are rotated next, the request's cache itself for values. Integers are
+            dequantised on the way.
+        tokens : slice
+            Which of the chunk's tokens.
+        """
+        expand_into(self._read(start, stop), self._source.header.storage, tokens, keys, values)
+
+    def _read(self, start: int, stop: int) -> dict[str, torch.Tensor]:
         if not 0 <= start <= stop <= self.num_layers:
             raise ConfigError(f"Layers {start}..{stop} are not a range inside 0..{self.num_layers}.")
         if self._closed:

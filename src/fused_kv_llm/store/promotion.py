@@ -1,0 +1,179 @@
+"""Chunks on their way between the disk and the remote tier: evictions demote, reads promote."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from fused_kv_llm.errors import ChunkDamagedError, StoreError
+from fused_kv_llm.store.cipher import Cipher
+from fused_kv_llm.store.damage import warn
+from fused_kv_llm.store.header import ChunkHeader, read_header
+from fused_kv_llm.store.index import ChunkIndex, ChunkRow
+from fused_kv_llm.store.layout import StoreFolder
+from fused_kv_llm.store.ledger import Place
+from fused_kv_llm.store.remote import RemoteTier
+from fused_kv_llm.store.uses import UseLog
+from fused_kv_llm.store.verify import verify_chunk
+from fused_kv_llm.store.writer import ChunkWriter
+
+__all__ = ["Promoter", "demote", "remote_name"]
+
+_SUFFIX = ".safetensors"
+_LEARNT_AT_ONCE = 256
+# Texts and token ids of chunks of several thousand tokens fit in.
+_HEADER_NBYTES = 256 * 1024
+
+
+def remote_name(key: str, name: str | None = None) -> str:
+    """Return the name of a chunk's object, or of its side file's."""
+    return f"{key}{'' if name is None else f'.{name}'}{_SUFFIX}"
+
+
+def demote(remote: RemoteTier | None, folder: StoreFolder, index: ChunkIndex, uses: UseLog, key: str) -> bool:
+    """Copy a chunk's files to the remote tier; False if there is none, or it cannot take them."""
+    if remote is None:
+        return False
+    try:
+        for name in (None, *index.ledger.sides(key)):
+            fd = folder.open_chunk(key, name)
+            with open(fd, "rb") as file:
+                remote.put(remote_name(key, name), [memoryview(file.read())])
+    except (StoreError, OSError) as error:
+        warn(f"Chunk {key[:16]} could not be copied to the remote tier and is lost when it is evicted: {error}")
+        return False
+    uses.add(demoted=1)
+    return True
+
+
+class Promoter:
+    """Brings chunks from the remote tier to the disk.
+
+    Parameters
+    ----------
+    remote : RemoteTier
+    folder, index, writer, uses : StoreFolder, ChunkIndex, ChunkWriter, UseLog
+        The store's.
+    cipher : Cipher or None
+        Decrypts the files, to verify them.
+    """
+
+    def __init__(
+        self,
+        remote: RemoteTier,
+        folder: StoreFolder,
+        index: ChunkIndex,
+        writer: ChunkWriter,
+        uses: UseLog,
+        cipher: Cipher | None,
+    ) -> None:
+        self.remote = remote
+        self._folder = folder
+        self._index = index
+        self._writer = writer
+        self._uses = uses
+        self._cipher = cipher
+
+    def fetch(self, keys: Sequence[str]) -> set[str]:
+        """Bring those chunks to the disk that are only on the remote tier, in one call; return their keys.
+
+        Raises
+        ------
+        StoreUnavailableError, StoreFullError
+            The remote tier or the disk cannot be used.
+        """
+        places = {key: self._index.ledger.place(key) for key in keys}
+        away = {key: place for key, place in places.items() if place is not None and not place.on_disk}
+        wanted = {key: (None, *self._index.ledger.sides(key)) for key in away}
+        if not wanted:
+            return set()
+        data = self.remote.get([remote_name(key, name) for key, names in wanted.items() for name in names])
+        fetched: set[str] = set()
+        for key, names in wanted.items():
+            files = {n: memoryview(data[remote_name(key, n)]) for n in names if remote_name(key, n) in data}
+            if self._keep(key, files, away[key]):
+                fetched.add(key)
+        self._uses.add(promoted=len(fetched))
+        return fetched
+
+    def learn(self) -> int:
+        """Add rows for chunks on the remote tier that the index does not know; returns how many.
+
+        Raises
+        ------
+        StoreUnavailableError
+            The remote tier cannot be used.
+        """
+        sizes = self.remote.sizes()
+        keys = [name.removesuffix(_SUFFIX) for name in sizes if len(name) == 64 + len(_SUFFIX)]
+        known = self._index.present(keys)
+        new = [key for key in keys if key not in known]
+        added = 0
+        for start in range(0, len(new), _LEARNT_AT_ONCE):
+            batch = new[start : start + _LEARNT_AT_ONCE]
+            beginnings = self.remote.get([remote_name(key) for key in batch], _HEADER_NBYTES)
+            for key in batch:
+                name = remote_name(key)
+                if name not in beginnings:
+                    continue
+                with _as_file(beginnings[name]) as fd:
+                    try:
+                        header = read_header(fd, key, sizes[name], self._cipher)
+                    except ChunkDamagedError as error:
+                        self._drop(key, error.reason)
+                    else:
+                        self._add_row(header, sizes[name])
+                        added += 1
+        return added
+
+    def _add_row(self, header: ChunkHeader, nbytes: int) -> None:
+        row = ChunkRow(header.key, header.identity, header.text, header.token_ids, header.position, nbytes)
+        with self._index.transaction():
+            if not self._index.present([header.key]):
+                self._index.add(row, header.content)
+                place = Place(on_disk=False, on_remote=True)
+                self._index.ledger.add(header.key, nbytes, header.num_tokens, 0.0, place)
+
+    def _keep(self, key: str, files: dict[str | None, memoryview], place: Place) -> bool:
+        if None not in files:
+            self._drop(key, "the remote tier does not have it any more")
+            return False
+        if not self._is_whole(key, files[None]):
+            return False
+        self._writer.promote(key, files, place)
+        return True
+
+    def _is_whole(self, key: str, data: memoryview) -> bool:
+        with _as_file(data) as fd:
+            try:
+                verify_chunk(fd, key, self._cipher)
+            except ChunkDamagedError as error:
+                self._drop(key, error.reason)
+                self.remote.delete([remote_name(key)])
+                return False
+        return True
+
+    def _drop(self, key: str, reason: str) -> None:
+        with self._index.transaction():
+            place = self._index.ledger.place(key)
+            if place is not None and not place.on_disk:
+                self._index.remove([key])
+        self._uses.add(damaged=1)
+        warn(f"The KV of chunk {key} on {self.remote.url} cannot be used: {reason}. It is computed afresh.")
+
+    def forget(self, keys: Iterable[str]) -> None:
+        """Delete chunks from the remote tier; those that are not there do not matter."""
+        names = [remote_name(key, name) for key in keys for name in (None, *self._index.ledger.sides(key))]
+        self.remote.delete(names)
+
+
+@contextmanager
+def _as_file(data: bytes | memoryview) -> Iterator[int]:
+    """Give a descriptor of a file in memory, so that what came from elsewhere is verified like a file."""
+    with tempfile.TemporaryFile(dir="/dev/shm" if os.path.isdir("/dev/shm") else None, buffering=0) as file:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[file.write(rest) or 0 :]
+        yield file.fileno()

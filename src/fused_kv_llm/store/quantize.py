@@ -1,0 +1,144 @@
+"""Storage dtypes: how keys and values are made smaller on the way to the disk, and whole again on the way back.
+
+KIVI (Liu et al. 2024) found that keys have outlier channels and values do not: keys are scaled per channel over the
+chunk's tokens, values per token over the channels. Keys are stored rotated, as they were prefilled; they are
+dequantised to float32 before they are rotated on, so that moving a chunk adds no rounding to that of storing it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from fused_kv_llm.errors import ConfigError
+
+__all__ = ["STORAGE_DTYPES", "check_kv_dtype", "compress", "expand", "expand_into", "stored_bytes_per_token"]
+
+_PLAIN = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_GROUP = 32
+STORAGE_DTYPES = (*_PLAIN, "int8", "int4")
+
+
+def check_kv_dtype(kv_dtype: str) -> str:
+    """Return a storage dtype.
+
+    Raises
+    ------
+    ConfigError
+        If it is neither ``"auto"`` nor one of ``STORAGE_DTYPES``.
+    """
+    if kv_dtype != "auto" and kv_dtype not in STORAGE_DTYPES:
+        raise ConfigError(f"kv_dtype={kv_dtype!r} is unknown: use auto, {', '.join(STORAGE_DTYPES)}")
+    return kv_dtype
+
+
+def compress(keys: Tensor, values: Tensor, storage: str) -> dict[str, Tensor]:
+    """Return the tensors that are stored for a chunk's KV.
+
+    Parameters
+    ----------
+    keys, values : Tensor
+        ``[layers, kv_heads, tokens, head_dim]``.
+    storage : str
+        One of ``STORAGE_DTYPES``.
+
+    Returns
+    -------
+    dict of str to Tensor
+        ``k`` and ``v``, with their scales (and minima, int4) where they are integers. All begin with the layers.
+    """
+    if storage in _PLAIN:
+        dtype = _PLAIN[storage]
+        return {"k": keys.to(dtype), "v": values.to(dtype)}
+    if storage == "int8":
+        k, k_scale = _to_int8(keys.float(), dim=2)
+        v, v_scale = _to_int8(values.float(), dim=3)
+        return {"k": k, "k_scale": k_scale, "v": v, "v_scale": v_scale}
+    # Groups of tokens for keys, of channels for values: 15 steps do not span a whole chunk.
+    k, k_scale, k_least = _to_int4(keys.float().transpose(2, 3))
+    v, v_scale, v_least = _to_int4(values.float())
+    return {"k": k, "k_scale": k_scale, "k_least": k_least, "v": v, "v_scale": v_scale, "v_least": v_least}
+
+
+def expand_into(parts: Mapping[str, Tensor], storage: str, tokens: slice, keys: Tensor, values: Tensor) -> None:
+    """Write layers' stored keys and values where they belong, in whatever dtype that has.
+
+    Parameters
+    ----------
+    parts : mapping of str to Tensor
+        What ``compress`` returned, or layers of it.
+    storage : str
+        The storage dtype.
+    tokens : slice
+        Which of the chunk's tokens.
+    keys, values : Tensor
+        ``[layers, kv_heads, tokens, head_dim]``, any device and floating dtype, not necessarily contiguous.
+    """
+    if storage in _PLAIN:
+        keys.copy_(parts["k"][:, :, tokens])
+        values.copy_(parts["v"][:, :, tokens])
+        return
+    if storage == "int8":
+        _scale_into(parts["k"][:, :, tokens], parts["k_scale"], keys)
+        _scale_into(parts["v"][:, :, tokens], parts["v_scale"][:, :, tokens], values)
+        return
+    count = parts["v"].shape[2]
+    whole = _from_int4(parts["k"], parts["k_scale"], parts["k_least"], count).transpose(2, 3)
+    keys.copy_(whole[:, :, tokens])
+    v, scale, least = (parts[name][:, :, tokens] for name in ("v", "v_scale", "v_least"))
+    values.copy_(_from_int4(v, scale, least, values.shape[3]))
+
+
+def expand(parts: Mapping[str, Tensor], storage: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return layers' keys and values in a dtype; views of what is stored where it has that dtype already."""
+    if storage in _PLAIN:
+        return parts["k"].to(dtype), parts["v"].to(dtype)
+    layers, heads, tokens = parts["v"].shape[:3]
+    dim = parts["k"].shape[3] if storage == "int8" else parts["k"].shape[2]
+    keys = torch.empty((layers, heads, tokens, dim), dtype=dtype)
+    values = torch.empty_like(keys)
+    expand_into(parts, storage, slice(None), keys, values)
+    return keys, values
+
+
+def stored_bytes_per_token(storage: str, layers: int, heads: int, head_dim: int) -> int:
+    """Return the bytes a token's keys and values take, scales per token included."""
+    bits = {"int8": 8, "int4": 4}.get(storage)
+    if bits is None:
+        return 2 * layers * heads * head_dim * _PLAIN[storage].itemsize
+    scales = 2 if bits == 8 else 4 * -(-head_dim // _GROUP) + 4 * head_dim // _GROUP
+    return layers * heads * (2 * head_dim * bits // 8 + scales)
+
+
+def _to_int8(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    # The rounded scale is the one that quantises, so that rounding it adds no error.
+    scale = (x.abs().amax(dim=dim, keepdim=True) / 127).clamp(min=2.0**-24).to(torch.float16)
+    return (x / scale.float()).round_().clamp_(-127, 127).to(torch.int8), scale
+
+
+def _scale_into(x: Tensor, scale: Tensor, out: Tensor) -> None:
+    if out.device.type == "cpu" and out.dtype != torch.float32:
+        # One rounding, from float32.
+        out.copy_(x.float().mul_(scale.float()))
+        return
+    out.copy_(x)
+    out.mul_(scale.to(out.device, torch.float32))
+
+
+def _to_int4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantise groups of the last axis to 4 bits, two in a byte; return bytes, scales and minima."""
+    # Padded with the last element, which changes no group's range.
+    x = torch.cat((x, x[..., -1:].expand(*x.shape[:-1], -x.shape[-1] % _GROUP)), dim=-1)
+    groups = x.reshape(*x.shape[:-1], -1, _GROUP)
+    least = groups.amin(dim=-1, keepdim=True).to(torch.float16)
+    scale = ((groups.amax(dim=-1, keepdim=True) - least.float()) / 15).clamp(min=2.0**-24).to(torch.float16)
+    q = ((groups - least.float()) / scale.float()).round_().clamp_(0, 15).to(torch.uint8).flatten(-2)
+    return q[..., 0::2] | q[..., 1::2] << 4, scale.squeeze(-1), least.squeeze(-1)
+
+
+def _from_int4(packed: Tensor, scale: Tensor, least: Tensor, length: int) -> Tensor:
+    q = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+    groups = q.reshape(*scale.shape, _GROUP).float()
+    return (groups * scale.float().unsqueeze(-1) + least.float().unsqueeze(-1)).flatten(-2)[..., :length]

@@ -1,0 +1,179 @@
+"""Side files: small tensors that belong to a chunk and are read without its KV.
+
+A selector's artefacts of the offline stage go here, QCFuse's anchors for example: about a tenth of a chunk's KV,
+needed for every chunk of a request while most of their KV is still on its way.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from fused_kv_llm.chunk import FORMAT_VERSION
+from fused_kv_llm.errors import ChunkDamagedError, ConfigError
+from fused_kv_llm.store.cipher import Cipher
+from fused_kv_llm.store.damage import DamageControl
+from fused_kv_llm.store.index import ChunkIndex
+from fused_kv_llm.store.layout import StoreFolder, check_name
+from fused_kv_llm.store.pieces import read_pieces
+from fused_kv_llm.store.tensor_file import DTYPES, byte_view, encode_tensors, read_tensor_file
+from fused_kv_llm.store.writer import ChunkWriter
+
+__all__ = ["SIDE_FORMAT", "SideFiles", "encode_side", "read_side"]
+
+SIDE_FORMAT = "fused_kv_llm.side"
+
+
+class SideFiles:
+    """The side files of one store, ``KVStore.sides``; thread-safe, and safe for several processes.
+
+    They are checksummed and encrypted as the KV is, count towards the disk budget, follow their chunk to the remote
+    tier, and go when it goes.
+
+    Parameters
+    ----------
+    folder, index, writer, damage : StoreFolder, ChunkIndex, ChunkWriter, DamageControl
+        The store's.
+    cipher : Cipher or None
+        Encrypts the files.
+    fetch : callable
+        Brings chunks from the remote tier and returns the keys of those that came.
+    check_writable : callable
+        Raises if the store is closed or read-only.
+    """
+
+    def __init__(
+        self,
+        folder: StoreFolder,
+        index: ChunkIndex,
+        writer: ChunkWriter,
+        damage: DamageControl,
+        cipher: Cipher | None,
+        fetch: Callable[[Sequence[str]], set[str]],
+        check_writable: Callable[[], None],
+    ) -> None:
+        self._folder = folder
+        self._index = index
+        self._writer = writer
+        self._damage = damage
+        self._cipher = cipher
+        self._fetch = fetch
+        self._check_writable = check_writable
+
+    def has(self, key: str, name: str) -> bool:
+        """Whether the chunk has a side file of that name."""
+        return self._path(key, name).is_file() or self._is_remote(key, name)
+
+    def put(self, key: str, name: str, tensors: Mapping[str, torch.Tensor]) -> int:
+        """Write a side file, replacing an old one.
+
+        Parameters
+        ----------
+        key : str
+            A chunk that is stored.
+        name : str
+            What it is, and every parameter it depends on: letters, digits, ``_``, ``-`` and ``.``.
+        tensors : mapping of str to torch.Tensor
+            Floating point, integer or boolean, any shape, any device.
+
+        Returns
+        -------
+        int
+            Bytes of the file.
+
+        Raises
+        ------
+        ConfigError
+            The chunk is not stored, or the name or a tensor cannot be used.
+        StoreFullError, StoreUnavailableError
+            It cannot be written, or the store is closed or read-only; nothing is left behind then.
+        """
+        self._check_writable()
+        return self._writer.write_side(key, name, encode_side(key, name, tensors, self._cipher))
+
+    def read(self, key: str, name: str) -> dict[str, torch.Tensor] | None:
+        """Return the tensors of a side file, on the CPU and the caller's own.
+
+        Returns
+        -------
+        dict of str to torch.Tensor, or None
+            None if there is none, or it is damaged: then it is moved to quarantine, with a ``FusedKVWarning``.
+        """
+        try:
+            return read_side(self._folder, key, name, self._cipher)
+        except FileNotFoundError:
+            if self._is_remote(key, name) and self._fetch([key]):
+                return self.read(key, name)
+        except ChunkDamagedError as error:
+            self._damage.discard_side(key, name, error.reason)
+        except OSError as error:
+            self._damage.discard_side(key, name, f"it cannot be read ({error})")
+        return None
+
+    def _path(self, key: str, name: str) -> Path:
+        return Path(self._folder.chunk_path(key, name))
+
+    def _is_remote(self, key: str, name: str) -> bool:
+        place = self._index.ledger.place(key)
+        return place is not None and not place.on_disk and name in self._index.ledger.sides(key)
+
+
+def encode_side(key: str, name: str, tensors: Mapping[str, torch.Tensor], cipher: Cipher | None) -> list[memoryview]:
+    """Lay out a side file in memory.
+
+    Parameters
+    ----------
+    key : str
+        The chunk.
+    name : str
+        The side file's.
+    tensors : mapping of str to torch.Tensor
+        Floating point, integer or boolean, any shape.
+    cipher : Cipher or None
+        Encrypts the tensors and their names.
+
+    Raises
+    ------
+    ConfigError
+        There is no tensor, or one cannot be stored.
+    """
+    if not tensors or not all(isinstance(tensor_name, str) and tensor_name for tensor_name in tensors):
+        raise ConfigError(f"The side file {name!r} of chunk {key[:16]} needs at least one tensor, each with a name.")
+    for tensor_name, tensor in tensors.items():
+        if tensor.dtype not in DTYPES.values():
+            raise ConfigError(f"Tensor {tensor_name!r} is of dtype {tensor.dtype}; use one of {', '.join(DTYPES)}.")
+    public = {"format": SIDE_FORMAT, "format_version": str(FORMAT_VERSION), "key": key, "name": check_name(name)}
+    return encode_tensors(public, {}, tensors, None, cipher)
+
+
+def read_side(folder: StoreFolder, key: str, name: str, cipher: Cipher | None) -> dict[str, torch.Tensor]:
+    """Read and verify a side file.
+
+    Raises
+    ------
+    ChunkDamagedError
+        It is truncated, altered, foreign, or another one's.
+    FileNotFoundError, OSError
+        There is none, or it cannot be read.
+    """
+    fd = folder.open_chunk(key, name)
+    try:
+        file = read_tensor_file(fd, key, os.fstat(fd).st_size, str(FORMAT_VERSION), cipher)
+        if [file.metadata.get(field) for field in ("format", "key", "name")] != [SIDE_FORMAT, key, name]:
+            raise ChunkDamagedError(key, f"its side file {name!r} is another one's")
+        tensors = {}
+        for part in file.parts:
+            tensor = torch.empty(part.shape, dtype=part.dtype)
+            try:
+                damaged = read_pieces(fd, part, file.cipher, 0, len(part.digests), byte_view(tensor))
+            except EOFError as error:
+                raise ChunkDamagedError(key, f"its side file {name!r} was shortened") from error
+            if damaged:
+                raise ChunkDamagedError(key, f"the checksum of {part.name!r} in its side file {name!r} does not match")
+            tensors[part.name] = tensor
+        return tensors
+    finally:
+        os.close(fd)

@@ -1,0 +1,130 @@
+"""Bringing a chunk into the store: bytes first, then their place, then the row, each step whole or not at all."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+from fused_kv_llm.chunk import ContentHash
+from fused_kv_llm.errors import ConfigError, StoreError, StoreFullError
+from fused_kv_llm.store.budget import DiskBudget
+from fused_kv_llm.store.index import ChunkIndex, ChunkRow
+from fused_kv_llm.store.layout import StoreFolder
+from fused_kv_llm.store.ledger import Place
+from fused_kv_llm.store.uses import UseLog
+
+__all__ = ["ChunkWriter"]
+
+_PUT_LOCKS = 64
+_ATTEMPTS = 20
+
+
+class ChunkWriter:
+    """Writes chunks and side files; thread-safe, and safe beside other processes.
+
+    Parameters
+    ----------
+    folder, index, budget, uses : StoreFolder, ChunkIndex, DiskBudget, UseLog
+        The store's.
+    ignored : set of str
+        Damaged chunks that could not be moved away: they count as not stored, and leave the set when written.
+    """
+
+    def __init__(
+        self,
+        folder: StoreFolder,
+        index: ChunkIndex,
+        budget: DiskBudget,
+        uses: UseLog,
+        ignored: set[str],
+    ) -> None:
+        self._folder = folder
+        self._index = index
+        self._budget = budget
+        self._uses = uses
+        self._ignored = ignored
+        self._locks = [threading.Lock() for _ in range(_PUT_LOCKS)]
+
+    def lock(self, key: str) -> threading.Lock:
+        """Return the lock at which threads with the same chunk wait instead of writing it twice."""
+        return self._locks[int(key[:8], 16) % _PUT_LOCKS]
+
+    def is_stored(self, key: str) -> bool:
+        """Whether a chunk has its row, and its file where the row says."""
+        place = None if key in self._ignored else self._index.ledger.place(key)
+        if place is None:
+            return False
+        return self._folder.has(key) if place.on_disk else place.on_remote
+
+    def write(self, row: ChunkRow, content: ContentHash, parts: Sequence[memoryview], cost: float) -> bool:
+        """Write a chunk's file and its row; False if another process was faster.
+
+        Raises
+        ------
+        StoreFullError, StoreUnavailableError
+            The store is as it was.
+        """
+        self._budget.make_room(row.nbytes)
+        with self._folder.staged(row.key, parts) as staged:
+            for _ in range(_ATTEMPTS):
+                done = self._publish(staged, row, content, cost)
+                if done is not None:
+                    return done
+                # Another process has used the room that was made.
+                self._budget.make_room(row.nbytes)
+        raise StoreFullError(f"Other processes keep filling the disk budget of {self._folder.root}. Raise disk_bytes.")
+
+    def _publish(self, staged: str, row: ChunkRow, content: ContentHash, cost: float) -> bool | None:
+        """Give a staged file its place and its row; None if there is no room in the budget."""
+        try:
+            with self._index.transaction():
+                if self.is_stored(row.key):
+                    return False
+                # Never an old row: a new rowid lets content indexes see the chunk again.
+                self._index.remove([row.key])
+                if not self._budget.fits(row.nbytes):
+                    return None
+                self._folder.publish(staged, row.key)
+                self._index.add(row, content)
+                self._index.ledger.add(row.key, row.nbytes, cost, time.time(), Place(on_disk=True, on_remote=False))
+        except StoreError:
+            with self._index.transaction():
+                if not self._index.present([row.key]):
+                    self._folder.remove(row.key)
+            raise
+        self._ignored.discard(row.key)
+        self._uses.add(puts=1, bytes_written=row.nbytes)
+        return True
+
+    def promote(self, key: str, files: Mapping[str | None, memoryview], place: Place) -> None:
+        """Bring a chunk's files from the remote tier back to the disk; they were verified."""
+        nbytes = sum(map(len, files.values()))
+        self._budget.make_room(nbytes)
+        for name, data in files.items():
+            with self._folder.staged(key, [data]) as staged, self._index.transaction():
+                if self._index.ledger.place(key) != place:
+                    return
+                self._folder.publish(staged, key, name)
+                if name is None:
+                    moved = Place(on_disk=True, on_remote=place.on_remote)
+                    self._index.ledger.move(key, moved, nbytes)
+                    place = moved
+
+    def write_side(self, key: str, name: str, parts: Sequence[memoryview]) -> int:
+        """Write a side file of a chunk that is stored, replacing an old one; returns its bytes.
+
+        Raises
+        ------
+        ConfigError
+            The chunk is not stored.
+        StoreFullError, StoreUnavailableError
+            The store is as it was.
+        """
+        nbytes = sum(map(len, parts))
+        self._budget.make_room(nbytes)
+        with self._folder.staged(key, parts) as staged, self._index.transaction():
+            if not self._index.ledger.add_side(key, name, nbytes):
+                raise ConfigError(f"The chunk {key[:16]} is not stored, so it can have no side file. Put it first.")
+            self._folder.publish(staged, key, name)
+        return nbytes
