@@ -33,8 +33,10 @@ from filelock import FileLock
 from rich.progress import track
 
 from fused_kv_llm import FusedKVEngine
-from fused_kv_llm.config import DEFAULT_SELECTOR
+from fused_kv_llm.config import DEFAULT_PREPROCESSING, DEFAULT_SELECTOR
 from fused_kv_llm.model import LoadedModel, load_model
+from fused_kv_llm.offline import SentenceEmbedder
+from fused_kv_llm.offline.neighbours import find_neighbours
 
 
 def parse() -> argparse.Namespace:
@@ -44,7 +46,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--questions", type=int, default=60, help="first questions of every file; 0 takes all")
     parser.add_argument("--passages", type=int, default=5)
     parser.add_argument("--selectors", nargs="+", default=[DEFAULT_SELECTOR])
-    parser.add_argument("--preprocessing", nargs="+", default=["none"])
+    parser.add_argument("--preprocessing", nargs="+", default=[DEFAULT_PREPROCESSING])
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.15])
     parser.add_argument("--corpus", choices=("all", "used"), default="all", help="passages neighbours are drawn from")
     parser.add_argument("--frame", choices=FRAMES, default="plain", help="wording of the prompt around the passages")
@@ -66,9 +68,16 @@ def open_engines(
     """Return one engine a preprocessing, all with the same model."""
     engines = {}
     for name in dict.fromkeys(["none", *preprocessings]):
-        options: dict[str, Any] = {} if name == "none" else {"preprocessing": name}
-        engines[name] = stack.enter_context(FusedKVEngine(loaded, kv_dir=kv_dir, store_misses=False, **options))
+        engines[name] = stack.enter_context(
+            FusedKVEngine(loaded, kv_dir=kv_dir, store_misses=False, preprocessing=name)
+        )
     return engines
+
+
+def neighbours_in(corpus: list[str], used: list[str], count: int, kv_dir: Path) -> dict[str, tuple[str, ...]]:
+    """Return the most similar passages of a set's corpus, as an ingestion of the whole of it would find them."""
+    texts = list(dict.fromkeys(text.strip() for text in used))
+    return find_neighbours(texts, corpus, count, SentenceEmbedder(), kv_dir / "vectors.sqlite")
 
 
 def ingest(
@@ -76,11 +85,12 @@ def ingest(
 ) -> None:
     """Store the KV of a set's passages; processes that share the questions take turns."""
     used = list(dict.fromkeys(text for question in questions for text in question.passages))
-    texts = read_corpus(path) if args.corpus == "all" else used
+    corpus = list(dict.fromkeys(text.strip() for text in (read_corpus(path) if args.corpus == "all" else used)))
     with FileLock(kv_dir / "quality.lock"):
         for name, engine in engines.items():
-            # Without preprocessing a chunk's KV does not depend on the rest of the corpus.
-            print(f"{path.stem}, {name}: {engine.build_kv_cache(used if name == 'none' else texts).summary()}")
+            # Neighbours come from the whole corpus of the set; KV is made of the passages that stand in prompts.
+            near = None if name == "none" else neighbours_in(corpus, used, engine.num_neighbours, kv_dir)
+            print(f"{path.stem}, {name}: {engine.build_kv_cache(used, neighbours=near).summary()}")
             for selector in args.selectors:
                 engine.build_anchors(used, selector=selector)
 
