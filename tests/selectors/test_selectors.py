@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from probes import make_probe
 
 from fused_kv_llm.errors import ConfigError, FusedKVError
-from fused_kv_llm.selectors import SELECTORS, Probe, QueryAttention, View, budget_tokens, resolve_selector
+from fused_kv_llm.selectors import (
+    SELECTORS,
+    Probe,
+    QueryAttention,
+    SinkAttention,
+    View,
+    budget_tokens,
+    resolve_selector,
+)
 
 
 @pytest.mark.parametrize("name", sorted(SELECTORS))
@@ -111,3 +119,13 @@ def test_sink_attention_weighs_the_first_tokens_of_a_chunk() -> None:
     assert chosen == {position for _, position in sorted(scored, reverse=True)[:12]}
     flat = Probe(probe.positions, probe.chunk_index, probe.offset, torch.ones(90))
     assert resolve_selector("sink_attention").select(flat, 6).tolist() == [5, 6, 38, 39, 71, 72]
+
+
+def test_coverage_stops_once_the_attention_is_covered() -> None:
+    scores = torch.tensor([0.5, 0.3, 0.1, 0.05, 0.03, 0.02])
+    probe = Probe(torch.arange(5, 11), torch.zeros(6, dtype=torch.int64), torch.arange(6), scores)
+    for coverage, want in ((0.5, 1), (0.75, 2), (0.9, 3), (1.0, 6)):
+        assert SinkAttention(weight=0.0, coverage=coverage).select(probe, 6).tolist() == list(range(5, 5 + want))
+    assert SinkAttention(weight=0.0, coverage=0.9).select(probe, 2).tolist() == [5, 6], "the ratio stays the cap"
+    with pytest.raises(ConfigError, match=r"coverage=0 is outside"):
+        SinkAttention(coverage=0)

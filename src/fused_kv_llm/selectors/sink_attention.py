@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fused_kv_llm.errors import FusedKVError
+from fused_kv_llm.errors import ConfigError, FusedKVError
 
 from .base import Probe
 from .budget import top_positions
@@ -37,6 +37,9 @@ class SinkAttention:
         Whether the question sees the chunks in the probe.
     transfer : float
         Share of the mean deviation that is transferred.
+    coverage : float
+        Adaptive budget: stop once the selected tokens receive this share of the attention that the question gives to
+        all chunk tokens, in (0, 1]; the ratio is the most that is recomputed then. 1 always spends the budget.
     """
 
     name: ClassVar[str] = "sink_attention"
@@ -44,13 +47,18 @@ class SinkAttention:
     tokens: float = 10.0
     full_context: bool = True
     transfer: float = 0.5
+    coverage: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.coverage <= 1.0:
+            raise ConfigError(f"coverage={self.coverage!r} is outside (0, 1]: 1 spends the whole budget")
 
     def view(self, num_layers: int) -> View:
         """Return all layers."""
         return View(tuple(range(num_layers)), self.full_context)
 
     def select(self, probe: Probe, budget: int) -> Tensor:
-        """Return the `budget` positions with the highest scores.
+        """Return the `budget` positions with the highest scores, or as many of them as cover the attention.
 
         Raises
         ------
@@ -59,5 +67,9 @@ class SinkAttention:
         """
         if probe.scores is None:
             raise FusedKVError(f"The selector {self.name!r} needs question attention scores, but the probe has none.")
-        early = torch.exp(-probe.offset.float() / self.tokens)
-        return top_positions(probe.positions, probe.scores * (1 + self.weight * early), budget)
+        weighted = probe.scores * (1 + self.weight * torch.exp(-probe.offset.float() / self.tokens))
+        if self.coverage < 1.0:
+            ranked = torch.sort(weighted, descending=True, stable=True).indices
+            covered = probe.scores[ranked].cumsum(0) / probe.scores.sum()
+            budget = min(budget, 1 + int((covered < self.coverage).sum()))
+        return top_positions(probe.positions, weighted, budget)
