@@ -56,22 +56,26 @@ class DeviationTransfer:
         self._spans = [(p.segment.start, p.segment.stop) for p in request.placements]
         cos, sin = rotation_tables(torch.arange(request.num_tokens), geometry.inv_freq)
         self._to_zero = (cos[selected].to(device), -sin[selected].to(device))
-        positions = torch.cat([torch.arange(*span) for span in self._spans])
-        self._to_place = (cos[positions].to(device), sin[positions].to(device))
-        sizes = torch.tensor([stop - start for start, stop in self._spans])
-        self._chunk_of_token = torch.arange(len(self._spans)).repeat_interleave(sizes).to(device)
+        # Rounded to the cache's dtype: a correction is small against the key it is added to.
+        self._to_place = (cos.to(device, cache.keys.dtype), sin.to(device, cache.keys.dtype))
 
     def watch(self, layer_idx: int, keys: Tensor, values: Tensor) -> None:
         """Correct one layer, given its fresh rows ``[1, Hkv, R, D]`` before they replace the stored ones."""
         stored_k, stored_v = self._cache.keys[layer_idx, 0], self._cache.values[layer_idx, 0]
         deviation_v = self._mean(self._deviation(values, stored_v)).to(stored_v.dtype)
-        deviation_k = self._mean(rerotate_keys(self._deviation(keys, stored_k), *self._to_zero))
-        moved = rerotate_keys(deviation_k.index_select(1, self._chunk_of_token), *self._to_place).to(stored_k.dtype)
-        begin = 0
+        deviation_k = self._mean(rerotate_keys(self._deviation(keys, stored_k), *self._to_zero)).to(stored_k.dtype)
         for chunk, (start, stop) in enumerate(self._spans):
             stored_v[:, start:stop] += deviation_v[:, chunk : chunk + 1]
-            stored_k[:, start:stop] += moved[:, begin : begin + stop - start]
-            begin += stop - start
+            self._add_turned(stored_k[:, start:stop], deviation_k[:, chunk : chunk + 1], slice(start, stop))
+
+    def _add_turned(self, keys: Tensor, deviation: Tensor, positions: slice) -> None:
+        """Add one deviation ``[Hkv, 1, D]``, turned to each position, in place."""
+        cos, sin = (table[positions] for table in self._to_place)
+        half = cos.shape[-1]
+        first, second, rest = deviation[..., :half], deviation[..., half : 2 * half], deviation[..., 2 * half :]
+        keys[..., :half].addcmul_(first, cos).addcmul_(second, sin, value=-1.0)
+        keys[..., half : 2 * half].addcmul_(second, cos).addcmul_(first, sin)
+        keys[..., 2 * half :] += rest
 
     def _deviation(self, fresh: Tensor, stored: Tensor) -> Tensor:
         """Return fresh minus stored of the recomputed tokens, float32 ``[Hkv, n, D]``."""
