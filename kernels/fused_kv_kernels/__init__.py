@@ -7,8 +7,18 @@ against it.
 
 from __future__ import annotations
 
+from .batched_rows import batched_row_attention
+from .dispatch import UnsupportedOperandsError
 from .rotate import rerotate_keys, rotation_tables
 from .row_attention import RowPlan, row_attention
 from .token_scores import token_scores
 
-__all__ = ["RowPlan", "rerotate_keys", "rotation_tables", "row_attention", "token_scores"]
+__all__ = [
+    "RowPlan",
+    "UnsupportedOperandsError",
+    "batched_row_attention",
+    "rerotate_keys",
+    "rotation_tables",
+    "row_attention",
+    "token_scores",
+]

@@ -8,7 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["rerotate_keys_reference", "row_attention_reference", "token_scores_reference"]
+__all__ = [
+    "batched_row_attention_reference",
+    "rerotate_keys_reference",
+    "row_attention_reference",
+    "token_scores_reference",
+]
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -48,6 +53,58 @@ def row_attention_reference(q: Tensor, k: Tensor, v: Tensor, q_positions: Tensor
     """
     values = _wide(v).repeat_interleave(q.shape[1] // v.shape[1], dim=1)
     return (_row_weights(q, k, q_positions, scale) @ values).to(q.dtype)
+
+
+def batched_row_attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_positions: Tensor,
+    scale: float,
+    *,
+    kv_positions: Tensor | None = None,
+    q_lengths: Tensor | None = None,
+    kv_lengths: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend scattered query rows, with positions and lengths of each sequence's own.
+
+    Parameters
+    ----------
+    q : Tensor
+        ``[B, Hq, R, D]``.
+    k, v : Tensor
+        ``[B, Hkv, N, D]``.
+    q_positions : Tensor
+        int64 ``[R]`` or ``[B, R]``.
+    scale : float
+        Multiplies the scores.
+    kv_positions : Tensor, optional
+        int64 ``[N]`` or ``[B, N]``: row ``i`` sees key ``j`` if and only if ``kv_positions[j] <= q_positions[i]``.
+    q_lengths, kv_lengths : Tensor, optional
+        int64 ``[B]``.
+
+    Returns
+    -------
+    tuple of Tensor
+        ``[B, Hq, R, D]`` in the dtype of `q` and the log-sum-exp, float32 ``[B, Hq, R]``; zero and minus infinity for
+        rows that see no key or lie beyond their sequence's length.
+    """
+    batch, q_heads, rows, _ = q.shape
+    groups, num_keys = q_heads // k.shape[1], k.shape[2]
+    columns = torch.arange(num_keys, device=k.device)
+    stands = (columns if kv_positions is None else kv_positions).expand(batch, num_keys)
+    seen = stands[:, None, :] <= q_positions.expand(batch, rows)[:, :, None]
+    if kv_lengths is not None:
+        seen = seen & (columns < kv_lengths[:, None])[:, None, :]
+    if q_lengths is not None:
+        seen = seen & (torch.arange(rows, device=q.device) < q_lengths[:, None])[:, :, None]
+    scores = _wide(q) @ _wide(k).repeat_interleave(groups, dim=1).transpose(-1, -2) * scale
+    scores = scores.masked_fill(~seen[:, None], float("-inf"))
+    # A row that sees nothing has no softmax; values that it does not see may be anything.
+    weights = scores.softmax(dim=-1).nan_to_num(nan=0.0)
+    values = _wide(v).masked_fill(~seen.any(dim=1)[:, None, :, None], 0.0)
+    out = weights @ values.repeat_interleave(groups, dim=1)
+    return out.to(q.dtype), scores.logsumexp(dim=-1).float()
 
 
 def token_scores_reference(q: Tensor, k: Tensor, q_positions: Tensor, scale: float) -> Tensor:

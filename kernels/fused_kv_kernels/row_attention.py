@@ -12,6 +12,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from .dispatch import triton_op, use_triton
+
 __all__ = ["RowPlan", "row_attention"]
 
 BLOCK_ROWS = 96
@@ -152,6 +154,8 @@ def row_attention(q: Tensor, k: Tensor, v: Tensor, plan: RowPlan, scale: float) 
         raise ValueError(msg)
     if plan.num_rows == 0:
         return torch.empty_like(q)
+    if use_triton("row attention", q=q, k=k, v=v):
+        return triton_op("row_attention")(q, k, v, plan.q_positions, scale)[0]  # type: ignore[no-any-return]
     if q.dtype in (torch.bfloat16, torch.float16):
         return _folded_products(q, k, v, plan, scale)
     if plan.is_dense:
