@@ -29,40 +29,45 @@ struct Workspace {
           sums(kRowBlock * padded), maximum(kRowBlock), total(kRowBlock), factor(kRowBlock), limits(kRowBlock) {}
 };
 
-// Softmax weights of one row over `width` keys of which it sees `limit`; returns nothing, updates the running state.
+inline void keep(uint16_t *target, __m512 weight) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i *>(target), (__m256i)_mm512_cvtneps_pbh(weight));
+}
+
+// Turns the scores of one row over `width` keys, of which it sees `limit`, into weights; updates its running state.
 void weigh(Workspace &space, int64_t row, int64_t limit, int64_t width, float scale) {
-    float *scores = space.scores.data() + row * kKeyBlock;
+    const float *scores = space.scores.data() + row * kKeyBlock;
     auto *weights = reinterpret_cast<uint16_t *>(space.weights.data()) + row * kKeyBlock;
     space.factor[row] = 1.0f;
-    limit = std::min(limit, width);
+    limit = std::clamp<int64_t>(limit, 0, width);
+    const int64_t whole = limit / kLanes * kLanes;
+    const __mmask16 rest = first_lanes(limit - whole);
     int64_t column = 0;
     if (limit > 0) {
-        const __m512 scaled = _mm512_set1_ps(scale);
         __m512 highest = _mm512_set1_ps(kMinusInfinity);
-        for (column = 0; column < limit; column += kLanes) {
-            const __mmask16 seen = first_lanes(limit - column);
-            const __m512 value = _mm512_mul_ps(_mm512_loadu_ps(scores + column), scaled);
-            _mm512_storeu_ps(scores + column, value);
-            highest = _mm512_mask_max_ps(highest, seen, highest, value);
-        }
+        for (; column < whole; column += kLanes) highest = _mm512_max_ps(highest, _mm512_loadu_ps(scores + column));
+        if (rest) highest = _mm512_mask_max_ps(highest, rest, highest, _mm512_loadu_ps(scores + column));
         const float before = space.maximum[row];
-        const float after = std::max(before, _mm512_reduce_max_ps(highest));
-        const __m512 shift = _mm512_set1_ps(after);
+        const float after = std::max(before, scale * _mm512_reduce_max_ps(highest));
+        const __m512 scaled = _mm512_set1_ps(scale), shift = _mm512_set1_ps(after);
         __m512 sum = _mm512_setzero_ps();
-        for (column = 0; column < limit; column += kLanes) {
-            const __mmask16 seen = first_lanes(limit - column);
-            const __m512 weight =
-                _mm512_maskz_mov_ps(seen, exp2_register(_mm512_sub_ps(_mm512_loadu_ps(scores + column), shift)));
+        for (column = 0; column < whole; column += kLanes) {
+            const __m512 weight = exp2_register(_mm512_fmsub_ps(_mm512_loadu_ps(scores + column), scaled, shift));
             sum = _mm512_add_ps(sum, weight);
-            _mm256_storeu_si256(reinterpret_cast<__m256i *>(weights + column), (__m256i)_mm512_cvtneps_pbh(weight));
+            keep(weights + column, weight);
+        }
+        if (rest) {
+            const __m512 score = _mm512_maskz_loadu_ps(rest, scores + column);
+            const __m512 weight = _mm512_maskz_mov_ps(rest, exp2_register(_mm512_fmsub_ps(score, scaled, shift)));
+            sum = _mm512_add_ps(sum, weight);
+            keep(weights + column, weight);
+            column += kLanes;
         }
         const float factor = before == after ? 1.0f : std::exp2(before - after);
         space.factor[row] = factor;
         space.maximum[row] = after;
         space.total[row] = space.total[row] * factor + _mm512_reduce_add_ps(sum);
     }
-    for (; column < kKeyBlock; column += kLanes)
-        _mm256_storeu_si256(reinterpret_cast<__m256i *>(weights + column), _mm256_setzero_si256());
+    for (; column < kKeyBlock; column += kLanes) keep(weights + column, _mm512_setzero_ps());
 }
 
 } // namespace
