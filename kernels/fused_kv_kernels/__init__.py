@@ -7,8 +7,21 @@ against it.
 
 from __future__ import annotations
 
+from .native import why_not_native
+from .place_chunks import place_chunks
 from .rotate import rerotate_keys, rotation_tables
 from .row_attention import RowPlan, row_attention
 from .token_scores import token_scores
+from .transfer import TransferPlan, transfer_deviation
 
-__all__ = ["RowPlan", "rerotate_keys", "rotation_tables", "row_attention", "token_scores"]
+__all__ = [
+    "RowPlan",
+    "TransferPlan",
+    "place_chunks",
+    "rerotate_keys",
+    "rotation_tables",
+    "row_attention",
+    "token_scores",
+    "transfer_deviation",
+    "why_not_native",
+]

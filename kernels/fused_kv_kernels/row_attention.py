@@ -12,9 +12,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from .native import native_row_attention, row_attention_scratch, supports
+
 __all__ = ["RowPlan", "row_attention"]
 
 BLOCK_ROWS = 96
+# With fewer rows, packing the keys would cost more than the products.
+NATIVE_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +143,9 @@ def row_attention(q: Tensor, k: Tensor, v: Tensor, plan: RowPlan, scale: float) 
 
     Notes
     -----
-    bfloat16 goes through batched products with the query heads of a group folded into the rows, which on
-    CPUs with bfloat16 instructions measured more than twice as fast as scaled_dot_product_attention.
+    bfloat16 on a CPU with AVX512-BF16 goes through the native operator: one pass over the keys with a running
+    softmax, measured 1.4 to 2 times as fast as the batched products that other CPUs get. Those fold the query heads
+    of a group into the rows, more than twice as fast as scaled_dot_product_attention on CPUs with bfloat16.
     The scores are rounded to bfloat16 before the softmax, as transformers' eager attention does.
     Other dtypes use scaled_dot_product_attention block by block.
     """
@@ -152,6 +157,9 @@ def row_attention(q: Tensor, k: Tensor, v: Tensor, plan: RowPlan, scale: float) 
         raise ValueError(msg)
     if plan.num_rows == 0:
         return torch.empty_like(q)
+    if plan.num_rows * (q.shape[1] // k.shape[1]) >= NATIVE_ROWS and supports(q, k, v):
+        scratch = plan.scratch(row_attention_scratch(k), torch.uint8)
+        return native_row_attention(q, k, v, plan.q_positions, scale, scratch)
     if q.dtype in (torch.bfloat16, torch.float16):
         return _folded_products(q, k, v, plan, scale)
     if plan.is_dense:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .native import native_token_scores, supports
+
 __all__ = ["token_scores"]
 
 
@@ -32,6 +34,9 @@ def token_scores(q: Tensor, k: Tensor, q_positions: Tensor, scale: float) -> Ten
     q_heads, rows, dim = q.shape
     kv_heads, num_keys, _ = k.shape
     groups = q_heads // kv_heads
+    ascending = bool((q_positions[1:] > q_positions[:-1]).all())
+    if ascending and supports(q, k):
+        return native_token_scores(q, k, q_positions, scale)
     scores = torch.bmm((q * scale).reshape(kv_heads, groups * rows, dim), k.transpose(1, 2)).float()
     first_future = int(q_positions.min()) + 1
     future = torch.arange(first_future, num_keys, device=k.device)[None, :] > q_positions[:, None]

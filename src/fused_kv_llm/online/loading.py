@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fused_kv_kernels import rerotate_keys, rotation_tables
+from fused_kv_kernels import place_chunks, rotation_tables
 from fused_kv_llm.model import FusedCache, Geometry
 
 if TYPE_CHECKING:
@@ -83,8 +83,9 @@ class ChunkLoader:
         self._cache = cache
         self.bytes_filled = 0
         self._reads: dict[tuple[int, int], tuple[int, Future[tuple[Tensor, Tensor]]]] = {}
-        deltas = [torch.full((p.num_tokens,), p.delta) for p in placements]
-        tables = rotation_tables(torch.cat([torch.empty(0, dtype=torch.int64), *deltas]), geometry.inv_freq)
+        self._starts = [placement.segment.start for placement in placements]
+        deltas = torch.tensor([placement.delta for placement in placements], dtype=torch.int64)
+        tables = rotation_tables(deltas, geometry.inv_freq)
         self._cos, self._sin = (table.to(cache.keys.device) for table in tables)
         for group in layer_groups(geometry.num_layers, first_layers):
             for index, placement in enumerate(placements):
@@ -104,22 +105,16 @@ class ChunkLoader:
         """
         if not self._placements:
             return
-        layer_keys, layer_values = self._cache.keys[layer_idx, 0], self._cache.values[layer_idx, 0]
-        keys = []
+        chunks = []
         for index, placement in enumerate(self._placements):
-            segment = placement.segment
-            span = slice(segment.chunk_start, segment.chunk_start + placement.num_tokens)
-            k, v = self._layer(index, placement, layer_idx)
-            self.bytes_filled += k.nbytes + v.nbytes
-            keys.append(k[:, span])
-            layer_values[:, segment.start : segment.stop] = v[:, span]
-        # All chunks of a layer are rotated in one go: per chunk, dispatching would cost more than rotating.
-        moved = rerotate_keys(torch.cat(keys, dim=1).to(layer_keys.device), self._cos, self._sin)
-        begin = 0
-        for placement in self._placements:
-            end = begin + placement.num_tokens
-            layer_keys[:, placement.segment.start : placement.segment.stop] = moved[:, begin:end]
-            begin = end
+            start = placement.segment.chunk_start
+            keys, values = self._layer(index, placement, layer_idx)
+            self.bytes_filled += keys.nbytes + values.nbytes
+            chunks.append(
+                (keys[:, start : start + placement.num_tokens], values[:, start : start + placement.num_tokens])
+            )
+        layer_keys, layer_values = self._cache.keys[layer_idx, 0], self._cache.values[layer_idx, 0]
+        place_chunks(chunks, self._starts, self._cos, self._sin, layer_keys, layer_values)
 
     def _layer(self, index: int, placement: Placement, layer_idx: int) -> tuple[Tensor, Tensor]:
         queued = self._reads.get((index, layer_idx))

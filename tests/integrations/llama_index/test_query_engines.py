@@ -11,7 +11,7 @@ from llama_index.core.query_engine import CitationQueryEngine, RetrieverQueryEng
 from llama_index.core.response_synthesizers import get_response_synthesizer
 from llama_index.core.retrievers import QueryFusionRetriever
 from llama_index.core.schema import NodeWithScore
-from reuse import reused_share
+from reuse import Requests
 
 from fused_kv_llm.errors import FusedKVWarning
 from llama_index_fused_kv import FusedKVIndex, FusedKVLLM, FusedKVPostprocessor
@@ -20,24 +20,12 @@ K = 3
 QUESTION = "How many passengers can the Aldebaran carry?"
 
 
-class Reports:
-    """Collects the report of every request of an LLM."""
+class Reports(Requests):
+    """Requests, measured against retrieved nodes."""
 
-    def __init__(self, llm: FusedKVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.llm, self.all = llm, []  # type: ignore[var-annotated]
-        finish = llm._runtime.finish
-
-        def recording(reason: Any, report: Any, check: Any) -> dict[str, Any]:
-            info = finish(reason, report, check)
-            self.all.append(info["fused_kv"])
-            return info
-
-        monkeypatch.setattr(llm._runtime, "finish", recording)
-
-    def share(self, nodes: list[NodeWithScore]) -> float:
-        """Tokens reused in all requests over the tokens of the retrieved nodes."""
-        together = {"recompute_ratio": 0, "reused_tokens": sum(report["reused_tokens"] for report in self.all)}
-        return reused_share(self.llm.engine, together, [node.node.get_content() for node in nodes])
+    def share_of(self, nodes: list[NodeWithScore]) -> float:
+        """Return the tokens reused in all requests over the tokens of the retrieved nodes."""
+        return self.share(node.node.get_content() for node in nodes)
 
 
 @pytest.fixture
@@ -53,31 +41,31 @@ def test_response_modes(index: FusedKVIndex, llm: FusedKVLLM, reports: Reports, 
     engine = index.as_query_engine(llm=llm, similarity_top_k=K, response_mode=mode)
     response = engine.query(QUESTION)
     assert len(response.source_nodes) == K
-    assert len(reports.all) == calls
-    assert reports.share(response.source_nodes) >= 0.95
+    assert len(reports.reports) == calls
+    assert reports.share_of(response.source_nodes) >= 0.95
 
 
 def test_streaming_and_asynchronous_queries(index: FusedKVIndex, llm: FusedKVLLM, reports: Reports) -> None:
     streaming = index.as_query_engine(llm=llm, similarity_top_k=K, streaming=True).query(QUESTION)
     text = "".join(streaming.response_gen)
-    assert reports.share(streaming.source_nodes) >= 0.95
-    reports.all.clear()
+    assert reports.share_of(streaming.source_nodes) >= 0.95
+    reports.clear()
     awaited = asyncio.run(index.as_query_engine(llm=llm, similarity_top_k=K).aquery(QUESTION))
     assert str(awaited) == text
-    assert reports.share(awaited.source_nodes) >= 0.95
+    assert reports.share_of(awaited.source_nodes) >= 0.95
 
 
 @pytest.mark.parametrize("mode", ["context", "condense_plus_context"])
 def test_chat_engines(index: FusedKVIndex, llm: FusedKVLLM, reports: Reports, mode: Any) -> None:
     chat = index.as_chat_engine(chat_mode=mode, llm=llm, similarity_top_k=K)
     for question in (QUESTION, "And how many cars?"):
-        reports.all.clear()
+        reports.clear()
         response = chat.chat(question)
-        assert reports.share(response.source_nodes) >= 0.95
-    reports.all.clear()
+        assert reports.share_of(response.source_nodes) >= 0.95
+    reports.clear()
     streamed = chat.stream_chat("How fast is it?")
     assert "".join(streamed.response_gen) == str(streamed)
-    assert reports.share(streamed.source_nodes) >= 0.95
+    assert reports.share_of(streamed.source_nodes) >= 0.95
 
 
 def test_citation_engine(index: FusedKVIndex, llm: FusedKVLLM, reports: Reports) -> None:
@@ -85,21 +73,21 @@ def test_citation_engine(index: FusedKVIndex, llm: FusedKVLLM, reports: Reports)
     response = engine.query(QUESTION)
     assert response.source_nodes[0].node.get_content().startswith("Source 1:")
     whole = index.as_retriever(similarity_top_k=K).retrieve(QUESTION)
-    assert reports.share(whole) >= 0.95
+    assert reports.share_of(whole) >= 0.95
 
 
 def test_fusion_retriever(index: FusedKVIndex, llm: FusedKVLLM, reports: Reports) -> None:
     fusion = QueryFusionRetriever([index.as_retriever(similarity_top_k=K)], llm=llm, num_queries=2, use_async=False)
     engine = RetrieverQueryEngine.from_args(fusion, llm=llm)
     response = engine.query(QUESTION)
-    reports.all[:] = reports.all[-1:]
-    assert reports.share(response.source_nodes) >= 0.95
+    reports.reports[:] = reports.reports[-1:]
+    assert reports.share_of(response.source_nodes) >= 0.95
 
 
 def test_a_custom_prompt(index: FusedKVIndex, llm: FusedKVLLM, reports: Reports) -> None:
     template = PromptTemplate("Question: {query_str}\nPassages:\n{context_str}\nAnswer:")
     engine = index.as_query_engine(llm=llm, similarity_top_k=K, text_qa_template=template)
-    assert reports.share(engine.query(QUESTION).source_nodes) >= 0.95
+    assert reports.share_of(engine.query(QUESTION).source_nodes) >= 0.95
 
 
 def test_simple_summarize_escapes_the_text_and_is_warned_about(
@@ -113,7 +101,7 @@ def test_simple_summarize_escapes_the_text_and_is_warned_about(
     synthesizer = get_response_synthesizer(response_mode="simple_summarize", llm=llm)  # type: ignore[arg-type]
     with pytest.warns(FusedKVWarning, match="line breaks escaped"):
         synthesizer.synthesize(QUESTION, found)
-    assert reports.all[0]["reused_tokens"] == 0
+    assert reports.reports[0]["reused_tokens"] == 0
 
 
 def test_the_postprocessor_prefetches_and_passes_nodes_unchanged(
@@ -122,8 +110,8 @@ def test_the_postprocessor_prefetches_and_passes_nodes_unchanged(
     llm.engine.store.drop_memory()
     engine = index.as_query_engine(llm=llm, similarity_top_k=K, node_postprocessors=[FusedKVPostprocessor(llm=llm)])
     response = engine.query(QUESTION)
-    assert reports.share(response.source_nodes) >= 0.95
-    assert reports.all[0]["unmatched"] == []
+    assert reports.share_of(response.source_nodes) >= 0.95
+    assert reports.reports[0]["unmatched"] == []
     plain = index.as_query_engine(llm=llm, similarity_top_k=K).query(QUESTION)
     assert [n.node.hash for n in response.source_nodes] == [n.node.hash for n in plain.source_nodes]
 
@@ -134,4 +122,4 @@ def test_messages_with_the_question_in_front(index: FusedKVIndex, llm: FusedKVLL
 
     context = "\n\n".join(node.node.get_content().strip() for node in nodes)
     llm.chat([ChatMessage(content=f"{QUESTION}\n\n{context}"), ChatMessage(role="system", content="Be brief.")])
-    assert reports.share(nodes) >= 0.95
+    assert reports.share_of(nodes) >= 0.95

@@ -1,0 +1,128 @@
+"""Building and loading the native CPU operators.
+
+They are a few hundred lines of C++ that the machine's own compiler turns into a library the first time they are
+wanted; it takes seconds, and the library is kept in the user's cache folder under a name that depends on the source,
+the compiler and the processor. Without a compiler, or on a processor without AVX512-BF16, torch does the work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import threading
+import warnings
+from pathlib import Path
+
+import torch
+from platformdirs import user_cache_dir
+
+__all__ = ["native_library", "why_not_native"]
+
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
+_FEATURES = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"})
+_BUILD_SECONDS = 120
+_lock = threading.Lock()
+
+
+def native_library() -> ctypes.CDLL | None:
+    """Return the native operators, built if need be, or None where they cannot run.
+
+    ``FUSED_KV_KERNELS=torch`` turns them off. A processor that could run them but for a missing compiler is
+    reported with a warning, once.
+    """
+    with _lock:
+        return _load()[0]
+
+
+def why_not_native() -> str | None:
+    """Return why torch does the work of the native operators, or None if it does not."""
+    with _lock:
+        return _load()[1]
+
+
+@functools.lru_cache(maxsize=1)
+def _load() -> tuple[ctypes.CDLL | None, str | None]:
+    if os.environ.get("FUSED_KV_KERNELS") == "torch":
+        return None, "FUSED_KV_KERNELS=torch"
+    missing = sorted(_FEATURES - _processor_features())
+    if missing:
+        return None, f"the processor lacks {', '.join(missing)}"
+    try:
+        return _declare(ctypes.CDLL(str(_build()))), None
+    except (OSError, subprocess.SubprocessError) as error:
+        output = getattr(error, "stderr", None) or ""
+        reason = f"the native CPU operators could not be built: {error} {output.strip()[:500]}".rstrip()
+        warnings.warn(
+            f"{reason}\nTorch does their work, about two times slower. Install a C++ compiler (Debian: g++), or set "
+            "FUSED_KV_KERNELS=torch to be content with torch.",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+        return None, reason
+
+
+def _processor_features() -> frozenset[str]:
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return frozenset()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("flags"):
+            return frozenset(line.split(":", 1)[1].split())
+    return frozenset()
+
+
+def _build() -> Path:
+    """Return the library's path, compiling it if it is not there."""
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))), None)
+    if compiler is None:
+        raise FileNotFoundError("no C++ compiler found (c++, g++ or clang++)")
+    folder = Path(__file__).parent
+    sources = sorted(folder.glob("*.cpp"))
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=_BUILD_SECONDS).stdout
+    digest = hashlib.sha256(version + " ".join((*_FLAGS, *sorted(_processor_features()))).encode())
+    for source in sorted(folder.glob("*.h")) + sources:
+        digest.update(source.read_bytes())
+    cache = Path(os.environ.get("FUSED_KV_CACHE") or user_cache_dir("fused_kv_llm")) / "native"
+    target = cache / f"operators-{digest.hexdigest()[:24]}.so"
+    if not target.exists():
+        cache.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # Another process may build at the same time: each renames its own complete file.
+        handle, temporary = tempfile.mkstemp(dir=cache, suffix=".so")
+        os.close(handle)
+        try:
+            command = [compiler, *_FLAGS, *map(str, sources), "-o", temporary]
+            subprocess.run(command, capture_output=True, check=True, text=True, timeout=_BUILD_SECONDS)
+            os.replace(temporary, target)
+        finally:
+            Path(temporary).unlink(missing_ok=True)
+    return target
+
+
+def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    pointer, number, real, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+    library.fkv_row_attention_scratch.restype = number
+    library.fkv_row_attention_scratch.argtypes = [number] * 4
+    library.fkv_row_attention.restype = None
+    library.fkv_row_attention.argtypes = [pointer] * 11 + [real, threads]
+    library.fkv_token_scores.restype = None
+    library.fkv_token_scores.argtypes = [pointer] * 7 + [real, threads]
+    library.fkv_place_chunks.restype = None
+    library.fkv_place_chunks.argtypes = [pointer, number, *[pointer] * 4, *[number] * 5, threads]
+    library.fkv_transfer.restype = None
+    library.fkv_transfer.argtypes = [*[pointer] * 8, number, *[pointer] * 4, *[number] * 5, threads]
+    return library
+
+
+def int64_array(*values: int) -> ctypes.Array[ctypes.c_int64]:
+    """Return numbers as the operators take shapes and strides."""
+    return (ctypes.c_int64 * len(values))(*values)
+
+
+def num_threads() -> int:
+    """Return torch's number of threads: the operators use as many, from the same pool."""
+    return torch.get_num_threads()

@@ -1,0 +1,182 @@
+"""The native CPU operators as functions of tensors. Their callers have checked shapes and positions."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .library import int64_array, native_library, num_threads
+
+if TYPE_CHECKING:
+    from fused_kv_kernels.transfer import TransferPlan
+
+__all__ = [
+    "native_place_chunks",
+    "native_row_attention",
+    "native_token_scores",
+    "native_transfer",
+    "row_attention_scratch",
+    "supports",
+]
+
+_LARGEST_DIM = 1024
+
+
+def supports(*tensors: Tensor) -> bool:
+    """Return whether the native operators take these tensors: bfloat16 on the CPU, an even number of dense columns."""
+    return (
+        all(t.dtype == torch.bfloat16 and t.device.type == "cpu" for t in tensors)
+        and all(t.stride(-1) == 1 and t.shape[-1] % 2 == 0 and t.shape[-1] <= _LARGEST_DIM for t in tensors)
+        and native_library() is not None
+    )
+
+
+def _library() -> ctypes.CDLL:
+    library = native_library()
+    if library is None:
+        msg = "the native CPU operators are not available here"
+        raise RuntimeError(msg)
+    return library
+
+
+def native_row_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float, scratch: Tensor) -> Tensor:
+    """Return the attention of scattered rows, as :func:`fused_kv_kernels.row_attention` does.
+
+    Parameters
+    ----------
+    q : Tensor
+        bfloat16 ``[B, Hq, R, D]``, any strides but the last.
+    k, v : Tensor
+        bfloat16 ``[B, Hkv, N, D]``.
+    positions : Tensor
+        int64 ``[R]``, ascending.
+    scale : float
+    scratch : Tensor
+        Working memory of at least :func:`row_attention_scratch` bytes.
+
+    Returns
+    -------
+    Tensor
+        Like `q`, laid out ``[B, R, Hq, D]`` in memory, as an output projection reads it.
+    """
+    batch, q_heads, rows, dim = q.shape
+    out = torch.empty(batch, rows, q_heads, dim, dtype=q.dtype).transpose(1, 2)
+    _library().fkv_row_attention(
+        q.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        out.data_ptr(),
+        positions.data_ptr(),
+        scratch.data_ptr(),
+        int64_array(batch, q_heads, k.shape[1], rows, k.shape[2], dim),
+        int64_array(*q.stride()[:3]),
+        int64_array(*k.stride()[:3]),
+        int64_array(*v.stride()[:3]),
+        int64_array(*out.stride()[:3]),
+        scale,
+        num_threads(),
+    )
+    return out
+
+
+def row_attention_scratch(k: Tensor) -> int:
+    """Return the bytes of working memory that :func:`native_row_attention` needs for keys ``[B, Hkv, N, D]``."""
+    batch, heads, num_keys, dim = k.shape
+    return int(_library().fkv_row_attention_scratch(batch, heads, num_keys, dim))
+
+
+def native_token_scores(q: Tensor, k: Tensor, positions: Tensor, scale: float) -> Tensor:
+    """Return the attention mass of every key, as :func:`fused_kv_kernels.token_scores` does.
+
+    Parameters
+    ----------
+    q : Tensor
+        bfloat16 ``[Hq, R, D]``.
+    k : Tensor
+        bfloat16 ``[Hkv, N, D]``.
+    positions : Tensor
+        int64 ``[R]``, ascending.
+    scale : float
+
+    Returns
+    -------
+    Tensor
+        float32 ``[N]``.
+    """
+    out = torch.empty(k.shape[1])
+    _library().fkv_token_scores(
+        q.data_ptr(),
+        k.data_ptr(),
+        positions.data_ptr(),
+        out.data_ptr(),
+        int64_array(q.shape[0], k.shape[0], q.shape[1], k.shape[1], k.shape[2]),
+        int64_array(*q.stride()[:2]),
+        int64_array(*k.stride()[:2]),
+        scale,
+        num_threads(),
+    )
+    return out
+
+
+def native_place_chunks(
+    chunks: Sequence[tuple[Tensor, Tensor]],
+    starts: Sequence[int],
+    cos: Tensor,
+    sin: Tensor,
+    layer_keys: Tensor,
+    layer_values: Tensor,
+) -> None:
+    """Rotate and copy chunks into a layer of a cache, as :func:`fused_kv_kernels.place_chunks` does."""
+    flat = [
+        number
+        for (keys, values), start in zip(chunks, starts, strict=True)
+        for number in (keys.data_ptr(), values.data_ptr(), keys.stride(0), values.stride(0), keys.shape[1], start)
+    ]
+    heads, _, dim = layer_keys.shape
+    _library().fkv_place_chunks(
+        int64_array(*flat),
+        len(chunks),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        layer_keys.data_ptr(),
+        layer_values.data_ptr(),
+        layer_keys.stride(0),
+        layer_values.stride(0),
+        heads,
+        dim,
+        cos.shape[1],
+        num_threads(),
+    )
+
+
+def native_transfer(
+    plan: TransferPlan, fresh_keys: Tensor, fresh_values: Tensor, layer_keys: Tensor, layer_values: Tensor
+) -> None:
+    """Correct one layer in place, as :func:`fused_kv_kernels.transfer_deviation` does."""
+    heads, _, dim = layer_keys.shape
+    bounds = plan.bounds
+    _library().fkv_transfer(
+        fresh_keys.data_ptr(),
+        fresh_values.data_ptr(),
+        int64_array(*fresh_keys.stride()[:2], *fresh_values.stride()[:2]),
+        plan.fresh_rows.data_ptr(),
+        plan.selected.data_ptr(),
+        bounds.data_ptr(),
+        plan.spans.data_ptr(),
+        plan.weights.data_ptr(),
+        plan.spans.shape[0],
+        plan.cos.data_ptr(),
+        plan.sin.data_ptr(),
+        layer_keys.data_ptr(),
+        layer_values.data_ptr(),
+        layer_keys.stride(0),
+        layer_values.stride(0),
+        heads,
+        dim,
+        plan.cos.shape[1],
+        num_threads(),
+    )

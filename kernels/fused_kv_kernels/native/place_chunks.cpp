@@ -1,0 +1,42 @@
+// Chunk KV into a cache: keys rotated by their chunk's distance, values copied, in one pass over the memory.
+#include "tiles.h"
+
+namespace {
+
+using namespace fkv;
+
+void rotate_row(const uint16_t *source, uint16_t *target, const float *cosine, const float *sine, int64_t half,
+                int64_t dim) {
+    for (int64_t column = 0; column < half; column += kLanes) {
+        const __mmask16 present = first_lanes(half - column);
+        const __m512 first = load_wide(source + column, present), second = load_wide(source + half + column, present);
+        const __m512 c = _mm512_maskz_loadu_ps(present, cosine + column);
+        const __m512 s = _mm512_maskz_loadu_ps(present, sine + column);
+        store_narrow(target + column, present, _mm512_fnmadd_ps(second, s, _mm512_mul_ps(first, c)));
+        store_narrow(target + half + column, present, _mm512_fmadd_ps(first, s, _mm512_mul_ps(second, c)));
+    }
+    std::memcpy(target + 2 * half, source + 2 * half, (dim - 2 * half) * sizeof *source);
+}
+
+} // namespace
+
+extern "C" {
+
+// A chunk is six numbers: addresses of its keys and of its values, elements from head to head in both, its rows, and
+// the row of the cache where it begins. Rows are dense everywhere. cosines and sines: float32 [chunks, half].
+void fkv_place_chunks(const int64_t *chunks, int64_t count, const float *cosines, const float *sines, uint16_t *keys,
+                      uint16_t *values, int64_t key_head, int64_t value_head, int64_t heads, int64_t dim, int64_t half,
+                      int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t task = 0; task < count * heads; ++task) {
+        const int64_t *chunk = chunks + task / heads * 6, head = task % heads;
+        const auto *from_keys = reinterpret_cast<const uint16_t *>(chunk[0]) + head * chunk[2];
+        const auto *from_values = reinterpret_cast<const uint16_t *>(chunk[1]) + head * chunk[3];
+        const float *cosine = cosines + task / heads * half, *sine = sines + task / heads * half;
+        uint16_t *to_keys = keys + head * key_head + chunk[5] * dim;
+        for (int64_t row = 0; row < chunk[4]; ++row)
+            rotate_row(from_keys + row * dim, to_keys + row * dim, cosine, sine, half, dim);
+        std::memcpy(values + head * value_head + chunk[5] * dim, from_values, chunk[4] * dim * sizeof *from_values);
+    }
+}
+}
