@@ -12,8 +12,8 @@ namespace {
 
 using namespace fkv;
 
-constexpr int64_t kRowBlock = 48;
-constexpr int64_t kKeyBlock = 128;
+constexpr int64_t kRowBlock = 24;
+constexpr int64_t kKeyBlock = 256;
 
 struct Shape {
     int64_t batch, q_heads, kv_heads, rows, keys, dim;
