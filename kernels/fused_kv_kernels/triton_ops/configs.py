@@ -19,7 +19,7 @@ __all__ = ["block_dim", "few_rows", "is_interpreted", "many_rows", "multiprocess
 # hardly any registers; blocks twice as large for their warps spill hundreds.
 _MANY = {
     "hopper": ((128, 128, 8, 2), (128, 64, 8, 3), (128, 32, 8, 3), (64, 64, 4, 3), (64, 64, 8, 2), (64, 32, 4, 2)),
-    "ampere": ((128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 3), (32, 32, 4, 2)),
+    "ampere": ((128, 32, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 3), (32, 32, 4, 2)),
     "default": ((32, 32, 4, 1), (16, 32, 4, 1)),
     "interpreter": ((32, 32, 4, 1),),
 }
