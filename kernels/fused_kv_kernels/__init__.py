@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from .batched_rows import batched_row_attention
 from .dispatch import UnsupportedOperandsError
+from .kv_deviation import kv_deviation
 from .native import why_not_native
 from .place_chunks import place_chunks
 from .rotate import rerotate_keys, rotation_tables
@@ -21,6 +22,7 @@ __all__ = [
     "TransferPlan",
     "UnsupportedOperandsError",
     "batched_row_attention",
+    "kv_deviation",
     "place_chunks",
     "rerotate_keys",
     "rotation_tables",

@@ -10,6 +10,7 @@ from torch import Tensor
 
 __all__ = [
     "batched_row_attention_reference",
+    "kv_deviation_reference",
     "rerotate_keys_reference",
     "row_attention_reference",
     "token_scores_reference",
@@ -131,6 +132,36 @@ def token_scores_reference(q: Tensor, k: Tensor, q_positions: Tensor, scale: flo
     """
     weights = _row_weights(q[None], k[None], q_positions, scale)[0]
     return weights.mean(dim=(0, 1)).float()
+
+
+def kv_deviation_reference(
+    fresh_keys: Tensor,
+    fresh_values: Tensor,
+    stored_keys: Tensor,
+    stored_values: Tensor,
+    fresh_rows: Tensor,
+    stored_rows: Tensor,
+) -> Tensor:
+    """Return how far tokens' fresh KV is from the stored one: CacheBlend's deviation.
+
+    Parameters
+    ----------
+    fresh_keys, fresh_values : Tensor
+        ``[Hkv, R, D]``.
+    stored_keys, stored_values : Tensor
+        ``[Hkv, N, D]``.
+    fresh_rows, stored_rows : Tensor
+        int64 ``[T]``: where the tokens stand in either.
+
+    Returns
+    -------
+    Tensor
+        float32 ``[T]``: the root of the squared gaps summed over keys, values, heads and dimensions.
+    """
+    fresh = (_wide(part.index_select(1, fresh_rows)) for part in (fresh_keys, fresh_values))
+    stored = (_wide(part.index_select(1, stored_rows)) for part in (stored_keys, stored_values))
+    key_gap, value_gap = ((new - old).square().sum(dim=(0, 2)) for new, old in zip(fresh, stored, strict=True))
+    return (key_gap + value_gap).sqrt().float()
 
 
 def rerotate_keys_reference(keys: Tensor, deltas: Tensor, inv_freq: Tensor) -> Tensor:

@@ -85,7 +85,7 @@ def test_splitting_the_keys_changes_nothing(splits: int, device: torch.device) -
 
 
 def test_splits_fill_the_device() -> None:
-    from fused_kv_kernels.triton_ops.row_attention import choose_splits
+    from fused_kv_kernels.triton_ops.splits import choose_splits
 
     assert choose_splits(blocks=200, keys=32768, programs=132) == 1
     assert choose_splits(blocks=4, keys=32768, programs=132) == 64

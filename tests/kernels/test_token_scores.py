@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernels.tolerance import TOLERANCE, assert_near
 
 from fused_kv_kernels import token_scores
 from fused_kv_kernels.reference import token_scores_reference
@@ -55,3 +56,33 @@ def test_future_keys_score_nothing() -> None:
     q, k = torch.randn(2, 1, 8), torch.randn(1, 10, 8)
     scores = token_scores(q, k, torch.tensor([4]), 1.0)
     assert torch.equal(scores[5:], torch.zeros(5))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(
+    ("q_heads", "kv_heads", "dim", "keys", "rows"),
+    [(4, 2, 64, 100, [99]), (7, 1, 128, 90, [3, 80, 81]), (3, 3, 80, 33, [0, 31, 32]), (16, 1, 16, 64, range(64))],
+    ids=["one_row", "gqa_7", "dim_80", "all_rows"],
+)
+def test_triton_equals_reference(
+    q_heads: int, kv_heads: int, dim: int, keys: int, rows: list[int], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Over two layers. Scores are shares of one: they are compared after scaling to their mean."""
+    generator = torch.Generator().manual_seed(keys)
+    q = torch.randn(2, q_heads, len(rows), dim, generator=generator).to(device, dtype)
+    k = torch.randn(2, kv_heads, keys, dim, generator=generator).to(device, dtype)
+    positions = torch.tensor(rows, device=device)
+    got = token_scores(q, k, positions, dim**-0.5)
+    layers = [token_scores_reference(a.float(), b.float(), positions, dim**-0.5) for a, b in zip(q, k, strict=True)]
+    assert_near(got * keys, torch.stack(layers).mean(0) * keys, dtype)
+    assert_near(token_scores(q[0], k[0], positions, dim**-0.5) * keys, layers[0] * keys, dtype)
+
+
+@pytest.mark.parametrize("splits", [2, 7])
+def test_splitting_the_first_pass_changes_nothing(splits: int, device: torch.device) -> None:
+    from fused_kv_kernels.triton_ops import token_scores as in_triton
+
+    q, k = torch.randn(1, 2, 3, 64, device=device), torch.randn(1, 1, 150, 64, device=device)
+    positions = torch.tensor([140, 2, 70], device=device)
+    got = in_triton.token_scores(q, k, positions, 0.125, splits=splits)
+    assert_near(got * 150, token_scores_reference(q[0], k[0], positions, 0.125) * 150, torch.float32)

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 import triton
 
-__all__ = ["block_dim", "few_rows", "is_interpreted", "many_rows", "multiprocessors", "prune"]
+__all__ = ["block_dim", "few_rows", "is_interpreted", "many_rows", "multiprocessors", "prune", "score_blocks"]
 
 # (BLOCK_M, BLOCK_N, warps, stages). Compiled for compute capability 9.0 and 8.0 at 128 dimensions, these spill no or
 # hardly any registers; blocks twice as large for their warps spill hundreds.
 _MANY = {
     "hopper": ((128, 128, 8, 2), (128, 64, 8, 3), (128, 32, 8, 3), (64, 64, 4, 3), (64, 64, 8, 2), (64, 32, 4, 2)),
-    "ampere": ((128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 3), (32, 32, 4, 2)),
+    "ampere": ((128, 32, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 3), (32, 32, 4, 2)),
     "default": ((32, 32, 4, 1), (16, 32, 4, 1)),
     "interpreter": ((32, 32, 4, 1),),
 }
@@ -92,6 +92,15 @@ def prune(configs: Sequence[triton.Config], args: Mapping[str, Any], **kwargs: A
         if shared_bytes(config) <= limit and (itemsize < 4 or math.prod(sides(config)) <= _MOST_EXACT_PRODUCTS)
     ]
     return fitting or [min(configs, key=shared_bytes)]
+
+
+def score_blocks(dtype: torch.dtype) -> dict[str, int]:
+    """Return the one shape that kernels without values use: ``BLOCK_M``, ``BLOCK_N``, warps and stages."""
+    if is_interpreted():
+        return {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 4, "num_stages": 1}
+    if dtype == torch.float32:
+        return {"BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
+    return {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2}
 
 
 def block_dim(dim: int) -> int:

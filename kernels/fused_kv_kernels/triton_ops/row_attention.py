@@ -16,12 +16,11 @@ from torch import Tensor
 from .combine import combine
 from .configs import block_dim, few_rows, many_rows, multiprocessors, prune
 from .products import dot, precision
+from .splits import choose_splits
 
-__all__ = ["FEW_ROWS", "choose_splits", "row_attention"]
+__all__ = ["row_attention"]
 
-FEW_ROWS = 64
-_LEAST_KEYS_PER_SPLIT = 256
-_MOST_SPLITS = 64
+_FEW_ROWS = 64
 _LOG2_E = 1.4426950408889634
 
 
@@ -144,29 +143,6 @@ _many = triton.autotune(many_rows(), key=_KEY, prune_configs_by=_prune)(_row_att
 _few = triton.autotune(few_rows(), key=_KEY, prune_configs_by=_prune)(_row_attention_kernel)
 
 
-def choose_splits(blocks: int, keys: int, programs: int) -> int:
-    """Return among how many programs to split the keys.
-
-    Parameters
-    ----------
-    blocks : int
-        Programs that there are without splitting.
-    keys : int
-        Keys of the longest sequence.
-    programs : int
-        Programs that the device runs side by side.
-
-    Returns
-    -------
-    int
-        1 if the blocks fill the device alone; otherwise enough for two rounds of programs, but no split shorter than
-        256 keys.
-    """
-    if blocks >= programs:
-        return 1
-    return max(1, min(2 * programs // max(blocks, 1), keys // _LEAST_KEYS_PER_SPLIT, _MOST_SPLITS))
-
-
 def row_attention(
     q: Tensor,
     k: Tensor,
@@ -215,7 +191,7 @@ def row_attention(
     if out.numel() == 0:
         return out, lse
     packed = rows * group
-    is_few = packed <= FEW_ROWS
+    is_few = packed <= _FEW_ROWS
     # In float32 there is no matrix instruction that is exact enough, so larger blocks only spill registers.
     block_m = max(16, triton.next_power_of_2(packed)) if is_few and q.dtype != torch.float32 else 16
     if not is_few:
