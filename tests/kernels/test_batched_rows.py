@@ -103,6 +103,15 @@ def test_what_lies_beyond_the_rows_is_not_read(device: torch.device) -> None:
     assert_near(shifted, out, torch.float32)
 
 
+def test_damage_is_not_hidden(device: torch.device) -> None:
+    """A row that sees NaN is NaN, not zero, and no other row is."""
+    q, k, v, positions = _tensors((1, 2, 1, 64, 60, [3, 40]), torch.float32, device)
+    k[:, :, 20] = float("nan")
+    out, _ = batched_row_attention(q, k, v, positions, 0.125)
+    assert out[:, :, 1].isnan().all()
+    assert not out[:, :, 0].isnan().any()
+
+
 def test_strided_operands(device: torch.device) -> None:
     """Queries laid out [B, R, Hq, D] and keys that are a slice of a longer cache, as the engine has them."""
     q, k, v, positions = _tensors((2, 4, 2, 64, 90, [1, 50, 60]), torch.float32, device)

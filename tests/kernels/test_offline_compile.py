@@ -16,6 +16,7 @@ KERNELS = {
     "_denominator_kernel",
     "_deviation_kernel",
     "_mass_kernel",
+    "_paged_kernel",
     "_place_kernel",
     "_row_attention_kernel",
 }
