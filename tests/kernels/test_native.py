@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -11,8 +12,9 @@ import pytest
 import torch
 
 from fused_kv_kernels import why_not_native
-from fused_kv_kernels.native import native_library, row_attention_scratch, supports
+from fused_kv_kernels.native import library, native_library, operators, row_attention_scratch, supports
 from fused_kv_kernels.native.library import _processor_features
+from fused_kv_kernels.reference import row_attention_reference
 
 SCRIPT = """
 import warnings
@@ -77,5 +79,32 @@ def test_only_dense_bfloat16_on_the_cpu_is_taken() -> None:
     assert not supports(x.transpose(2, 3))
     assert not supports(x[..., :15])
     assert native_library() is not None
-    # 64 packed keys of 16 dimensions, and 8 packed values of 16, two heads, two bytes each.
-    assert row_attention_scratch(x) == 2 * (64 + 8) * 16 * 2
+    # One panel of 64 packed keys and 64 packed values of 16 dimensions, two heads, two bytes each.
+    assert row_attention_scratch(x) == 2 * (64 + 64) * 16 * 2
+
+
+@needs_native
+def test_the_blocking_of_matrix_tiles_equals_the_reference(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """AMX is on few processors: here plain loops stand in for its instructions."""
+    monkeypatch.setenv("FUSED_KV_CACHE", str(tmp_path))
+    emulated = library._declare(ctypes.CDLL(str(library._build("-DFKV_EMULATE_TILES"))))
+    monkeypatch.setattr(operators, "native_library", lambda: emulated)
+    for q_heads, kv_heads, dim, num_keys, rows in ((9, 3, 64, 300, 17), (4, 4, 128, 70, 70), (2, 1, 96, 520, 90)):
+        generator = torch.Generator().manual_seed(rows)
+        q = torch.randn(2, q_heads, rows, dim, generator=generator).bfloat16()
+        k, v = torch.randn(2, 2, kv_heads, num_keys, dim, generator=generator).bfloat16()
+        positions = torch.randperm(num_keys, generator=generator)[:rows].sort().values
+        scratch = torch.empty(operators.row_attention_scratch(k), dtype=torch.uint8)
+        got = operators.native_row_attention(q, k, v, positions, dim**-0.5, scratch)
+        want = row_attention_reference(q.float(), k.float(), v.float(), positions, dim**-0.5)
+        torch.testing.assert_close(got.float(), want, atol=2e-2, rtol=2e-2)
+
+
+@needs_native
+def test_a_library_that_computes_wrongly_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = native_library()
+    assert built is not None
+    assert library._agrees_with_torch(built)
+    monkeypatch.setattr(library, "num_threads", lambda: 1)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda q, k, v, attn_mask: q + 1)
+    assert not library._agrees_with_torch(built)
