@@ -64,6 +64,7 @@ def native_row_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, sca
         Like `q`, laid out ``[B, R, Hq, D]`` in memory, as an output projection reads it.
     """
     batch, q_heads, rows, dim = q.shape
+    positions = positions.to(torch.int64).contiguous()
     out = torch.empty(batch, rows, q_heads, dim, dtype=q.dtype).transpose(1, 2)
     _library().fkv_row_attention(
         q.data_ptr(),
@@ -107,6 +108,7 @@ def native_token_scores(q: Tensor, k: Tensor, positions: Tensor, scale: float) -
     Tensor
         float32 ``[N]``.
     """
+    positions = positions.to(torch.int64).contiguous()
     out = torch.empty(k.shape[1])
     _library().fkv_token_scores(
         q.data_ptr(),
