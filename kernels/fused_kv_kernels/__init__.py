@@ -10,6 +10,7 @@ from __future__ import annotations
 from .batched_rows import batched_row_attention
 from .dispatch import UnsupportedOperandsError
 from .kv_deviation import kv_deviation
+from .low_rank import LowRankShift, add_low_rank
 from .native import why_not_native
 from .paged_rows import paged_row_attention
 from .pages import PageTable, SharedPages
@@ -20,11 +21,13 @@ from .token_scores import token_scores
 from .transfer import TransferPlan, transfer_deviation
 
 __all__ = [
+    "LowRankShift",
     "PageTable",
     "RowPlan",
     "SharedPages",
     "TransferPlan",
     "UnsupportedOperandsError",
+    "add_low_rank",
     "batched_row_attention",
     "kv_deviation",
     "paged_row_attention",

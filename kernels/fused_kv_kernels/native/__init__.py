@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .library import native_library, why_not_native
 from .operators import (
+    native_add_low_rank,
     native_place_chunks,
     native_row_attention,
     native_token_scores,
@@ -13,6 +14,7 @@ from .operators import (
 )
 
 __all__ = [
+    "native_add_low_rank",
     "native_library",
     "native_place_chunks",
     "native_row_attention",

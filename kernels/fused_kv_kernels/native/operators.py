@@ -12,9 +12,11 @@ from torch import Tensor
 from .library import int64_array, native_library, num_threads
 
 if TYPE_CHECKING:
+    from fused_kv_kernels.low_rank import LowRankShift
     from fused_kv_kernels.transfer import TransferPlan
 
 __all__ = [
+    "native_add_low_rank",
     "native_place_chunks",
     "native_row_attention",
     "native_token_scores",
@@ -180,5 +182,30 @@ def native_transfer(
         heads,
         dim,
         plan.cos.shape[1],
+        num_threads(),
+    )
+
+
+def native_add_low_rank(
+    shifts: Sequence[LowRankShift], layer_idx: int, layer_keys: Tensor, layer_values: Tensor
+) -> None:
+    """Add shifts of one rank to a layer in place, as :func:`fused_kv_kernels.add_low_rank` does."""
+    flat: list[int] = []
+    for shift in shifts:
+        factors = (part[layer_idx] for pair in (shift.keys, shift.values) for part in pair)
+        flat += [*(part.data_ptr() for part in factors), shift.cos.data_ptr(), shift.sin.data_ptr()]
+        flat += [shift.cos.shape[0], shift.start]
+    heads, _, dim = layer_keys.shape
+    _library().fkv_add_low_rank(
+        int64_array(*flat),
+        len(shifts),
+        shifts[0].keys[1].shape[2],
+        layer_keys.data_ptr(),
+        layer_values.data_ptr(),
+        layer_keys.stride(0),
+        layer_values.stride(0),
+        heads,
+        dim,
+        shifts[0].cos.shape[1],
         num_threads(),
     )
