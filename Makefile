@@ -31,9 +31,10 @@ test: $(VENV)/.dev
 test-services: $(VENV)/.dev
 	FUSED_KV_REQUIRE_SERVICES=1 $(BIN)/python -m pytest tests/store/test_remote.py
 
-# What takes too long for every day: 8 processes for 5 minutes on one store, and 1,000 kills.
+# What takes too long for every day: 8 processes for 5 minutes on one store, 1,000 kills, 10,000 flipped bytes.
 stress: $(VENV)/.dev
-	FUSED_KV_STRESS=1 $(BIN)/python -m pytest --timeout=3600 tests/store/test_stress.py tests/store/test_crash.py
+	FUSED_KV_STRESS=1 $(BIN)/python -m pytest --timeout=3600 \
+		tests/store/test_stress.py tests/store/test_crash.py tests/store/test_damage.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .

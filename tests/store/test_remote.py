@@ -137,6 +137,19 @@ def test_side_file_alone_is_fetched(remote, kv_dir, chunks):
         assert store.sides.read(chunks[1].key, "anchors-0.1") is None
 
 
+def test_side_file_after_demotion_is_not_lost(remote, kv_dir, chunks):
+    with remote.store(kv_dir) as store:
+        fill(store, chunks)
+        store.evict(0)
+        # The chunk is brought back, gets one more side file, and is copied again with it.
+        store.sides.put(chunks[2].key, "anchors-0.2", {"positions": torch.arange(9)})
+        assert store.evict(0) == 1
+        assert store.counters().demoted == 7
+        assert torch.equal(store.sides.read(chunks[2].key, "anchors-0.2")["positions"], torch.arange(9))
+        assert_same(chunks[2].open(store), chunks[2])
+        assert store.check().findings == []
+
+
 def test_another_machine_finds_the_chunks(remote, tmp_path, chunks):
     with remote.store(tmp_path / "one") as store:
         fill(store, chunks)
