@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
 DATA ?= ../shared/data/squad10.jsonl
 
-.PHONY: demo test test-services stress lint format bench clean
+.PHONY: demo test test-gpu test-services stress lint format bench clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -35,6 +35,10 @@ test-services: $(VENV)/.dev
 stress: $(VENV)/.dev
 	FUSED_KV_STRESS=1 $(BIN)/python -m pytest --timeout=3600 \
 		tests/store/test_stress.py tests/store/test_crash.py tests/store/test_damage.py
+
+# Fails, rather than skips, without a CUDA device.
+test-gpu: $(VENV)/.dev
+	$(BIN)/python -m pytest -m gpu
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
