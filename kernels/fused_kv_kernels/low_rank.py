@@ -43,7 +43,6 @@ def add_low_rank(shifts: Sequence[LowRankShift], layer_idx: int, layer_keys: Ten
     Parameters
     ----------
     shifts : sequence of LowRankShift
-        All of one rank.
     layer_idx : int
     layer_keys, layer_values : Tensor
         ``[Hkv, N, D]``, changed in place.
@@ -54,7 +53,14 @@ def add_low_rank(shifts: Sequence[LowRankShift], layer_idx: int, layer_keys: Ten
     factors = [part[layer_idx] for shift in shifts for pair in (shift.keys, shift.values) for part in pair]
     rank, dim = factors[1].shape[-2:]
     dense = all(t.stride(1) == t.shape[2] for t in layer) and all(part.is_contiguous() for part in factors)
-    if dense and rank * dim <= _LARGEST_RANK_TIMES_DIM and supports(*layer) and supports(factors[1], factors[3]):
+    one_rank = all(part.shape[-2] == rank for part in factors[1::2])
+    if (
+        dense
+        and one_rank
+        and rank * dim <= _LARGEST_RANK_TIMES_DIM
+        and supports(*layer)
+        and supports(factors[1], factors[3])
+    ):
         native_add_low_rank(shifts, layer_idx, layer_keys, layer_values)
         return
     for shift in shifts:

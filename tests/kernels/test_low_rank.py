@@ -15,11 +15,13 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
 @settings(max_examples=40, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=4),
-    rank=st.sampled_from([1, 3, 8]),
+    ranks=st.sampled_from([(1, 1), (3, 3), (8, 8), (2, 5)]),
     shape=st.sampled_from([(1, 16, 16), (3, 64, 64), (2, 80, 32)]),
     dtype=st.sampled_from(list(TOLERANCE)),
 )
-def test_equals_the_formula(lengths: list[int], rank: int, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_equals_the_formula(
+    lengths: list[int], ranks: tuple[int, int], shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
     heads, dim, rotary = shape
     inv_freq = 1.0 / (10000.0 ** (torch.arange(0, rotary, 2, dtype=torch.float32) / rotary))
     generator = torch.Generator().manual_seed(sum(lengths))
@@ -30,7 +32,8 @@ def test_equals_the_formula(lengths: list[int], rank: int, shape: tuple[int, int
     layer = draw(2, heads, sum(lengths) + 2 * len(lengths), dim)
     want = layer.float().clone()
     shifts, at = [], 1
-    for count in lengths:
+    for number, count in enumerate(lengths):
+        rank = ranks[number % 2]
         positions = torch.arange(at + 7, at + 7 + count)
         keys, values = ((draw(3, count, rank), draw(3, heads, rank, dim)) for _ in range(2))
         shifts.append(LowRankShift(at, keys, values, *rotation_tables(positions, inv_freq)))
