@@ -20,6 +20,7 @@ from fused_kv_kernels import rerotate_keys, rotation_tables
 from fused_kv_llm.model import FusedCache, Geometry
 
 from .request import Request
+from .shifting import add_turned
 
 __all__ = ["SHRINKAGE_TOKENS", "DeviationTransfer"]
 
@@ -66,16 +67,8 @@ class DeviationTransfer:
         deviation_k = self._mean(rerotate_keys(self._deviation(keys, stored_k), *self._to_zero)).to(stored_k.dtype)
         for chunk, (start, stop) in enumerate(self._spans):
             stored_v[:, start:stop] += deviation_v[:, chunk : chunk + 1]
-            self._add_turned(stored_k[:, start:stop], deviation_k[:, chunk : chunk + 1], slice(start, stop))
-
-    def _add_turned(self, keys: Tensor, deviation: Tensor, positions: slice) -> None:
-        """Add one deviation ``[Hkv, 1, D]``, turned to each position, in place."""
-        cos, sin = (table[positions] for table in self._to_place)
-        half = cos.shape[-1]
-        first, second, rest = deviation[..., :half], deviation[..., half : 2 * half], deviation[..., 2 * half :]
-        keys[..., :half].addcmul_(first, cos).addcmul_(second, sin, value=-1.0)
-        keys[..., half : 2 * half].addcmul_(second, cos).addcmul_(first, sin)
-        keys[..., 2 * half :] += rest
+            cos, sin = (table[start:stop] for table in self._to_place)
+            add_turned(stored_k[:, start:stop], deviation_k[:, chunk : chunk + 1], cos, sin)
 
     def _deviation(self, fresh: Tensor, stored: Tensor) -> Tensor:
         """Return fresh minus stored of the recomputed tokens, float32 ``[Hkv, n, D]``."""
