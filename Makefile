@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
 DATA ?= ../shared/data/squad10.jsonl
 
-.PHONY: demo test lint format bench clean
+.PHONY: demo test test-gpu lint format bench clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -26,6 +26,10 @@ demo: $(VENV)/.demo
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest
+
+# Fails, rather than skips, without a CUDA device.
+test-gpu: $(VENV)/.dev
+	$(BIN)/python -m pytest -m gpu
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .

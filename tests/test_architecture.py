@@ -23,7 +23,17 @@ FLOORS = [
     {"offline", "online"},
     {"engine"},
     {"adapter"},
-    {"baseline", "calibrate", "demo", "cli", "cli_calibrate", "cli_layers", "layer_profile", "integrations"},
+    {
+        "baseline",
+        "calibrate",
+        "demo",
+        "cli",
+        "cli_calibrate",
+        "cli_layers",
+        "cli_store",
+        "layer_profile",
+        "integrations",
+    },
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 SURFACE = [

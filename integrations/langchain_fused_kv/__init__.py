@@ -1,4 +1,4 @@
-"""LangChain adapters: a chat model, an LLM and a retriever, so that a chain reuses the KV of retrieved chunks.
+"""LangChain adapters: a chat model, an LLM, a retriever and a vector store, so that a chain reuses stored KV.
 
 Examples
 --------
@@ -25,5 +25,6 @@ from __future__ import annotations
 from langchain_fused_kv.chat_models import ChatFusedKV
 from langchain_fused_kv.llms import FusedKVLLM
 from langchain_fused_kv.retrievers import FusedKVRetriever
+from langchain_fused_kv.vectorstores import FusedKVVectorStore
 
-__all__ = ["ChatFusedKV", "FusedKVLLM", "FusedKVRetriever"]
+__all__ = ["ChatFusedKV", "FusedKVLLM", "FusedKVRetriever", "FusedKVVectorStore"]

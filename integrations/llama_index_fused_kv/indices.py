@@ -12,6 +12,7 @@ from llama_index.core.vector_stores.types import MetadataFilter, MetadataFilters
 
 from fused_kv_llm.adapter import FusedKVModel, in_thread
 from fused_kv_llm.errors import CorpusError, FusedKVWarning
+from fused_kv_llm.offline import GivenNeighbours
 from fused_kv_llm.report import IngestReport
 from llama_index_fused_kv.nodes import build_kv_cache, nodes_of, texts_of
 
@@ -45,14 +46,23 @@ class FusedKVIndex(VectorStoreIndex):
 
     _kv_llm: FusedKVModel | None = None
 
-    def build_kv_cache(self, llm: FusedKVModel, *, progress: bool = True) -> IngestReport:
+    def build_kv_cache(
+        self,
+        llm: FusedKVModel,
+        *,
+        nodes: Sequence[BaseNode] | None = None,
+        neighbours: GivenNeighbours | None = None,
+        refresh: bool = False,
+        prune: bool = False,
+        progress: bool = True,
+    ) -> IngestReport:
         """Prefill all nodes once and keep their KV in step from now on.
 
         Parameters
         ----------
         llm : FusedKVLLM
-        progress : bool
-            Whether to show a progress bar.
+        nodes, neighbours, refresh, prune, progress
+            See :func:`llama_index_fused_kv.build_kv_cache`.
 
         Returns
         -------
@@ -65,7 +75,9 @@ class FusedKVIndex(VectorStoreIndex):
         StoreFullError
             If the disk cannot hold the result.
         """
-        report = build_kv_cache(self, llm, progress=progress)
+        report = build_kv_cache(
+            self, llm, nodes=nodes, neighbours=neighbours, refresh=refresh, prune=prune, progress=progress
+        )
         self._kv_llm = llm
         return report
 

@@ -19,13 +19,12 @@ from llama_index.core.base.llms.types import (
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.custom import CustomLLM
 from llama_index.core.prompts import BasePromptTemplate
-from llama_index.core.schema import BaseNode, Document, NodeWithScore
 from pydantic import BaseModel, ConfigDict
 
 from fused_kv_llm.adapter import FusedKVModel, in_thread, iterate_in_threads, json_constraint
-from fused_kv_llm.errors import ConfigError, CorpusError
+from fused_kv_llm.errors import ConfigError
 from llama_index_fused_kv.messages import to_engine_messages
-from llama_index_fused_kv.nodes import text_of
+from llama_index_fused_kv.nodes import nodes_of, text_of
 
 __all__ = ["FusedKVLLM"]
 
@@ -132,13 +131,11 @@ class FusedKVLLM(FusedKVModel, CustomLLM):
         """Return the ids of a text in the model's tokenizer; ``Settings.tokenizer = llm.get_token_ids``."""
         return self.engine.token_ids(text)
 
-    def _texts_of(self, documents: Any) -> list[str]:
-        if isinstance(documents, (BaseNode, NodeWithScore, Document)):
-            raise CorpusError(f"build_kv_cache takes a list of {self.items_name}; put the single one into a list")
-        return super()._texts_of(documents)
+    def _items_of(self, source: Any) -> list[Any]:
+        return nodes_of(source)
 
     def _text_of(self, item: Any) -> str:
-        return text_of(item) if isinstance(item, (BaseNode, NodeWithScore)) else super()._text_of(item)
+        return text_of(item)
 
     # -- complete --------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The texts of nodes, and the nodes of an index."""
+"""The texts of nodes, and the nodes of what LlamaIndex keeps them in."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from llama_index.core.indices.base import BaseIndex
+from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import BaseNode, Document, ImageNode, MetadataMode, NodeWithScore
+from llama_index.core.storage.docstore.types import BaseDocumentStore
+from llama_index.core.vector_stores.types import BasePydanticVectorStore
 
 from fused_kv_llm.errors import CorpusError
+from fused_kv_llm.offline import GivenNeighbours
 from fused_kv_llm.report import IngestReport
 
 if TYPE_CHECKING:
@@ -16,24 +20,35 @@ if TYPE_CHECKING:
 
 __all__ = ["build_kv_cache", "nodes_of", "text_of", "texts_of"]
 
+_GIVE_THEM = "Pass the nodes that were indexed: build_kv_cache(index, llm, nodes=nodes)."
+
 
 def build_kv_cache(
-    index: BaseIndex[Any] | Sequence[BaseNode],
+    source: Any,
     llm: FusedKVModel,
     *,
     nodes: Sequence[BaseNode] | None = None,
+    neighbours: GivenNeighbours | None = None,
+    refresh: bool = False,
+    prune: bool = False,
     progress: bool = True,
 ) -> IngestReport:
     """Prefill the nodes of an existing index once and store their KV.
 
     Parameters
     ----------
-    index : BaseIndex or sequence of BaseNode
-        Any index, also one that ``load_index_from_storage`` returned; or the nodes themselves.
+    source : BaseIndex, vector store, document store, retriever or iterable of BaseNode
+        Any index, also one that ``load_index_from_storage`` returned; what keeps nodes; or the nodes themselves.
     llm : FusedKVLLM
         The LLM that will answer; LangChain's ``FusedKVLLM`` and ``ChatFusedKV`` serve as well.
     nodes : sequence of BaseNode or None
         For indexes whose vector store keeps the nodes to itself.
+    neighbours : mapping, callable or None
+        Text to similar or linked texts, nearest first; None asks the embedder.
+    refresh : bool
+        Whether stored chunks whose neighbours have changed are prefilled again.
+    prune : bool
+        Whether stored chunks that are not among the nodes lose their KV: for a store of one corpus only.
     progress : bool
         Whether to show a progress bar.
 
@@ -44,7 +59,7 @@ def build_kv_cache(
     Raises
     ------
     CorpusError
-        If the index has no nodes that can be read.
+        If the source has no nodes that can be read.
     StoreFullError
         If the disk cannot hold the result.
 
@@ -52,47 +67,100 @@ def build_kv_cache(
     -----
     Metadata is not part of it: LlamaIndex prints it before each node's text, and it is computed with the prompt.
     """
-    if nodes is None:
-        nodes = nodes_of(index) if isinstance(index, BaseIndex) else list(index)
-    return llm.engine.build_kv_cache(texts_of(nodes), progress=progress)
+    texts = texts_of(nodes_of(source) if nodes is None else nodes)
+    return llm.build_kv_cache(texts, neighbours=neighbours, refresh=refresh, prune=prune, progress=progress)
 
 
-def nodes_of(index: BaseIndex[Any]) -> list[BaseNode]:
-    """Return an index's nodes, from its document store or its vector store.
+def nodes_of(source: Any) -> list[Any]:
+    """Return the nodes of a source.
+
+    Parameters
+    ----------
+    source : BaseIndex, vector store, document store, retriever or iterable
+        Iterables may hold nodes, scored nodes and strings.
 
     Raises
     ------
     CorpusError
-        If neither gives them out.
+        If the source does not give its nodes out, or is none.
     """
-    stored = [node for node in index.docstore.docs.values() if not isinstance(node, Document)]
+    if isinstance(source, (str, BaseNode, NodeWithScore)):
+        raise CorpusError("build_kv_cache takes a list of nodes, documents or strings; put the single one into a list")
+    if isinstance(source, BaseIndex):
+        return _of_index(source)
+    if isinstance(source, BasePydanticVectorStore):
+        return _of_vector_store(source, [])
+    if isinstance(source, BaseDocumentStore):
+        return _without_whole_documents(source)
+    if isinstance(source, BaseRetriever):
+        return _of_retriever(source)
+    if isinstance(source, Iterable):
+        return list(source)
+    raise CorpusError(f"Cannot take nodes out of a {type(source).__name__}. {_GIVE_THEM}")
+
+
+def _of_index(index: BaseIndex[Any]) -> list[BaseNode]:
+    stored = _without_whole_documents(index.docstore)
     vector_store = getattr(index, "vector_store", None)
-    if vector_store is None or not vector_store.stores_text:
-        if stored:
-            return stored
+    if vector_store is not None and vector_store.stores_text:
+        return _of_vector_store(vector_store, stored)
+    if not stored:
         raise CorpusError("The index has no nodes: insert documents first, or pass nodes=[...].")
+    return stored
+
+
+def _of_vector_store(vector_store: Any, otherwise: list[BaseNode]) -> list[BaseNode]:
     kind = type(vector_store).__name__
     try:
         found: list[BaseNode] = list(vector_store.get_nodes())
     except Exception as error:  # third-party stores refuse in ways of their own
-        if stored:
-            return stored
+        if otherwise:
+            return otherwise
         raise CorpusError(
-            f"The index keeps its text in {kind}, which does not give its nodes out ({type(error).__name__}: {error}). "
-            "Pass the nodes that were indexed: build_kv_cache(index, llm, nodes=nodes)."
+            f"The text is kept in {kind}, which does not give its nodes out ({type(error).__name__}: {error}). "
+            f"{_GIVE_THEM}"
         ) from error
-    if not found and not stored:
+    if not found and not otherwise:
         raise CorpusError(f"{kind} returned no nodes: insert documents first, or pass nodes=[...].")
-    return found or stored
+    return found or otherwise
 
 
-def text_of(item: BaseNode | NodeWithScore) -> str:
-    """Return a node's text as it stands in prompts after the metadata."""
+def _without_whole_documents(docstore: BaseDocumentStore) -> list[BaseNode]:
+    """A pipeline keeps what it has read beside the nodes it has made of it."""
+    return [node for node in docstore.docs.values() if not isinstance(node, Document)]
+
+
+def _of_retriever(retriever: BaseRetriever) -> list[Any]:
+    if several := getattr(retriever, "_retrievers", None):
+        return [node for one in several for node in nodes_of(one)]
+    # An auto-merging retriever returns parents too, which are in the document store only.
+    context = getattr(retriever, "_storage_context", None)
+    if context is not None:
+        return nodes_of(context.docstore)
+    for name in ("_index", "_retriever"):
+        inner = getattr(retriever, name, None)
+        if inner is not None:
+            return nodes_of(inner)
+    raise CorpusError(f"{type(retriever).__name__} does not show where it keeps its nodes. {_GIVE_THEM}")
+
+
+def text_of(item: BaseNode | NodeWithScore | str) -> str:
+    """Return a node's text as it stands in prompts after the metadata.
+
+    Raises
+    ------
+    CorpusError
+        If it is no node.
+    """
+    if isinstance(item, str):
+        return item
     node = item.node if isinstance(item, NodeWithScore) else item
+    if not isinstance(node, BaseNode):
+        raise CorpusError(f"Cannot ingest a {type(item).__name__}: give nodes, documents or strings")
     return node.get_content(metadata_mode=MetadataMode.NONE)
 
 
-def texts_of(nodes: Iterable[BaseNode | NodeWithScore]) -> list[str]:
+def texts_of(nodes: Iterable[BaseNode | NodeWithScore | str]) -> list[str]:
     """Return the texts of those nodes that have one."""
     texts = [text_of(item) for item in nodes if not _is_bare_image(item)]
     return [text for text in texts if text.strip()]

@@ -12,6 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from .dispatch import triton_op, use_triton
 from .native import native_row_attention, row_attention_scratch, supports
 
 __all__ = ["RowPlan", "row_attention"]
@@ -157,6 +158,8 @@ def row_attention(q: Tensor, k: Tensor, v: Tensor, plan: RowPlan, scale: float) 
         raise ValueError(msg)
     if plan.num_rows == 0:
         return torch.empty_like(q)
+    if use_triton("row attention", q=q, k=k, v=v):
+        return triton_op("row_attention")(q, k, v, plan.q_positions, scale)[0]  # type: ignore[no-any-return]
     if plan.num_rows * (q.shape[1] // k.shape[1]) >= NATIVE_ROWS and supports(q, k, v):
         scratch = plan.scratch(row_attention_scratch(k), torch.uint8)
         return native_row_attention(q, k, v, plan.q_positions, scale, scratch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .dispatch import triton_op, use_triton
 from .native import native_token_scores, supports
 
 __all__ = ["token_scores"]
@@ -18,9 +19,9 @@ def token_scores(q: Tensor, k: Tensor, q_positions: Tensor, scale: float) -> Ten
     Parameters
     ----------
     q : Tensor
-        ``[Hq, R, D]``, the question's rotated queries.
+        ``[Hq, R, D]``, the question's rotated queries, or those of several layers ``[L, Hq, R, D]``.
     k : Tensor
-        ``[Hkv, N, D]``, rotated keys; ``Hq`` is a multiple of ``Hkv``.
+        ``[Hkv, N, D]`` or ``[L, Hkv, N, D]``, rotated keys; ``Hq`` is a multiple of ``Hkv``.
     q_positions : Tensor
         int64 ``[R]``, indices into the key axis; row ``i`` sees keys ``0 .. q_positions[i]``.
     scale : float
@@ -29,8 +30,19 @@ def token_scores(q: Tensor, k: Tensor, q_positions: Tensor, scale: float) -> Ten
     Returns
     -------
     Tensor
-        float32 ``[N]``, mean over rows and heads; sums to one.
+        float32 ``[N]``, mean over rows, heads and layers; sums to one.
+
+    Raises
+    ------
+    UnsupportedOperandsError
+        If no kernel takes the tensors on their device.
     """
+    if use_triton("token scores", q=q, k=k):
+        in_layers = (q, k) if q.dim() == 4 else (q[None], k[None])
+        found: Tensor = triton_op("token_scores")(*in_layers, q_positions, scale)
+        return found
+    if q.dim() == 4:
+        return torch.stack([token_scores(*layer, q_positions, scale) for layer in zip(q, k, strict=True)]).mean(0)
     q_heads, rows, dim = q.shape
     kv_heads, num_keys, _ = k.shape
     groups = q_heads // kv_heads

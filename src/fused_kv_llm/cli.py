@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 from rich.panel import Panel
-from rich.table import Table
 
 from fused_kv_llm.cli_calibrate import calibrate_app
 from fused_kv_llm.cli_layers import add_layers_command
+from fused_kv_llm.cli_store import store_app
 from fused_kv_llm.config import DEFAULT_SELECTOR
 from fused_kv_llm.demo.terminal import FriendlyGroup, out, quiet_libraries
-from fused_kv_llm.errors import CorpusError, MissingExtraError
+from fused_kv_llm.errors import MissingExtraError
 
 if TYPE_CHECKING:
     from fused_kv_llm.demo.compare import Row
@@ -35,7 +35,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Answers from your files, sooner: the KV of every passage is computed once, when it is ingested.",
 )
-store_app = typer.Typer(no_args_is_help=True, help="Look at a KV store.")
 app.add_typer(store_app, name="store")
 app.add_typer(calibrate_app, name="calibrate")
 add_layers_command(calibrate_app)
@@ -127,25 +126,6 @@ def demo(
             compared.append(_answer(rag, llm, entry["question"], compared=True))
             out.print(f"[dim]In the handbook: {escape(entry['answer'])}[/]\n")
     _summarise(compared)
-
-
-@store_app.command("stats")
-def store_stats(kv_dir: KvDir = Path("./kv")) -> None:
-    """Show what a KV store holds."""
-    from fused_kv_llm.store import KVStore
-
-    if not (kv_dir / "index.sqlite").is_file():
-        raise CorpusError(f"There is no KV store in {str(kv_dir)!r}")
-    with KVStore(kv_dir, read_only=True) as store:
-        stats, free_nbytes = store.stats(), store.free_bytes()
-    table = Table(title=f"KV store {kv_dir}", title_justify="left", show_header=False)
-    table.add_row("chunks", f"{stats.chunks:,}")
-    table.add_row("tokens", f"{stats.tokens:,}")
-    table.add_row("on disk", f"{stats.bytes_on_disk / 1e6:,.1f} MB")
-    table.add_row("free on that disk", f"{free_nbytes / 1e9:,.1f} GB")
-    for identity, chunks in stats.by_identity.items():
-        table.add_row(f"chunks of identity {identity[:12]}", f"{chunks:,}")
-    out.print(table)
 
 
 def _ingest(

@@ -158,6 +158,7 @@ class FusedKVEngine:
         self._readers = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="fused-kv-read")
         self.renderer = PromptRenderer(self.loaded.tokenizer, wrap=self.wrap)
         self.identity = self._identify(self.tenant)
+        self.store.describe(self.identity, f"{self.model_id}, {self.dtype}, {self.preprocessing}")
         self._prefix = compute_prefix(self.loaded, tuple(self.renderer.header_ids))
         self._catalog = ChunkCatalog(self.store, self.identity)
         room = self.context_length - len(self._prefix.token_ids)

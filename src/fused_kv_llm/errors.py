@@ -13,6 +13,7 @@
     │   └── PromptTooLongError            longer than the model's context
     └── StoreError
         ├── StoreUnavailableError         the folder cannot be used
+        │   └── IndexDamagedError         its index is damaged, or another release's
         ├── StoreFullError                the disk or the budget is full
         └── ChunkDamagedError             a file is truncated, altered or foreign
     FusedKVWarning (UserWarning)          the answer is right, something is slower than it could be
@@ -26,6 +27,7 @@ __all__ = [
     "CorpusError",
     "FusedKVError",
     "FusedKVWarning",
+    "IndexDamagedError",
     "MissingExtraError",
     "ModelError",
     "ModelNotFoundError",
@@ -95,6 +97,10 @@ class StoreError(FusedKVError):
 
 class StoreUnavailableError(StoreError):
     """The store's folder cannot be opened, created or written."""
+
+
+class IndexDamagedError(StoreUnavailableError):
+    """The index of a store is damaged or of another release; the files are not, and a new one is made of them."""
 
 
 class StoreFullError(StoreError):

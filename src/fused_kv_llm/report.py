@@ -116,6 +116,8 @@ class IngestReport:
         Stored chunks prefilled again because their neighbours have changed.
     chunks_stale : int
         Stored chunks whose neighbours have changed since they were prefilled. They stay usable.
+    chunks_deleted : int
+        Stored chunks that lost their KV because they are not in the corpus any more.
     tokens : int
         Tokens prefilled.
     neighbour_tokens : int
@@ -133,6 +135,7 @@ class IngestReport:
     chunks_skipped: int = 0
     chunks_refreshed: int = 0
     chunks_stale: int = 0
+    chunks_deleted: int = 0
     tokens: int = 0
     neighbour_tokens: int = 0
     bytes_written: int = 0
@@ -163,6 +166,8 @@ class IngestReport:
             parts.append(f"{self.chunks_duplicate} duplicates")
         if self.chunks_skipped:
             parts.append(f"{self.chunks_skipped} skipped (empty or too short to be found in a prompt)")
+        if self.chunks_deleted:
+            parts.append(f"{self.chunks_deleted} deleted")
         if self.chunks_stale:
             parts.append(f"{self.chunks_stale} have new neighbours (refresh recomputes them)")
         return ", ".join(parts) + f" in {self.seconds:.1f} s"

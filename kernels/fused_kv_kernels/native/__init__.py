@@ -7,6 +7,7 @@ from .operators import (
     native_place_chunks,
     native_row_attention,
     native_token_scores,
+    native_transfer,
     row_attention_scratch,
     supports,
 )
@@ -16,6 +17,7 @@ __all__ = [
     "native_place_chunks",
     "native_row_attention",
     "native_token_scores",
+    "native_transfer",
     "row_attention_scratch",
     "supports",
     "why_not_native",

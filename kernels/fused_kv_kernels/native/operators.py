@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .library import int64_array, native_library, num_threads
 
-__all__ = ["native_place_chunks", "native_row_attention", "native_token_scores", "supports"]
+if TYPE_CHECKING:
+    from fused_kv_kernels.transfer import TransferPlan
+
+__all__ = [
+    "native_place_chunks",
+    "native_row_attention",
+    "native_token_scores",
+    "native_transfer",
+    "row_attention_scratch",
+    "supports",
+]
+
+_LARGEST_DIM = 1024
 
 
 def supports(*tensors: Tensor) -> bool:
     """Return whether the native operators take these tensors: bfloat16 on the CPU, an even number of dense columns."""
     return (
         all(t.dtype == torch.bfloat16 and t.device.type == "cpu" for t in tensors)
-        and all(t.stride(-1) == 1 and t.shape[-1] % 2 == 0 for t in tensors)
+        and all(t.stride(-1) == 1 and t.shape[-1] % 2 == 0 and t.shape[-1] <= _LARGEST_DIM for t in tensors)
         and native_library() is not None
     )
 
@@ -136,5 +149,34 @@ def native_place_chunks(
         heads,
         dim,
         cos.shape[1],
+        num_threads(),
+    )
+
+
+def native_transfer(
+    plan: TransferPlan, fresh_keys: Tensor, fresh_values: Tensor, layer_keys: Tensor, layer_values: Tensor
+) -> None:
+    """Correct one layer in place, as :func:`fused_kv_kernels.transfer_deviation` does."""
+    heads, _, dim = layer_keys.shape
+    bounds = plan.bounds
+    _library().fkv_transfer(
+        fresh_keys.data_ptr(),
+        fresh_values.data_ptr(),
+        int64_array(*fresh_keys.stride()[:2], *fresh_values.stride()[:2]),
+        plan.fresh_rows.data_ptr(),
+        plan.selected.data_ptr(),
+        bounds.data_ptr(),
+        plan.spans.data_ptr(),
+        plan.weights.data_ptr(),
+        plan.spans.shape[0],
+        plan.cos.data_ptr(),
+        plan.sin.data_ptr(),
+        layer_keys.data_ptr(),
+        layer_values.data_ptr(),
+        layer_keys.stride(0),
+        layer_values.stride(0),
+        heads,
+        dim,
+        plan.cos.shape[1],
         num_threads(),
     )

@@ -5,14 +5,6 @@ namespace {
 
 using namespace fkv;
 
-inline __m512 load_wide(const uint16_t *source, __mmask16 present) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(present, source)), 16));
-}
-
-inline void store_narrow(uint16_t *target, __mmask16 present, __m512 value) {
-    _mm256_mask_storeu_epi16(target, present, (__m256i)_mm512_cvtneps_pbh(value));
-}
-
 void rotate_row(const uint16_t *source, uint16_t *target, const float *cosine, const float *sine, int64_t half,
                 int64_t dim) {
     for (int64_t column = 0; column < half; column += kLanes) {

@@ -180,6 +180,7 @@ class FusedKVModel(BaseModel):
         *,
         neighbours: GivenNeighbours | None = None,
         refresh: bool = False,
+        prune: bool = False,
         progress: bool = True,
     ) -> IngestReport:
         """Prefill the chunks of a corpus once and store their KV.
@@ -190,11 +191,15 @@ class FusedKVModel(BaseModel):
         Parameters
         ----------
         documents : iterable
-            The same chunks that the retriever returns: strings, or what the framework has for them.
+            The same chunks that the retriever returns: strings, or what the framework has for them, or what it keeps
+            them in (LangChain: a loader, a vector store, a document store, a retriever; LlamaIndex: an index, a
+            vector store, a document store, a retriever).
         neighbours : mapping, callable or None
             Text to similar or linked texts, nearest first; None asks the embedder.
         refresh : bool
             Whether stored chunks whose neighbours have changed are prefilled again.
+        prune : bool
+            Whether stored chunks that are not among the documents lose their KV: for a store of one corpus only.
         progress : bool
             Whether to show a progress bar.
 
@@ -205,13 +210,18 @@ class FusedKVModel(BaseModel):
         Raises
         ------
         CorpusError
-            If there is nothing to ingest, or an item has no text.
+            If there is nothing to ingest, an item has no text, or a store does not give its documents out.
         StoreFullError
             If the disk is full.
         """
-        return self.engine.build_kv_cache(
-            self._texts_of(documents), neighbours=neighbours, refresh=refresh, progress=progress
-        )
+        texts = self._texts_of(documents)
+        report = self.engine.build_kv_cache(texts, neighbours=neighbours, refresh=refresh, progress=progress)
+        if prune:
+            kept = {text.strip() for text in texts}
+            report.chunks_deleted = self.engine.delete_chunks(
+                [text for text in self.engine.stored_texts() if text not in kept]
+            )
+        return report
 
     def delete_kv_cache(self, documents: Any) -> int:
         """Delete the stored KV of chunks that left the corpus.
@@ -229,9 +239,12 @@ class FusedKVModel(BaseModel):
         return self.engine.delete_chunks(self._texts_of(documents))
 
     def _texts_of(self, documents: Any) -> list[str]:
-        if isinstance(documents, str) or not isinstance(documents, Iterable):
+        return [self._text_of(item) for item in self._items_of(documents)]
+
+    def _items_of(self, source: Any) -> list[Any]:
+        if isinstance(source, str) or not isinstance(source, Iterable):
             raise CorpusError(f"build_kv_cache takes a list of {self.items_name}; put the single one into a list")
-        return [self._text_of(item) for item in documents]
+        return list(source)
 
     def _text_of(self, item: Any) -> str:
         if isinstance(item, str):

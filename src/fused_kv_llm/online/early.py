@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fused_kv_kernels import RowPlan, row_attention
+from fused_kv_kernels import RowPlan, kv_deviation, row_attention
 from fused_kv_llm.model import FusedCache, LoadedModel, StopForwardError, forward_kv
 from fused_kv_llm.selectors import EarlyView, Probe
 
@@ -49,10 +49,9 @@ class _EarlyPass:
         """Compare the fresh rows with the stored ones, and drop rows for the layers to come."""
         written = None if bool(self.goes_on.all()) else self._rows_going_on()
         if layer_idx in self.view.deviation and self.score is not None:
-            stored = (part[layer_idx, 0].index_select(1, self.chunk) for part in (self.cache.keys, self.cache.values))
-            fresh = (part[0].index_select(1, self.at_chunk) for part in (keys, values))
-            gaps = [(new.float() - old.float()).square().sum((0, 2)) for new, old in zip(fresh, stored, strict=True)]
-            self.deviation = torch.where(self.goes_on, (gaps[0] + gaps[1]).sqrt(), -torch.inf)
+            stored = (self.cache.keys[layer_idx, 0], self.cache.values[layer_idx, 0])
+            gaps = kv_deviation(keys[0], values[0], *stored, self.at_chunk, self.chunk)
+            self.deviation = torch.where(self.goes_on, gaps, -torch.inf)
             self._narrow(self.view.keep[self.view.deviation.index(layer_idx)], self.score)
         return written
 

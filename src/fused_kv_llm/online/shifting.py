@@ -15,10 +15,10 @@ from fused_kv_llm.store.sides import SideFiles
 
 from .request import Placement
 
-__all__ = ["ContextShift", "add_turned"]
+__all__ = ["ContextShift"]
 
 
-def add_turned(keys: Tensor, difference: Tensor, cos: Tensor, sin: Tensor) -> None:
+def _add_turned(keys: Tensor, difference: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Add a difference to keys in place, turned to each key's position.
 
     Parameters
@@ -86,7 +86,7 @@ class ContextShift:
             left, right = shift.values
             values[:, span].baddbmm_(left[layer_idx].expand(values.shape[0], -1, -1), right[layer_idx])
             left, right = shift.keys
-            add_turned(keys[:, span], left[layer_idx] @ right[layer_idx], shift.cos, shift.sin)
+            _add_turned(keys[:, span], left[layer_idx] @ right[layer_idx], shift.cos, shift.sin)
 
     def _read(self) -> list[_Shift]:
         found: dict[str, dict[str, Tensor] | None] = {}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from fused_kv_llm.store.archive import ExportReport, ImportReport
 from fused_kv_llm.store.check import CheckReport, Finding, rebuild_index
-from fused_kv_llm.store.index import ChunkRow, ContentRows
+from fused_kv_llm.store.index import ChunkRow, ContentRows, IdentityTotals
 from fused_kv_llm.store.policies import POLICIES
 from fused_kv_llm.store.quantize import STORAGE_DTYPES
 from fused_kv_llm.store.store import KVStore, StoreStats
@@ -16,7 +17,10 @@ __all__ = [
     "CheckReport",
     "ChunkRow",
     "ContentRows",
+    "ExportReport",
     "Finding",
+    "IdentityTotals",
+    "ImportReport",
     "KVStore",
     "StoreCounters",
     "StoreStats",

@@ -94,10 +94,11 @@ class DiskBudget:
 
     def flush_uses(self) -> None:
         """Let the index learn how chunks were used."""
-        uses = self._uses.take()
-        if uses:
+        uses, counts = self._uses.take()
+        if uses or counts:
             with self._index.transaction():
                 self._index.ledger.count(uses)
+                self._index.ledger.add_counts(counts)
 
     def _evict(self, victims: Iterable[Victim]) -> set[str]:
         """Evict chunks that nobody reads; returns their keys."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from fused_kv_llm.errors import StoreError, StoreFullError, StoreUnavailableError
+from fused_kv_llm.errors import IndexDamagedError, StoreError, StoreFullError, StoreUnavailableError
 
 __all__ = ["Database"]
 
@@ -34,8 +34,10 @@ class Database:
 
     Raises
     ------
+    IndexDamagedError
+        The file is damaged or has another schema.
     StoreUnavailableError
-        The file is damaged, has another schema, or cannot be opened.
+        The file cannot be opened.
     """
 
     def __init__(self, path: Path, schema: Sequence[str], *, read_only: bool) -> None:
@@ -119,7 +121,7 @@ class Database:
                 f"{self._path} cannot be opened: {text}. Check its permissions and those of its folder, "
                 "or open the store with read_only=True."
             )
-        return StoreUnavailableError(f"The index {self._path} is damaged: {text}. {self._how_to_reset()}")
+        return IndexDamagedError(f"The index {self._path} is damaged: {text}. {self._how_to_reset()}")
 
     def close(self) -> None:
         """Close every thread's connection, after calls in flight have ended."""
@@ -175,7 +177,7 @@ class Database:
         # Also keeps triggers and look-alike tables out.
         query = "SELECT sql FROM sqlite_master WHERE substr(name, 1, 7) != 'sqlite_'"
         if {row[0] for row in connection.execute(query)} != set(schema):
-            raise StoreUnavailableError(
+            raise IndexDamagedError(
                 f"{self._path} is not an index of this release of fused-kv-llm. {self._how_to_reset()}"
             )
 

@@ -22,7 +22,7 @@ from fused_kv_llm.store.database import Database
 from fused_kv_llm.store.ledger import LEDGER_SCHEMA, Ledger
 from fused_kv_llm.store.policies import Policy
 
-__all__ = ["ChunkIndex", "ChunkRow", "ContentRows"]
+__all__ = ["ChunkIndex", "ChunkRow", "ContentRows", "IdentityTotals"]
 
 _BATCH = 500
 _HEX_KEY = "length(key) = 64 AND key NOT GLOB '*[^0-9a-f]*'"
@@ -95,6 +95,32 @@ class ContentRows(NamedTuple):
     prefix: npt.NDArray[np.uint64]
     full: npt.NDArray[np.uint64]
     length: npt.NDArray[np.int64]
+
+
+class IdentityTotals(NamedTuple):
+    """What a store has of one identity.
+
+    Parameters
+    ----------
+    identity : str
+        ``KVIdentity.digest``.
+    name : str
+        Model, dtype and preprocessing as ``KVStore.describe`` was told; empty if it was not.
+    chunks, tokens, nbytes : int
+        Chunks, their tokens, and the bytes of their files without side files.
+    disk_chunks, disk_bytes, remote_chunks, remote_bytes : int
+        Chunks and bytes by tier, side files included; a chunk can be in both.
+    """
+
+    identity: str
+    name: str
+    chunks: int
+    tokens: int
+    nbytes: int
+    disk_chunks: int
+    disk_bytes: int
+    remote_chunks: int
+    remote_bytes: int
 
 
 class ChunkIndex:
@@ -215,12 +241,16 @@ class ChunkIndex:
         self.ledger.remove(wanted)
         return removed
 
-    def totals(self) -> list[tuple[str, int, int, int]]:
-        """Return identity, number of chunks, tokens and file bytes, for every identity."""
+    def totals(self) -> list[IdentityTotals]:
+        """Return what there is of every identity, the one with most chunks first."""
+        names = self.ledger.descriptions()
         with self._database.connection() as connection:
-            return connection.execute(
-                "SELECT identity, count(*), sum(num_tokens), sum(nbytes) FROM chunks GROUP BY identity"
+            found = connection.execute(
+                """SELECT identity, count(*), sum(num_tokens), sum(chunks.nbytes), total(on_disk),
+                    total(on_disk * places.nbytes), total(on_remote), total(on_remote * places.nbytes)
+                FROM chunks LEFT JOIN places USING (key) GROUP BY identity ORDER BY count(*) DESC"""
             ).fetchall()
+        return [IdentityTotals(row[0], names.get(row[0], ""), *map(int, row[1:])) for row in found]
 
     def compact(self) -> None:
         """Give free pages of the index file back to the disk."""

@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 from fused_kv_llm.errors import ConfigError, StoreFullError, StoreUnavailableError
 
-__all__ = ["Found", "StoreFolder", "check_key", "check_name"]
+__all__ = ["Found", "StoreFolder", "check_key", "check_name", "parse_name"]
 
 _KEY = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
@@ -66,6 +66,12 @@ def check_name(name: str) -> str:
     if not isinstance(name, str) or _NAME.fullmatch(name) is None:
         raise ConfigError(f"A side file's name is up to 100 letters, digits, '_', '-' and '.', not {name!r}.")
     return name
+
+
+def parse_name(filename: str) -> tuple[str, str | None] | None:
+    """Return a file's key and, of a side file, its name; None if the file's name is not one of ours."""
+    match = _FILE.fullmatch(filename)
+    return (match[1], match[2]) if match is not None else None
 
 
 class Found(NamedTuple):
@@ -158,9 +164,9 @@ class StoreFolder:
                 yield Found(shard.path, None, None)
                 continue
             for entry in os.scandir(shard.path):
-                match = _FILE.fullmatch(entry.name)
-                ours = match is not None and match[1][:2] == shard.name
-                yield Found(entry.path, match[1], match[2]) if match and ours else Found(entry.path, None, None)
+                found = parse_name(entry.name)
+                ours = found is not None and found[0][:2] == shard.name
+                yield Found(entry.path, *found) if found and ours else Found(entry.path, None, None)
 
     @contextmanager
     def staged(self, key: str, parts: Sequence[memoryview]) -> Iterator[str]:

@@ -36,6 +36,7 @@ LEDGER_SCHEMA = (
     "CREATE TABLE totals (name TEXT PRIMARY KEY, value REAL NOT NULL) STRICT, WITHOUT ROWID",
     "CREATE TABLE settings (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT, WITHOUT ROWID",
 )
+_ABOUT = "identity:"
 _COLUMNS = "nbytes, cost, hits, reuse, used_s"
 
 
@@ -176,6 +177,29 @@ class Ledger:
                 update = "UPDATE places SET hits = ?, reuse = ?, used_s = ?, priority = ? WHERE key = ?"
                 priority = self._policy(entry, clock)
                 connection.execute(update, (entry.hits, entry.reuse, entry.used, priority, key))
+
+    def add_counts(self, counts: Mapping[str, int]) -> None:
+        """Add to what all processes have counted; inside a transaction."""
+        for name, number in counts.items():
+            self._set(name, self.total(name) + number)
+
+    def counts(self) -> dict[str, float]:
+        """Return what all processes have counted since the index was made."""
+        with self._database.connection() as connection:
+            return dict(connection.execute("SELECT name, value FROM totals").fetchall())
+
+    def describe(self, identity: str, about: str) -> None:
+        """Keep what people call an identity."""
+        with self._database.connection() as connection:
+            known = "SELECT 1 FROM settings WHERE name = ? AND value = ?"
+            if connection.execute(known, (_ABOUT + identity, about)).fetchone() is None:
+                connection.execute("INSERT OR REPLACE INTO settings VALUES (?, ?)", (_ABOUT + identity, about))
+
+    def descriptions(self) -> dict[str, str]:
+        """Return what people call the identities."""
+        with self._database.connection() as connection:
+            query = "SELECT substr(name, ?), value FROM settings WHERE substr(name, 1, ?) = ?"
+            return dict(connection.execute(query, (len(_ABOUT) + 1, len(_ABOUT), _ABOUT)).fetchall())
 
     def hottest(self, limit: int) -> list[tuple[str, int]]:
         """Return the most used chunks and their numbers of uses, ingestion included."""

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 
 from fused_kv_llm.errors import ChunkDamagedError, StoreError
 from fused_kv_llm.store.cipher import Cipher
@@ -16,7 +13,7 @@ from fused_kv_llm.store.layout import StoreFolder
 from fused_kv_llm.store.ledger import Place
 from fused_kv_llm.store.remote import RemoteTier
 from fused_kv_llm.store.uses import UseLog
-from fused_kv_llm.store.verify import verify_chunk
+from fused_kv_llm.store.verify import as_file, verify_chunk
 from fused_kv_llm.store.writer import ChunkWriter
 
 __all__ = ["Promoter", "demote", "remote_name"]
@@ -118,7 +115,7 @@ class Promoter:
                 name = remote_name(key)
                 if name not in beginnings:
                     continue
-                with _as_file(beginnings[name]) as fd:
+                with as_file(beginnings[name]) as fd:
                     try:
                         header = read_header(fd, key, sizes[name], self._cipher)
                     except ChunkDamagedError as error:
@@ -146,7 +143,7 @@ class Promoter:
         return True
 
     def _is_whole(self, key: str, data: memoryview) -> bool:
-        with _as_file(data) as fd:
+        with as_file(data) as fd:
             try:
                 verify_chunk(fd, key, self._cipher)
             except ChunkDamagedError as error:
@@ -167,13 +164,3 @@ class Promoter:
         """Delete chunks from the remote tier; those that are not there do not matter."""
         names = [remote_name(key, name) for key in keys for name in (None, *self._index.ledger.sides(key))]
         self.remote.delete(names)
-
-
-@contextmanager
-def _as_file(data: bytes | memoryview) -> Iterator[int]:
-    """Give a descriptor of a file in memory, so that what came from elsewhere is verified like a file."""
-    with tempfile.TemporaryFile(dir="/dev/shm" if os.path.isdir("/dev/shm") else None, buffering=0) as file:
-        rest = memoryview(data)
-        while rest:
-            rest = rest[file.write(rest) or 0 :]
-        yield file.fileno()

@@ -22,7 +22,7 @@ from fused_kv_llm.store.pieces import read_pieces
 from fused_kv_llm.store.tensor_file import DTYPES, byte_view, encode_tensors, read_tensor_file
 from fused_kv_llm.store.writer import ChunkWriter
 
-__all__ = ["SIDE_FORMAT", "SideFiles", "encode_side", "read_side"]
+__all__ = ["SIDE_FORMAT", "SideFiles", "encode_side", "read_side", "read_side_file"]
 
 SIDE_FORMAT = "fused_kv_llm.side"
 
@@ -161,19 +161,24 @@ def read_side(folder: StoreFolder, key: str, name: str, cipher: Cipher | None) -
     """
     fd = folder.open_chunk(key, name)
     try:
-        file = read_tensor_file(fd, key, os.fstat(fd).st_size, str(FORMAT_VERSION), cipher)
-        if [file.metadata.get(field) for field in ("format", "key", "name")] != [SIDE_FORMAT, key, name]:
-            raise ChunkDamagedError(key, f"its side file {name!r} is another one's")
-        tensors = {}
-        for part in file.parts:
-            tensor = torch.empty(part.shape, dtype=part.dtype)
-            try:
-                damaged = read_pieces(fd, part, file.cipher, 0, len(part.digests), byte_view(tensor))
-            except EOFError as error:
-                raise ChunkDamagedError(key, f"its side file {name!r} was shortened") from error
-            if damaged:
-                raise ChunkDamagedError(key, f"the checksum of {part.name!r} in its side file {name!r} does not match")
-            tensors[part.name] = tensor
-        return tensors
+        return read_side_file(fd, key, name, cipher)
     finally:
         os.close(fd)
+
+
+def read_side_file(fd: int, key: str, name: str, cipher: Cipher | None) -> dict[str, torch.Tensor]:
+    """Read and verify a side file that is open; raises as ``read_side``."""
+    file = read_tensor_file(fd, key, os.fstat(fd).st_size, str(FORMAT_VERSION), cipher)
+    if [file.metadata.get(field) for field in ("format", "key", "name")] != [SIDE_FORMAT, key, name]:
+        raise ChunkDamagedError(key, f"its side file {name!r} is another one's")
+    tensors = {}
+    for part in file.parts:
+        tensor = torch.empty(part.shape, dtype=part.dtype)
+        try:
+            damaged = read_pieces(fd, part, file.cipher, 0, len(part.digests), byte_view(tensor))
+        except EOFError as error:
+            raise ChunkDamagedError(key, f"its side file {name!r} was shortened") from error
+        if damaged:
+            raise ChunkDamagedError(key, f"the checksum of {part.name!r} in its side file {name!r} does not match")
+        tensors[part.name] = tensor
+    return tensors

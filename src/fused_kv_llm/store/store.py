@@ -13,13 +13,14 @@ from typing import Any
 
 from fused_kv_llm.chunk import ChunkKV, ContentHash
 from fused_kv_llm.config import parse_bytes
-from fused_kv_llm.errors import ChunkDamagedError, StoreError, StoreUnavailableError
+from fused_kv_llm.errors import ChunkDamagedError, StoreError, StoreFullError, StoreUnavailableError
+from fused_kv_llm.store.archive import Archive
 from fused_kv_llm.store.budget import DiskBudget
 from fused_kv_llm.store.check import CheckReport, Progress, check_store
 from fused_kv_llm.store.cipher import Cipher, find_key
 from fused_kv_llm.store.damage import DamageControl, warn
 from fused_kv_llm.store.file_format import encode_chunk
-from fused_kv_llm.store.index import ChunkIndex, ChunkRow, ContentRows
+from fused_kv_llm.store.index import ChunkIndex, ChunkRow, ContentRows, IdentityTotals
 from fused_kv_llm.store.layout import StoreFolder, check_key
 from fused_kv_llm.store.loader import ChunkLoader
 from fused_kv_llm.store.memory import MemoryTier, ResidentChunk
@@ -60,6 +61,11 @@ class StoreStats:
         The disk budget.
     hottest : list of tuple of str and int
         The most used chunks and their uses, ingestion included.
+    identities : list of IdentityTotals
+        Chunks, tokens and bytes by identity and tier.
+    lifetime : StoreCounters
+        What all processes have done with the store since its index was made; of one that is still open, what it
+        has told the index (every ten seconds when it reads).
     """
 
     chunks: int
@@ -71,6 +77,8 @@ class StoreStats:
     tiers: dict[str, tuple[int, int]] = field(default_factory=dict)
     disk_bytes: int | None = None
     hottest: list[tuple[str, int]] = field(default_factory=list)
+    identities: list[IdentityTotals] = field(default_factory=list)
+    lifetime: StoreCounters = field(default_factory=StoreCounters)
 
 
 class KVStore:
@@ -107,6 +115,8 @@ class KVStore:
     ----------
     sides : SideFiles
         Small tensors beside the chunks, read without their KV.
+    archive : Archive
+        Chunks in one file, for another machine.
 
     Raises
     ------
@@ -161,6 +171,7 @@ class KVStore:
         self._prefetcher = Prefetcher(self._reader, memory_budget)
         self._damage = DamageControl(folder, index, self._reader, ignored, read_only=self._read_only)
         self.sides = SideFiles(folder, index, self._writer, self._damage, cipher, self.fetch, self._check_writable)
+        self.archive = Archive(folder, index, self._writer, cipher, self.fetch, self._check_writable)
 
     # -- writing ---------------------------------------------------------------------------------------------
 
@@ -413,6 +424,22 @@ class KVStore:
         self._index.compact()
         return swept + files, nbytes
 
+    def describe(self, identity: str, name: str) -> None:
+        """Say what people call an identity: ``stats()`` shows it. In a read-only store it does nothing.
+
+        Parameters
+        ----------
+        identity : str
+            ``KVIdentity.digest``.
+        name : str
+            Its model, dtype and preprocessing. It is not encrypted.
+        """
+        self._check_open()
+        if not self._read_only:
+            # Without room for the name the store can still be read.
+            with suppress(StoreFullError):
+                self._index.ledger.describe(identity, name)
+
     def drop_memory(self) -> None:
         """Empty the memory tier, so that every chunk is read from the disk again."""
         self._reader.forget_all()
@@ -425,15 +452,17 @@ class KVStore:
         totals = self._index.totals()
         memory_chunks, memory_bytes = self._memory.usage()
         return StoreStats(
-            chunks=sum(row[1] for row in totals),
-            tokens=sum(row[2] for row in totals),
-            bytes_on_disk=sum(row[3] for row in totals),
+            chunks=sum(row.chunks for row in totals),
+            tokens=sum(row.tokens for row in totals),
+            bytes_on_disk=sum(row.nbytes for row in totals),
             memory_chunks=memory_chunks,
             memory_bytes=memory_bytes,
-            by_identity={row[0]: row[1] for row in totals},
+            by_identity={row.identity: row.chunks for row in totals},
             tiers=self._index.ledger.tiers(),
             disk_bytes=self._budget.limit_nbytes,
             hottest=self._index.ledger.hottest(_HOTTEST),
+            identities=totals,
+            lifetime=StoreCounters.from_counts(self._index.ledger.counts()),
         )
 
     def counters(self) -> StoreCounters:

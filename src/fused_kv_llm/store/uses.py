@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 
 from fused_kv_llm.store.ledger import Uses
 
 __all__ = ["StoreCounters", "UseLog"]
 
+_HITS = "hits_"
 _MOST_PENDING = 512
 _LONGEST_PENDING_S = 10.0
 
@@ -44,6 +46,24 @@ class StoreCounters:
     promoted: int = 0
     damaged: int = 0
 
+    @classmethod
+    def from_counts(cls, counts: Mapping[str, float]) -> StoreCounters:
+        """Return counters from what ``counts`` gave, added up by somebody; unknown names are left out."""
+        counters = cls()
+        for name in counters.counts():
+            number = int(counts.get(name, 0))
+            tier = name.removeprefix(_HITS)
+            if tier == name:
+                setattr(counters, name, number)
+            else:
+                counters.hits[tier] = number
+        return counters
+
+    def counts(self) -> dict[str, int]:
+        """Return the counters by flat names, hits as ``hits_<tier>``."""
+        plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "hits"}
+        return {**{_HITS + tier: number for tier, number in self.hits.items()}, **plain}
+
     @property
     def hit_rate(self) -> float:
         """Share of the chunks asked for that were there; 0 if none was asked for."""
@@ -57,6 +77,7 @@ class UseLog:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counters = StoreCounters()
+        self._told = self._counters.counts()
         self._pending: dict[str, Uses] = {}
         self._since_s = time.monotonic()
 
@@ -78,12 +99,14 @@ class UseLog:
             for name, number in more.items():
                 setattr(self._counters, name, getattr(self._counters, name) + number)
 
-    def take(self) -> dict[str, Uses]:
-        """Return the uses that the index has not seen, and forget them."""
+    def take(self) -> tuple[dict[str, Uses], dict[str, int]]:
+        """Return the uses that the index has not seen, and by how much each counter has grown; forget both."""
         with self._lock:
             pending, self._pending = self._pending, {}
             self._since_s = time.monotonic()
-            return pending
+            now, before = self._counters.counts(), self._told
+            self._told = now
+            return pending, {name: now[name] - before[name] for name in now if now[name] != before[name]}
 
     def counters(self) -> StoreCounters:
         """Return the counters as they are now."""

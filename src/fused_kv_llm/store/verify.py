@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from fused_kv_llm.errors import ChunkDamagedError
 from fused_kv_llm.store.cipher import Cipher
 from fused_kv_llm.store.header import ChunkHeader, read_header
 from fused_kv_llm.store.pieces import read_pieces
 
-__all__ = ["verify_chunk"]
+__all__ = ["as_file", "verify_chunk"]
 
 
 def verify_chunk(fd: int, key: str, cipher: Cipher | None, scratch: bytearray | None = None) -> ChunkHeader:
@@ -52,3 +55,13 @@ def verify_chunk(fd: int, key: str, cipher: Cipher | None, scratch: bytearray | 
     except (OSError, EOFError) as error:
         raise ChunkDamagedError(key, f"it cannot be read ({error})") from error
     return header
+
+
+@contextmanager
+def as_file(data: bytes | memoryview) -> Iterator[int]:
+    """Give a descriptor of a file in memory, so that what came from elsewhere is verified like a file."""
+    with tempfile.TemporaryFile(dir="/dev/shm" if os.path.isdir("/dev/shm") else None, buffering=0) as file:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[file.write(rest) or 0 :]
+        yield file.fileno()

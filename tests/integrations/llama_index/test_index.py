@@ -7,9 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llama_index.core import Document, StorageContext, SummaryIndex, VectorStoreIndex, load_index_from_storage
+from llama_index.core import (
+    Document,
+    SimpleDirectoryReader,
+    StorageContext,
+    SummaryIndex,
+    VectorStoreIndex,
+    load_index_from_storage,
+)
 from llama_index.core.ingestion import IngestionPipeline
-from llama_index.core.node_parser import SentenceSplitter
+from llama_index.core.node_parser import HierarchicalNodeParser, SentenceSplitter, get_leaf_nodes
+from llama_index.core.retrievers import AutoMergingRetriever, BaseRetriever, QueryFusionRetriever
 from llama_index.core.schema import BaseNode, TextNode
 from llama_index.core.vector_stores.simple import SimpleVectorStore
 
@@ -140,8 +148,7 @@ def test_a_vector_store_that_hides_its_nodes(fresh: FusedKVLLM, embed_model: Min
     index = FusedKVIndex(nodes, storage_context=context, embed_model=embed_model)
     with pytest.raises(CorpusError, match=r"_TextStore, which does not give its nodes out.*nodes=nodes"):
         index.build_kv_cache(fresh)
-    assert build_kv_cache(index, fresh, nodes=nodes, progress=False).chunks_new == 2
-    index._kv_llm = fresh
+    assert index.build_kv_cache(fresh, nodes=nodes, progress=False).chunks_new == 2
     with pytest.warns(FusedKVWarning, match="KV stays in the store"):
         index.delete_ref_doc("doc-0")
 
@@ -149,6 +156,67 @@ def test_a_vector_store_that_hides_its_nodes(fresh: FusedKVLLM, embed_model: Min
 def test_an_index_without_nodes(fresh: FusedKVLLM, embed_model: MiniLMEmbedding) -> None:
     with pytest.raises(CorpusError, match="no nodes"):
         build_kv_cache(VectorStoreIndex([], embed_model=embed_model), fresh)
+
+
+def test_what_keeps_nodes_is_ingested(fresh: FusedKVLLM, embed_model: MiniLMEmbedding) -> None:
+    index = VectorStoreIndex.from_documents(documents(0, 1), embed_model=embed_model)
+    assert fresh.build_kv_cache(index, progress=False).chunks_new == 2
+    index.insert(documents(2)[0])
+    assert fresh.build_kv_cache(index.as_retriever(), progress=False).chunks_new == 1
+    index.insert(documents(3)[0])
+    assert build_kv_cache(index.docstore, fresh, progress=False).chunks_new == 1
+    fusion = QueryFusionRetriever([index.as_retriever(), BM25(documents(4))], llm=fresh, num_queries=1)
+    with pytest.raises(CorpusError, match="BM25 does not show where it keeps its nodes"):
+        fresh.build_kv_cache(fusion)
+    texts = _TextStore()
+    texts.kept = {node.node_id: node for node in documents(4)}
+    assert fresh.build_kv_cache(texts, progress=False).chunks_new == 1
+    assert stored(fresh) == set(TEXTS)
+    with pytest.raises(CorpusError, match="nodes out of a int"):
+        fresh.build_kv_cache(3)
+    with pytest.raises(CorpusError, match="Cannot ingest a int"):
+        build_kv_cache([3], fresh)
+
+
+def test_an_auto_merging_retriever_has_parents(fresh: FusedKVLLM, embed_model: MiniLMEmbedding) -> None:
+    whole = Document(text=" ".join(TEXTS))
+    nodes = HierarchicalNodeParser.from_defaults(chunk_sizes=[256, 64]).get_nodes_from_documents([whole])
+    context = StorageContext.from_defaults()
+    context.docstore.add_documents(nodes)
+    index = VectorStoreIndex(get_leaf_nodes(nodes), storage_context=context, embed_model=embed_model)
+    retriever = AutoMergingRetriever(index.as_retriever(), context)
+    assert fresh.build_kv_cache(retriever, progress=False).chunks_new == len(nodes) > len(get_leaf_nodes(nodes))
+
+
+def test_a_folder_and_what_left_it(fresh: FusedKVLLM, embed_model: MiniLMEmbedding, tmp_path: Path) -> None:
+    folder = tmp_path / "files"
+    folder.mkdir()
+    for number in range(3):
+        (folder / f"{number}.txt").write_text(TEXTS[number])
+
+    def ingest() -> Any:
+        read = SimpleDirectoryReader(str(folder)).load_data()
+        index = FusedKVIndex.from_documents(read, embed_model=embed_model, transformations=[SentenceSplitter()])
+        return index.build_kv_cache(fresh, prune=True, progress=False)
+
+    assert ingest().chunks_new == 3
+    (folder / "0.txt").unlink()
+    (folder / "1.txt").write_text(TEXTS[4])
+    report = ingest()
+    assert (report.chunks_new, report.chunks_present, report.chunks_deleted) == (1, 1, 2)
+    assert "2 deleted" in report.summary()
+    assert stored(fresh) == {TEXTS[2], TEXTS[4]}
+
+
+class BM25(BaseRetriever):
+    """A retriever that keeps its nodes where nobody knows."""
+
+    def __init__(self, nodes: list[Document]) -> None:
+        super().__init__()
+        self._corpus = nodes
+
+    def _retrieve(self, query_bundle: Any) -> list[Any]:
+        return []
 
 
 def test_an_ingestion_pipeline(fresh: FusedKVLLM, engine: FusedKVEngine) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from langchain_core.documents import Document
+from langchain_core.runnables import RunnableLambda
 from llama_index.core import PromptTemplate
 from llama_index.core.query_engine import CitationQueryEngine, RetrieverQueryEngine
 from llama_index.core.response_synthesizers import get_response_synthesizer
@@ -14,6 +17,7 @@ from llama_index.core.schema import NodeWithScore
 from reuse import Requests
 
 from fused_kv_llm.errors import FusedKVWarning
+from langchain_fused_kv import ChatFusedKV, FusedKVRetriever
 from llama_index_fused_kv import FusedKVIndex, FusedKVLLM, FusedKVPostprocessor
 
 K = 3
@@ -66,6 +70,34 @@ def test_chat_engines(index: FusedKVIndex, llm: FusedKVLLM, reports: Reports, mo
     streamed = chat.stream_chat("How fast is it?")
     assert "".join(streamed.response_gen) == str(streamed)
     assert reports.share_of(streamed.source_nodes) >= 0.95
+
+
+def test_a_question_condensed_from_the_conversation(index: FusedKVIndex, llm: FusedKVLLM, reports: Reports) -> None:
+    chat = index.as_chat_engine(chat_mode="condense_question", llm=llm, similarity_top_k=K)
+    for turn, question in enumerate((QUESTION, "And how many cars?")):
+        reports.clear()
+        response = asyncio.run(chat.achat(question))
+        assert [report["chunks_found"] for report in reports.reports] == [0] * turn + [K]
+        assert reports.share_of(response.source_nodes) >= 0.95
+
+
+def test_both_frameworks_at_once_on_one_engine(
+    index: FusedKVIndex, llm: FusedKVLLM, reports: Reports, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = ChatFusedKV.from_engine(llm.engine, max_tokens=4, recompute_ratio=0.0)
+    requests = Requests(other, monkeypatch)
+    assert other.engine.loaded.model is llm.engine.loaded.model
+    nodes = index.as_retriever(similarity_top_k=K).retrieve(QUESTION)
+    passages = [node.node.get_content().strip() for node in nodes]
+    chain = FusedKVRetriever(retriever=RunnableLambda(lambda _: list(map(Document, passages))), llm=other) | (
+        lambda found: "\n\n".join([*(document.page_content for document in found), QUESTION])
+    )
+    query = index.as_query_engine(llm=llm, similarity_top_k=K)
+    with ThreadPoolExecutor(2) as threads:
+        answers = [threads.submit((chain | other).invoke, QUESTION), threads.submit(query.query, QUESTION)]
+        assert all(str(answer.result()) for answer in answers)
+    assert requests.share() >= 0.95
+    assert reports.share_of(nodes) >= 0.95
 
 
 def test_citation_engine(index: FusedKVIndex, llm: FusedKVLLM, reports: Reports) -> None:

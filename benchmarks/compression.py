@@ -1,0 +1,189 @@
+"""Storage dtypes: bytes a token, load time, and what storing does to the answers.
+
+    python benchmarks/compression.py --data ../shared/data/squad10.jsonl
+
+Every passage is prefilled once; its KV is then stored in every dtype, so that nothing else differs. For every
+question the distribution over the next token at every position of the gold answer is compared with full prefill's
+(KL). The default should be the smallest dtype whose KL at ratio 0.15 is within 5% of float32's.
+
+Records are appended question by question beside the result; the same command goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from environment import drop_page_cache, environment
+from evaluation.measure import Settings, measure
+from evaluation.methods import FULL, Method
+from evaluation.questions import Question, read_corpus, read_questions
+from evaluation.records import RecordFile, read_records, settings_digest
+from evaluation.summary import bootstrap
+from quality import neighbours_in
+from rich.progress import track
+
+from fused_kv_llm import FusedKVEngine
+from fused_kv_llm.chunk import ChunkKV
+from fused_kv_llm.config import DEFAULT_RATIO, DEFAULT_SELECTOR
+from fused_kv_llm.model import LoadedModel, load_model
+from fused_kv_llm.prompt.texthash import content_hash
+from fused_kv_llm.store import STORAGE_DTYPES, ChunkRow, KVStore
+from fused_kv_llm.store.quantize import stored_bytes_per_token
+
+BOUND = 1.05
+
+
+def parse() -> argparse.Namespace:
+    """Return the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="question file")
+    parser.add_argument("--questions", type=int, default=60)
+    parser.add_argument("--passages", type=int, default=5)
+    parser.add_argument("--ratios", type=float, nargs="+", default=[0.0, DEFAULT_RATIO])
+    parser.add_argument("--dtype", default=None, help="in which the model computes")
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--kv-dir", type=Path, default=None, help="kept between runs; a temporary folder without it")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "compression_cpu.json")
+    return parser.parse_args()
+
+
+def build(loaded: LoadedModel, data: Path, questions: list[Question], kv_dir: Path) -> list[ChunkRow]:
+    """Prefill the passages that stand in prompts, and store what came of it in every dtype; return the rows."""
+    used = list(dict.fromkeys(text for question in questions for text in question.passages))
+    corpus = [text.strip() for text in read_corpus(data)]
+    with FusedKVEngine(loaded, kv_dir=kv_dir / "auto", store_misses=False) as engine:
+        near = neighbours_in(list(dict.fromkeys(corpus)), used, engine.num_neighbours, kv_dir)
+        print(engine.build_kv_cache(used, neighbours=near).summary())
+        keys = engine.store.content_rows(engine.identity)[1]
+        rows = list(engine.store.rows(keys).values())
+        for storage in STORAGE_DTYPES:
+            with KVStore(kv_dir / storage, kv_dtype=storage, memory_bytes=0) as store:
+                for row in rows:
+                    copy_chunk(engine.store, store, row)
+    return rows
+
+
+def copy_chunk(source: KVStore, target: KVStore, row: ChunkRow) -> None:
+    """Store a chunk's KV once more, in the dtype of another store."""
+    if target.contains([row.key]):
+        return
+    stored = source.open(row.key, row.token_ids)
+    if stored is None:
+        raise SystemExit(f"chunk {row.key} is gone")
+    with stored:
+        keys, values = stored.read_layers(0, stored.num_layers)
+    target.put(row.key, row.identity, row.text, content_hash(row.text),
+               ChunkKV(keys, values, row.token_ids, row.position))  # fmt: skip
+
+
+def load_times(kv_dir: Path, rows: list[ChunkRow], dtype: torch.dtype, chunks: int = 40) -> dict[str, dict[str, float]]:
+    """Return microseconds a token that loading into a request's buffers takes, files cached and not."""
+    picked = sorted(rows, key=lambda row: len(row.token_ids), reverse=True)[:chunks]
+    found: dict[str, dict[str, float]] = {storage: {} for storage in STORAGE_DTYPES}
+    stores = {name: KVStore(kv_dir / name, memory_bytes=0) for name in STORAGE_DTYPES}
+    # Dtypes take turns, so that whatever else the machine does meets all of them.
+    for state in ("cold", "warm"):
+        seconds: dict[str, list[float]] = {name: [] for name in STORAGE_DTYPES}
+        for row in picked:
+            for name, store in stores.items():
+                if state == "cold":
+                    drop_page_cache(kv_dir / name / "chunks" / row.key[:2])
+                seconds[name].append(_load(store, row, dtype) / len(row.token_ids) * 1e6)
+        for name, values in seconds.items():
+            found[name][f"{state}_us_per_token"] = statistics.median(values)
+    for store in stores.values():
+        store.close()
+    return found
+
+
+def _load(store: KVStore, row: ChunkRow, dtype: torch.dtype) -> float:
+    stored = store.open(row.key, row.token_ids)
+    if stored is None:
+        raise SystemExit(f"chunk {row.key} is gone")
+    with stored:
+        header_shape = stored._source.header.shape
+        buffers = torch.zeros((2, *header_shape), dtype=dtype)
+        started = time.perf_counter()
+        stored.copy_layers(0, stored.num_layers, buffers[0], buffers[1])
+        return time.perf_counter() - started
+
+
+def table(records: dict[tuple[str, str], dict[str, Any]], questions: list[Question], ratios: list[float],
+          sizes: dict[str, float], times: dict[str, dict[str, float]]) -> list[dict[str, Any]]:  # fmt: skip
+    """Return one row a storage dtype; KL ratios come with bootstrap intervals over questions."""
+    rows = []
+    for storage in STORAGE_DTYPES:
+        row: dict[str, Any] = {"storage": storage, "bytes_per_token": sizes[storage], **times[storage]}
+        for ratio in ratios:
+            mine, base = (
+                np.array([records[q.id, f"{name}/{ratio:g}"]["kl"] for q in questions]) for name in (storage, "float32")
+            )
+            row[f"kl_{ratio:g}"] = float(mine.mean())
+            row[f"kl_over_float32_{ratio:g}"] = float(mine.mean() / base.mean())
+            low, high = bootstrap(mine.tolist(), base.tolist(), "recovered")
+            row[f"kl_over_float32_{ratio:g}_95"] = [1 - high, 1 - low]
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    """Run the benchmark."""
+    args = parse()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    kv_dir = args.kv_dir or Path(tempfile.mkdtemp(prefix="fused-kv-compression-"))
+    kv_dir.mkdir(parents=True, exist_ok=True)
+    questions = read_questions(args.data, args.questions, args.passages)
+    loaded = load_model(args.model, dtype=args.dtype)
+    rows = build(loaded, args.data, questions, kv_dir)
+    digest = settings_digest(
+        data=args.data.stem, model=loaded.fingerprint, dtype=str(loaded.dtype), passages=args.passages
+    )
+    records = read_records(args.out, digest)
+    out = RecordFile(args.out, digest, (0, 1))
+    methods = [Method(DEFAULT_SELECTOR, "none", ratio) for ratio in args.ratios]
+    with ExitStack() as stack:
+        engines = {
+            name: stack.enter_context(
+                FusedKVEngine(loaded, kv_dir=kv_dir / name, store_misses=False, memory_bytes=256 << 20)
+            )
+            for name in STORAGE_DTYPES
+        }
+        for question in track([q for q in questions if (q.id, FULL.key) not in records], description=args.data.stem):
+            out.append(question.id, one_question(engines, question, methods))
+        geometry = loaded.geometry
+        layers, heads, dim = geometry.num_layers, geometry.num_kv_heads, geometry.head_dim
+    sizes = {name: stored_bytes_per_token(name, layers, heads, dim) for name in STORAGE_DTYPES}
+    found = table(read_records(args.out, digest), questions, args.ratios, sizes,
+                  load_times(kv_dir, rows, loaded.dtype))  # fmt: skip
+    within = [row for row in found if row[f"kl_over_float32_{DEFAULT_RATIO:g}"] <= BOUND]
+    result = {
+        "environment": environment(), "data": args.data.stem, "questions": len(questions), "passages": args.passages,
+        "model": loaded.model_id, "compute_dtype": str(loaded.dtype), "selector": DEFAULT_SELECTOR,
+        "smallest_within_5_percent": min(within, key=lambda row: row["bytes_per_token"])["storage"], "rows": found,
+    }  # fmt: skip
+    args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(result, indent=1))
+
+
+def one_question(engines: dict[str, FusedKVEngine], question: Question, methods: list[Method]) -> dict[str, Any]:
+    """Return the record of every storage dtype and ratio; full prefill runs once."""
+    fake = {"none": engines["float32"], **engines}
+    todo = [Method(m.selector, name, m.ratio) for name in STORAGE_DTYPES for m in methods]
+    measured = measure(fake, question, todo, Settings())
+    return {
+        FULL.key if method == FULL else f"{method.preprocessing}/{method.ratio:g}": record
+        for method, record in measured.items()
+    }
+
+
+if __name__ == "__main__":
+    main()

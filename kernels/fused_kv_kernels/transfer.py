@@ -1,0 +1,89 @@
+"""Deviation transfer: the mean deviation of a chunk's recomputed tokens, added to the stored KV of its tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .native import native_transfer, supports
+from .rotate import rerotate_keys
+
+__all__ = ["TransferPlan", "transfer_deviation"]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferPlan:
+    """What is the same in all layers of one forward pass.
+
+    Parameters
+    ----------
+    selected : Tensor
+        int64 ``[n]``: the recomputed positions of chunks, ascending.
+    fresh_rows : Tensor
+        int64 ``[n]``: their rows among the pass's fresh keys and values.
+    spans : Tensor
+        int64 ``[K, 2]``: the positions ``[start, stop)`` of the chunks, ascending, disjoint. Every selected position
+        lies in one of them.
+    weights : Tensor
+        float32 ``[K]``: what the sum of a chunk's deviations is multiplied by.
+    cos, sin : Tensor
+        float32 ``[N, rotary / 2]``: :func:`fused_kv_kernels.rotation_tables` of all positions.
+    """
+
+    selected: Tensor
+    fresh_rows: Tensor
+    spans: Tensor
+    weights: Tensor
+    cos: Tensor
+    sin: Tensor
+
+    @property
+    def bounds(self) -> Tensor:
+        """int64 ``[K + 1]``: where the chunks begin among the selected positions."""
+        edges = torch.cat((self.spans[:, 0], self.spans[-1:, 1]))
+        return torch.searchsorted(self.selected, edges)
+
+
+def transfer_deviation(
+    plan: TransferPlan, fresh_keys: Tensor, fresh_values: Tensor, layer_keys: Tensor, layer_values: Tensor
+) -> None:
+    """Correct one layer in place, given its fresh rows before they replace the stored ones.
+
+    For a chunk with selected positions ``i`` and weight ``w``, every position ``j`` of its span gets
+
+        K_j += R(p_j) w sum_i R(-p_i) (K_i' - K_i),    V_j += w sum_i (V_i' - V_i)
+
+    Parameters
+    ----------
+    plan : TransferPlan
+    fresh_keys, fresh_values : Tensor
+        ``[Hkv, R, D]``.
+    layer_keys, layer_values : Tensor
+        ``[Hkv, N, D]``, changed in place.
+    """
+    stored = (layer_keys, layer_values)
+    dense = all(t.stride(1) == t.shape[2] for t in stored)
+    if dense and supports(fresh_keys, fresh_values, *stored):
+        native_transfer(plan, fresh_keys, fresh_values, layer_keys, layer_values)
+        return
+    counts = plan.bounds.diff()
+    chunk_of = torch.repeat_interleave(torch.arange(counts.shape[0], device=counts.device), counts)
+
+    def summed(deviation: Tensor) -> Tensor:
+        total = torch.zeros(deviation.shape[0], counts.shape[0], deviation.shape[2], device=deviation.device)
+        return total.index_add_(1, chunk_of, deviation) * plan.weights[None, :, None]
+
+    def deviation(fresh: Tensor, layer: Tensor) -> Tensor:
+        return fresh.index_select(1, plan.fresh_rows).float() - layer.index_select(1, plan.selected).float()
+
+    to_zero = (plan.cos[plan.selected], -plan.sin[plan.selected])
+    keys = summed(rerotate_keys(deviation(fresh_keys, layer_keys), *to_zero))
+    values = summed(deviation(fresh_values, layer_values))
+    for chunk, (start, stop) in enumerate(plan.spans.tolist()):
+        turned = rerotate_keys(
+            keys[:, chunk : chunk + 1].expand(-1, stop - start, -1), plan.cos[start:stop], plan.sin[start:stop]
+        )
+        layer_keys[:, start:stop] += turned.to(layer_keys.dtype)
+        layer_values[:, start:stop] += values[:, chunk : chunk + 1].to(layer_values.dtype)

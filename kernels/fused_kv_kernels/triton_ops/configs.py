@@ -1,0 +1,117 @@
+"""Which block shapes each generation of devices is offered to tune among.
+
+Hopper's matrix instructions want 64 rows for each group of four warps, so its blocks are large and deeply pipelined;
+Ampere and Ada have less shared memory. A device that is neither gets shapes that fit into 64 KiB.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import triton
+
+__all__ = ["block_dim", "few_rows", "is_interpreted", "many_rows", "multiprocessors", "prune", "score_blocks"]
+
+# (BLOCK_M, BLOCK_N, warps, stages). Compiled for compute capability 9.0 and 8.0 at 128 dimensions, these spill no or
+# hardly any registers; blocks twice as large for their warps spill hundreds.
+_MANY = {
+    "hopper": ((128, 128, 8, 2), (128, 64, 8, 3), (128, 32, 8, 3), (64, 64, 4, 3), (64, 64, 8, 2), (64, 32, 4, 2)),
+    "ampere": ((128, 32, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 3), (32, 32, 4, 2)),
+    "default": ((32, 32, 4, 1), (16, 32, 4, 1)),
+    "interpreter": ((32, 32, 4, 1),),
+}
+# (BLOCK_N, warps, stages): the rows are as many as there are.
+_FEW = {
+    "hopper": ((128, 4, 2), (128, 8, 2), (64, 4, 4), (64, 4, 2), (32, 4, 2)),
+    "ampere": ((128, 8, 2), (64, 4, 3), (32, 4, 4), (32, 4, 2)),
+    "default": ((32, 4, 1), (16, 4, 1)),
+    "interpreter": ((32, 4, 1),),
+}
+# float32 has no matrix instruction that is exact enough: its products unroll into single operations.
+_EXACT = ((16, 32, 8, 2), (16, 16, 4, 2))
+_MOST_EXACT_PRODUCTS = 16 * 32
+_SHARED_BYTES = {"hopper": 227 * 1024, "ampere": 99 * 1024, "default": 64 * 1024, "interpreter": math.inf}
+
+
+def is_interpreted() -> bool:
+    """Whether the kernels run in Triton's interpreter."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def _generation() -> str:
+    if is_interpreted():
+        return "interpreter"
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return "default"
+    major, _ = torch.cuda.get_device_capability()
+    return {8: "ampere", 9: "hopper"}.get(major, "ampere" if major > 9 else "default")
+
+
+def _exact() -> tuple[tuple[int, int, int, int], ...]:
+    # A single shape needs no timing, which the interpreter could not do.
+    return () if is_interpreted() else _EXACT
+
+
+def many_rows() -> list[triton.Config]:
+    """Return the shapes for blocks of many rows: ``BLOCK_M`` and ``BLOCK_N``."""
+    return [
+        triton.Config({"BLOCK_M": m, "BLOCK_N": n}, num_warps=warps, num_stages=stages)
+        for m, n, warps, stages in (*_MANY[_generation()], *_exact())
+    ]
+
+
+def few_rows() -> list[triton.Config]:
+    """Return the shapes for one block of at most 64 rows: ``BLOCK_N``."""
+    return [
+        triton.Config({"BLOCK_N": n}, num_warps=warps, num_stages=stages) for n, warps, stages in _FEW[_generation()]
+    ]
+
+
+def prune(configs: Sequence[triton.Config], args: Mapping[str, Any], **kwargs: Any) -> list[triton.Config]:
+    """Drop shapes whose blocks of queries, keys and values cannot fit into shared memory; keep at least the smallest.
+
+    Compiling a shape only to find that it does not fit costs seconds.
+    """
+    meta = {**args, **kwargs}
+    itemsize = meta["k"].element_size()
+
+    def sides(config: triton.Config) -> tuple[int, int]:
+        return config.kwargs.get("BLOCK_M", meta.get("BLOCK_M", 64)), config.kwargs["BLOCK_N"]
+
+    def shared_bytes(config: triton.Config) -> int:
+        rows, keys = sides(config)
+        return int((rows + 2 * config.num_stages * keys) * meta["BLOCK_D"] * itemsize)
+
+    limit = _SHARED_BYTES[_generation()]
+    fitting = [
+        config
+        for config in configs
+        if shared_bytes(config) <= limit and (itemsize < 4 or math.prod(sides(config)) <= _MOST_EXACT_PRODUCTS)
+    ]
+    return fitting or [min(configs, key=shared_bytes)]
+
+
+def score_blocks(dtype: torch.dtype) -> dict[str, int]:
+    """Return the one shape that kernels without values use: ``BLOCK_M``, ``BLOCK_N``, warps and stages."""
+    if is_interpreted():
+        return {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 4, "num_stages": 1}
+    if dtype == torch.float32:
+        return {"BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
+    return {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2}
+
+
+def block_dim(dim: int) -> int:
+    """Return the head dimension padded to a power of two that a matrix instruction takes."""
+    padded: int = triton.next_power_of_2(dim)
+    return max(16, padded)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Return how many programs the device runs side by side; 4 in the interpreter, so that small tests split too."""
+    if device.type != "cuda":
+        return 4
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count

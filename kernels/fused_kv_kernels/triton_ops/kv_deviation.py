@@ -1,0 +1,60 @@
+"""KV deviation in Triton: fresh and stored KV are read once, where they lie."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .configs import block_dim
+
+__all__ = ["kv_deviation"]
+
+_BLOCK_T = 16
+
+
+@triton.jit
+def _deviation_kernel(
+    fresh_k, fresh_v, stored_k, stored_v, fresh_rows, stored_rows, out,
+    stride_fkh, stride_fkt, stride_fvh, stride_fvt, stride_skh, stride_skt, stride_svh, stride_svt, tokens, heads,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Sum the squared gaps of one block of tokens over all heads."""
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    dims = tl.arange(0, BLOCK_D)
+    is_token = token < tokens
+    inside = is_token[:, None] & (dims < D)[None, :]
+    fresh = tl.load(fresh_rows + token, mask=is_token, other=0).to(tl.int64)[:, None]
+    stored = tl.load(stored_rows + token, mask=is_token, other=0).to(tl.int64)[:, None]
+    total = tl.zeros((BLOCK_T,), dtype=tl.float32)
+    for head in range(0, heads):
+        new_k = tl.load(fresh_k + head * stride_fkh + fresh * stride_fkt + dims[None, :], mask=inside, other=0.0)
+        old_k = tl.load(stored_k + head * stride_skh + stored * stride_skt + dims[None, :], mask=inside, other=0.0)
+        new_v = tl.load(fresh_v + head * stride_fvh + fresh * stride_fvt + dims[None, :], mask=inside, other=0.0)
+        old_v = tl.load(stored_v + head * stride_svh + stored * stride_svt + dims[None, :], mask=inside, other=0.0)
+        gap_k = new_k.to(tl.float32) - old_k.to(tl.float32)
+        gap_v = new_v.to(tl.float32) - old_v.to(tl.float32)
+        total += tl.sum(gap_k * gap_k + gap_v * gap_v, 1)
+    tl.store(out + token, tl.sqrt(total), mask=is_token)
+
+
+def kv_deviation(
+    fresh_keys: Tensor,
+    fresh_values: Tensor,
+    stored_keys: Tensor,
+    stored_values: Tensor,
+    fresh_rows: Tensor,
+    stored_rows: Tensor,
+) -> Tensor:
+    """Return how far tokens' fresh KV is from the stored one; see :func:`fused_kv_kernels.kv_deviation`."""
+    heads, _, dim = fresh_keys.shape
+    tokens = fresh_rows.shape[0]
+    out = torch.empty(tokens, dtype=torch.float32, device=fresh_keys.device)
+    if tokens:
+        tensors = (fresh_keys, fresh_values, stored_keys, stored_values)
+        _deviation_kernel[(triton.cdiv(tokens, _BLOCK_T),)](
+            *tensors, fresh_rows, stored_rows, out, *(stride for x in tensors for stride in x.stride()[:2]),
+            tokens, heads, D=dim, BLOCK_D=block_dim(dim), BLOCK_T=_BLOCK_T, num_warps=4,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,226 @@
+"""Row attention in Triton: FusionRAG section 4.3's Q-Sparse-Attn.
+
+The query heads that share a key head are packed into the rows of one block, so that its keys are loaded once for all
+of them. Rows ascend in position, so a block's first row says up to where no mask is needed and its last row where the
+keys end that the block reads. Where there are too few blocks to fill the device, the keys are split among programs
+and :mod:`.combine` joins their results.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .combine import combine
+from .configs import block_dim, few_rows, many_rows, multiprocessors, prune
+from .products import dot, precision
+from .splits import choose_splits
+
+__all__ = ["row_attention"]
+
+_FEW_ROWS = 64
+_LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def _softmax_step(acc, peak, total, scores, values, PRECISION: tl.constexpr, MASKED: tl.constexpr):
+    """Fold one block of scores (base two, minus infinity where unseen) into the running softmax."""
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    # A row that has seen nothing yet has no peak to subtract.
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak) if MASKED else new_peak
+    weights = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(peak - base)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = acc * shrink[:, None]
+    return dot(weights.to(values.dtype), values, acc, PRECISION), new_peak, total
+
+
+@triton.jit
+def _row_attention_kernel(
+    q, k, v, out, lse, q_positions, kv_positions, q_lengths, kv_lengths,
+    stride_qb, stride_qh, stride_qr, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    stride_os, stride_ob, stride_oh, stride_or, stride_pb, stride_np,
+    rows, keys, kv_heads, splits, scale_log2, work,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_KV_POSITIONS: tl.constexpr, HAS_Q_LENGTHS: tl.constexpr, HAS_KV_LENGTHS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attend one block of packed rows to one split of the keys."""
+    # The last rows see most keys: they start first.
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    batch = (tl.program_id(1) // kv_heads).to(tl.int64)
+    kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
+    split = tl.program_id(2)
+    num_rows = tl.load(q_lengths + batch).to(tl.int32) if HAS_Q_LENGTHS else rows
+    num_keys = tl.load(kv_lengths + batch).to(tl.int32) if HAS_KV_LENGTHS else keys
+
+    packed = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = packed // GROUP
+    head = kv_head * GROUP + packed % GROUP
+    dims = tl.arange(0, BLOCK_D)
+    is_row = row < num_rows
+    positions = tl.load(q_positions + batch * stride_pb + row, mask=is_row, other=-1).to(tl.int32)
+    first_row = block * BLOCK_M // GROUP
+    last_row = tl.minimum((block * BLOCK_M + BLOCK_M - 1) // GROUP, num_rows - 1)
+    has_rows = first_row < num_rows
+    first = tl.load(q_positions + batch * stride_pb + first_row, mask=has_rows, other=-1).to(tl.int32)
+    last = tl.load(q_positions + batch * stride_pb + last_row, mask=has_rows, other=-1).to(tl.int32)
+
+    end = num_keys if HAS_KV_POSITIONS else tl.minimum(last + 1, num_keys)
+    end = tl.where(has_rows, end, 0)
+    unmasked = 0 if HAS_KV_POSITIONS else tl.minimum(first + 1, end) // BLOCK_N * BLOCK_N
+    span = tl.cdiv(tl.cdiv(end, BLOCK_N), splits) * BLOCK_N
+    start = split * span
+    end = tl.minimum(start + span, end)
+    unmasked = tl.maximum(tl.minimum(unmasked, end), start)
+
+    q_at = q + batch * stride_qb + head[:, None] * stride_qh + row.to(tl.int64)[:, None] * stride_qr + dims[None, :]
+    queries = tl.load(q_at, mask=is_row[:, None] & (dims < D)[None, :], other=0.0)
+    columns = tl.arange(0, BLOCK_N)
+    # A scalar moves along the keys: a block of moving pointers would take the registers that the sums need.
+    k_at = k + batch * stride_kb + kv_head * stride_kh + start.to(tl.int64) * stride_kn
+    v_at = v + batch * stride_vb + kv_head * stride_vh + start.to(tl.int64) * stride_vn
+    k_inside = columns[:, None] * stride_kn + dims[None, :]
+    v_inside = columns[:, None] * stride_vn + dims[None, :]
+    acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+    peak = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((BLOCK_M,), dtype=tl.float32)
+
+    nothing = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+
+    for _ in range(start, unmasked, BLOCK_N):
+        if BLOCK_D == D:
+            keys_block = tl.load(k_at + k_inside)
+            values_block = tl.load(v_at + v_inside)
+        else:
+            keys_block = tl.load(k_at + k_inside, mask=(dims < D)[None, :], other=0.0)
+            values_block = tl.load(v_at + v_inside, mask=(dims < D)[None, :], other=0.0)
+        scores = dot(queries, tl.trans(keys_block), nothing, PRECISION) * scale_log2
+        acc, peak, total = _softmax_step(acc, peak, total, scores, values_block, PRECISION, False)
+        k_at += BLOCK_N * stride_kn
+        v_at += BLOCK_N * stride_vn
+
+    for begin in range(unmasked, end, BLOCK_N):
+        column = begin + columns
+        inside = column < end
+        if HAS_KV_POSITIONS:
+            key_positions = tl.load(kv_positions + batch * stride_np + column, mask=inside, other=2147483647)
+            key_positions = key_positions.to(tl.int32)
+            inside = key_positions <= last
+            needed = tl.min(key_positions) <= last
+        else:
+            key_positions = column
+            needed = True
+        if needed:
+            # What no row of the block may see is not read: it may be anything, and zero times NaN is NaN.
+            readable = inside[:, None] & (dims < D)[None, :]
+            keys_block = tl.load(k_at + k_inside, mask=readable, other=0.0)
+            values_block = tl.load(v_at + v_inside, mask=readable, other=0.0)
+            scores = dot(queries, tl.trans(keys_block), nothing, PRECISION) * scale_log2
+            seen = (key_positions[None, :] <= positions[:, None]) & inside[None, :]
+            scores = tl.where(seen, scores, float("-inf"))
+            acc, peak, total = _softmax_step(acc, peak, total, scores, values_block, PRECISION, True)
+        k_at += BLOCK_N * stride_kn
+        v_at += BLOCK_N * stride_vn
+
+    sees = is_row & (total != 0.0)
+    result = tl.where(sees[:, None], acc / tl.where(sees, total, 1.0)[:, None], 0.0)
+    is_output = row < rows
+    out_at = out + split.to(tl.int64) * stride_os + batch * stride_ob + head[:, None] * stride_oh
+    out_at += row.to(tl.int64)[:, None] * stride_or + dims[None, :]
+    tl.store(out_at, result.to(out.dtype.element_ty), mask=is_output[:, None] & (dims < D)[None, :])
+    level = tl.where(sees, (peak + tl.log2(tl.where(sees, total, 1.0))) * 0.6931471805599453, float("-inf"))
+    sequences = tl.num_programs(1) // kv_heads
+    lse_row = ((split.to(tl.int64) * sequences + batch) * kv_heads * GROUP + head) * rows + row
+    tl.store(lse + lse_row, level, mask=is_output)
+
+
+_KEY = ["GROUP", "D", "BLOCK_M", "HAS_KV_POSITIONS", "work"]
+_prune = {"early_config_prune": prune}
+_many = triton.autotune(many_rows(), key=_KEY, prune_configs_by=_prune)(_row_attention_kernel)
+_few = triton.autotune(few_rows(), key=_KEY, prune_configs_by=_prune)(_row_attention_kernel)
+
+
+def row_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_positions: Tensor,
+    scale: float,
+    *,
+    kv_positions: Tensor | None = None,
+    q_lengths: Tensor | None = None,
+    kv_lengths: Tensor | None = None,
+    splits: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend scattered query rows to whole key/value sequences, causal by true position.
+
+    Nothing is checked here but what a kernel needs; :func:`fused_kv_kernels.batched_row_attention` checks.
+
+    Parameters
+    ----------
+    q : Tensor
+        ``[B, Hq, R, D]``, last stride 1.
+    k, v : Tensor
+        ``[B, Hkv, N, D]``, last stride 1.
+    q_positions : Tensor
+        Integers ``[R]`` or ``[B, R]``, ascending within the first ``q_lengths[b]``.
+    scale : float
+        Multiplies the scores; positive.
+    kv_positions : Tensor, optional
+        Integers ``[N]`` or ``[B, N]`` in any order; key ``j`` stands at position ``j`` without it.
+    q_lengths, kv_lengths : Tensor, optional
+        Integers ``[B]``: rows and keys of each sequence.
+    splits : int, optional
+        Programs among which the keys are split; chosen from the sizes without it.
+
+    Returns
+    -------
+    tuple of Tensor
+        ``[B, Hq, R, D]`` in the dtype of `q`, laid out ``[B, R, Hq, D]`` in memory as the output projection reads it,
+        and the log-sum-exp of the scores, float32 ``[B, Hq, R]``. A row that sees no key is zero, its log-sum-exp
+        minus infinity; so are rows beyond a sequence's length.
+    """
+    batch, q_heads, rows, dim = q.shape
+    kv_heads, keys = k.shape[1], k.shape[2]
+    group = q_heads // kv_heads
+    out = torch.empty((batch, rows, q_heads, dim), dtype=q.dtype, device=q.device).transpose(1, 2)
+    lse = torch.empty((batch, q_heads, rows), dtype=torch.float32, device=q.device)
+    if out.numel() == 0:
+        return out, lse
+    packed = rows * group
+    is_few = packed <= _FEW_ROWS
+    # In float32 there is no matrix instruction that is exact enough, so larger blocks only spill registers.
+    block_m = max(16, triton.next_power_of_2(packed)) if is_few and q.dtype != torch.float32 else 16
+    if not is_few:
+        block_m = 128
+    if splits is None:
+        blocks = triton.cdiv(packed, block_m) * batch * kv_heads
+        splits = choose_splits(blocks, keys, multiprocessors(q.device))
+    part_out, part_lse = out[None], lse[None]
+    if splits > 1:
+        part_out = torch.empty((splits, *out.shape), dtype=torch.float32, device=q.device)
+        part_lse = torch.empty((splits, *lse.shape), dtype=torch.float32, device=q.device)
+    meta = {"BLOCK_M": block_m} if is_few else {}
+    (_few if is_few else _many)[
+        lambda config: (triton.cdiv(packed, config["BLOCK_M"]), batch * kv_heads, splits)
+    ](
+        q, k, v, part_out, part_lse, q_positions, kv_positions, q_lengths, kv_lengths,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *part_out.stride()[:4],
+        _batch_stride(q_positions), _batch_stride(kv_positions),
+        rows, keys, kv_heads, splits, scale * _LOG2_E, (rows * keys).bit_length() // 3,
+        GROUP=group, D=dim, BLOCK_D=block_dim(dim),
+        HAS_KV_POSITIONS=kv_positions is not None, HAS_Q_LENGTHS=q_lengths is not None,
+        HAS_KV_LENGTHS=kv_lengths is not None,
+        PRECISION=precision(q.dtype), **meta,
+    )  # fmt: skip
+    if splits > 1:
+        combine(part_out, part_lse, out, lse)
+    return out, lse
+
+
+def _batch_stride(positions: Tensor | None) -> int:
+    """Return the elements from one sequence's positions to the next; 0 where all share them."""
+    return 0 if positions is None or positions.dim() == 1 else int(positions.stride(0))

@@ -1,0 +1,244 @@
+"""Chunks in one file: what leaves a store for another machine, and what comes from one.
+
+An archive is an uncompressed tar file of the store's own files, ``<key>.safetensors`` and
+``<key>.<name>.safetensors``; what an encrypted store exports is encrypted. Nothing is ever unpacked to a path that an
+archive names: members whose names are not a chunk's are refused, the others are verified in memory, and go through
+the same door as a chunk that was computed here.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import tarfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fused_kv_llm.errors import ChunkDamagedError, ConfigError, StoreFullError, StoreUnavailableError
+from fused_kv_llm.store.cipher import Cipher
+from fused_kv_llm.store.index import ChunkIndex, ChunkRow
+from fused_kv_llm.store.layout import StoreFolder, parse_name
+from fused_kv_llm.store.sides import read_side_file
+from fused_kv_llm.store.verify import as_file, verify_chunk
+from fused_kv_llm.store.writer import ChunkWriter
+
+__all__ = ["Archive", "ExportReport", "ImportReport"]
+
+Progress = Callable[[int, int], None]
+_BATCH = 64
+
+
+@dataclass(slots=True)
+class ExportReport:
+    """What was written to an archive.
+
+    Parameters
+    ----------
+    chunks, nbytes : int
+        Chunks, and the bytes of their files and side files.
+    missed : list of str
+        Keys of chunks that have a row, but could not be read.
+    """
+
+    chunks: int = 0
+    nbytes: int = 0
+    missed: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class ImportReport:
+    """What was taken from an archive.
+
+    Parameters
+    ----------
+    chunks, sides, nbytes : int
+        New chunks, new side files, and the bytes of both.
+    present : int
+        Chunks and side files that were stored already.
+    refused : list of tuple of str
+        Members that were not taken: name and reason.
+    """
+
+    chunks: int = 0
+    sides: int = 0
+    nbytes: int = 0
+    present: int = 0
+    refused: list[tuple[str, str]] = field(default_factory=list)
+
+
+class Archive:
+    """Export and import of one store, ``KVStore.archive``.
+
+    Parameters
+    ----------
+    folder, index, writer : StoreFolder, ChunkIndex, ChunkWriter
+        The store's.
+    cipher : Cipher or None
+        Decrypts the files, to verify them.
+    fetch : callable
+        Brings chunks from the remote tier.
+    check_writable : callable
+        Raises if the store is closed or read-only.
+    """
+
+    def __init__(
+        self,
+        folder: StoreFolder,
+        index: ChunkIndex,
+        writer: ChunkWriter,
+        cipher: Cipher | None,
+        fetch: Callable[[Sequence[str]], set[str]],
+        check_writable: Callable[[], None],
+    ) -> None:
+        self._folder = folder
+        self._index = index
+        self._writer = writer
+        self._cipher = cipher
+        self._fetch = fetch
+        self._check_writable = check_writable
+
+    def export(
+        self, path: str | Path, *, identity: str | None = None, progress: Progress | None = None
+    ) -> ExportReport:
+        """Write the store's chunks to a file, whole or not at all.
+
+        Parameters
+        ----------
+        path : str or Path
+            The archive; an existing file is replaced.
+        identity : str or None
+            Only chunks of this identity (``KVIdentity.digest``).
+        progress : callable or None
+            Called with the number of chunks done and their number.
+
+        Returns
+        -------
+        ExportReport
+
+        Raises
+        ------
+        StoreUnavailableError
+            The archive cannot be written.
+        """
+        target = Path(path).expanduser()
+        temp = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+        keys = self._keys(identity)
+        report = ExportReport()
+        try:
+            fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with open(fd, "wb") as file:
+                with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as archive:
+                    for start in range(0, len(keys), _BATCH):
+                        batch = keys[start : start + _BATCH]
+                        self._fetch(batch)
+                        for key in batch:
+                            self._export(archive, key, report)
+                        if progress is not None:
+                            progress(start + len(batch), len(keys))
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temp, target)
+        except OSError as error:
+            raise StoreUnavailableError(f"The archive {target} cannot be written: {error}.") from error
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(temp)
+        return report
+
+    def _keys(self, identity: str | None) -> list[str]:
+        names = [totals.identity for totals in self._index.totals()] if identity is None else [identity]
+        return [key for name in names for key in self._index.content_rows(name, 0)[1]]
+
+    def _export(self, archive: tarfile.TarFile, key: str, report: ExportReport) -> None:
+        for name in (None, *self._index.ledger.sides(key)):
+            try:
+                # Held while it is copied, so that eviction passes over it.
+                fd = self._folder.open_chunk(key, name)
+            except OSError:
+                if name is None:
+                    report.missed.append(key)
+                    return
+                continue
+            with open(fd, "rb") as file:
+                member = tarfile.TarInfo(os.path.basename(self._folder.chunk_path(key, name)))
+                member.size, member.mode = os.fstat(fd).st_size, 0o600
+                archive.addfile(member, file)
+                report.nbytes += member.size
+        report.chunks += 1
+
+    def load(self, path: str | Path, *, progress: Progress | None = None) -> ImportReport:
+        """Take the chunks of an archive into the store.
+
+        Parameters
+        ----------
+        path : str or Path
+            What ``export`` wrote; trusted with nothing.
+        progress : callable or None
+            Called with the number of bytes done and their number.
+
+        Returns
+        -------
+        ImportReport
+
+        Raises
+        ------
+        StoreUnavailableError
+            The archive cannot be read; what came before the place where it breaks off is kept.
+        StoreFullError
+            The disk or the budget is full; what came before is kept, and loading again goes on there.
+        """
+        self._check_writable()
+        source = Path(path).expanduser()
+        report = ImportReport()
+        try:
+            total = source.stat().st_size
+            # Never compressed: a member cannot be longer than the file.
+            with tarfile.open(source, mode="r:") as archive:
+                for member in archive:
+                    self._load(archive, member, total, report)
+                    if progress is not None:
+                        progress(min(archive.offset, total), total)
+        except (OSError, tarfile.TarError) as error:
+            raise StoreUnavailableError(
+                f"The archive {source} cannot be read: {error}. It is what fused-kv store export writes."
+            ) from error
+        return report
+
+    def _load(self, archive: tarfile.TarFile, member: tarfile.TarInfo, total: int, report: ImportReport) -> None:
+        parsed = parse_name(member.name)
+        if parsed is None or not member.isreg() or member.issparse() or member.size > total:
+            report.refused.append((member.name, "it is not a chunk's file"))
+            return
+        file = archive.extractfile(member)
+        data = memoryview(file.read() if file is not None else b"")
+        key, name = parsed
+        try:
+            taken = self._take_chunk(key, data) if name is None else self._take_side(key, name, data)
+        except StoreFullError:
+            raise
+        except (ChunkDamagedError, ConfigError) as error:
+            report.refused.append((member.name, error.reason if isinstance(error, ChunkDamagedError) else str(error)))
+            return
+        report.chunks += taken and name is None
+        report.sides += taken and name is not None
+        report.present += not taken
+        report.nbytes += len(data) * taken
+
+    def _take_chunk(self, key: str, data: memoryview) -> bool:
+        with self._writer.lock(key):
+            if self._writer.is_stored(key):
+                return False
+            with as_file(data) as fd:
+                header = verify_chunk(fd, key, self._cipher)
+            row = ChunkRow(key, header.identity, header.text, header.token_ids, header.position, len(data))
+            return self._writer.write(row, header.content, [data], float(header.num_tokens))
+
+    def _take_side(self, key: str, name: str, data: memoryview) -> bool:
+        if name in self._index.ledger.sides(key):
+            return False
+        with as_file(data) as fd:
+            read_side_file(fd, key, name, self._cipher)
+        self._writer.write_side(key, name, [data])
+        return True

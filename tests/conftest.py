@@ -1,0 +1,22 @@
+"""Where the tests of kernels run: in Triton's interpreter without a CUDA device, natively with ``make test-gpu``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Triton reads this when it is first imported, and transformers imports it.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out tests that need a CUDA device, unless they are asked for: then they fail without one."""
+    if "gpu" in config.getoption("markexpr"):
+        return
+    chosen = [item for item in items if item.get_closest_marker("gpu") is None]
+    if len(chosen) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu")])
+        items[:] = chosen

@@ -1,0 +1,26 @@
+"""The device that kernels are tested on."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+
+@pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """Give the device to make tensors on, with Triton in charge and fresh memory full of NaN."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.fail("this test needs a CUDA device")
+    if request.param == "interpreter" and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("kernels are compiled natively in this process")
+    monkeypatch.setenv("FUSED_KV_KERNELS", "triton")
+    real_empty = torch.empty
+
+    def poisoned(*args: object, **kwargs: object) -> torch.Tensor:
+        fresh = real_empty(*args, **kwargs)  # type: ignore[call-overload]
+        return fresh.fill_(float("nan")) if fresh.is_floating_point() else fresh
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    return torch.device("cuda" if request.param == "cuda" else "cpu")
