@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
 DATA ?= ../shared/data/squad10.jsonl
 
-.PHONY: demo test test-gpu test-services stress lint format bench clean
+.PHONY: demo test test-gpu lint format bench bench-gpu clean test-services stress
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -53,6 +53,9 @@ bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/ttft.py
 	$(BIN)/python benchmarks/ingestion.py
 	$(BIN)/python benchmarks/quality.py --data $(DATA)
+
+bench-gpu: $(VENV)/.dev
+	PYTHON=$(BIN)/python benchmarks/gpu_all.sh
 
 clean:
 	rm -rf $(VENV) demo_kv
