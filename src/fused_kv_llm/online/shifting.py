@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fused_kv_kernels import rotation_tables
+from fused_kv_kernels import LowRankShift, add_low_rank, rotation_tables
 from fused_kv_llm.context_shift import CONTEXT_SHIFT, place_weight
 from fused_kv_llm.model import FusedCache, Geometry
 from fused_kv_llm.store.sides import SideFiles
@@ -16,26 +15,6 @@ from fused_kv_llm.store.sides import SideFiles
 from .request import Placement
 
 __all__ = ["ContextShift"]
-
-
-def _add_turned(keys: Tensor, difference: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Add a difference to keys in place, turned to each key's position.
-
-    Parameters
-    ----------
-    keys : Tensor
-        ``[Hkv, T, D]``.
-    difference : Tensor
-        ``[Hkv, T or 1, D]`` at position 0.
-    cos, sin : Tensor
-        ``[T, rotary / 2]``, of the positions, in the keys' dtype.
-    """
-    half = cos.shape[-1]
-    first, second, rest = difference[..., :half], difference[..., half : 2 * half], difference[..., 2 * half :]
-    keys[..., :half].addcmul_(first, cos).addcmul_(second, sin, value=-1.0)
-    keys[..., half : 2 * half].addcmul_(second, cos).addcmul_(first, sin)
-    if rest.shape[-1]:
-        keys[..., 2 * half :] += rest
 
 
 class ContextShift:
@@ -73,7 +52,7 @@ class ContextShift:
         self._cache = cache
         self._geometry = geometry
         self._sides = sides
-        self._shifts: list[_Shift] | None = None
+        self._shifts: list[LowRankShift] | None = None
         self.bytes_read = 0
 
     def __call__(self, layer_idx: int) -> None:
@@ -81,14 +60,9 @@ class ContextShift:
         if self._shifts is None:
             self._shifts = self._read()
         keys, values = self._cache.keys[layer_idx, 0], self._cache.values[layer_idx, 0]
-        for shift in self._shifts:
-            span = shift.span
-            left, right = shift.values
-            values[:, span].baddbmm_(left[layer_idx].expand(values.shape[0], -1, -1), right[layer_idx])
-            left, right = shift.keys
-            _add_turned(keys[:, span], left[layer_idx] @ right[layer_idx], shift.cos, shift.sin)
+        add_low_rank(self._shifts, layer_idx, keys, values)
 
-    def _read(self) -> list[_Shift]:
+    def _read(self) -> list[LowRankShift]:
         found: dict[str, dict[str, Tensor] | None] = {}
         shifts = []
         for placement in self._placements:
@@ -101,7 +75,7 @@ class ContextShift:
                 shifts.append(self._place(placement, side))
         return shifts
 
-    def _place(self, placement: Placement, side: dict[str, Tensor]) -> _Shift:
+    def _place(self, placement: Placement, side: dict[str, Tensor]) -> LowRankShift:
         segment, like = placement.segment, self._cache.keys
         inside = slice(segment.chunk_start, segment.chunk_start + placement.num_tokens)
         weight = place_weight(segment.start - self._prefix_tokens, placement.stored.num_tokens)
@@ -111,15 +85,5 @@ class ContextShift:
             heads = right.view(*right.shape[:2], self._geometry.num_kv_heads, -1).transpose(1, 2)
             factors.append((left.to(like), heads.contiguous().to(like)))
         positions = torch.arange(segment.start, segment.stop) - placement.stored.position
-        cos, sin = (table.to(like) for table in rotation_tables(positions, self._geometry.inv_freq))
-        return _Shift(slice(segment.start, segment.stop), factors[0], factors[1], cos, sin)
-
-
-class _Shift(NamedTuple):
-    """One chunk's: prompt positions, ``([L, T, r], [L, Hkv, r, D])`` of keys and values, tables of its positions."""
-
-    span: slice
-    keys: tuple[Tensor, Tensor]
-    values: tuple[Tensor, Tensor]
-    cos: Tensor
-    sin: Tensor
+        tables = rotation_tables(positions, self._geometry.inv_freq)
+        return LowRankShift(segment.start, factors[0], factors[1], *(table.to(like.device) for table in tables))
