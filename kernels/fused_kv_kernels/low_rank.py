@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
@@ -16,7 +17,7 @@ __all__ = ["LowRankShift", "add_low_rank"]
 _LARGEST_RANK_TIMES_DIM = 8192
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LowRankShift:
     """What is added to one chunk's KV, in all layers.
 
@@ -36,6 +37,25 @@ class LowRankShift:
     cos: Tensor
     sin: Tensor
 
+    @cached_property
+    def _first(self) -> list[tuple[int, int]]:
+        """Address of every factor's first layer, and bytes from layer to layer."""
+        factors = (part for pair in (self.keys, self.values) for part in pair)
+        return [(part.data_ptr(), part.stride(0) * part.element_size()) for part in factors]
+
+    def addresses(self, layer_idx: int) -> list[int]:
+        """Return where one layer's factors and the tables lie, how many tokens there are, and the first one."""
+        layer = [first + layer_idx * step for first, step in self._first]
+        return [*layer, self.cos.data_ptr(), self.sin.data_ptr(), self.cos.shape[0], self.start]
+
+    @cached_property
+    def is_dense(self) -> bool:
+        """Whether every layer's factors are contiguous bfloat16 on the CPU that the native operator takes."""
+        factors = [part for pair in (self.keys, self.values) for part in pair]
+        rank, dim = self.keys[1].shape[-2:]
+        same_rank = self.values[1].shape[-2] == rank and rank * dim <= _LARGEST_RANK_TIMES_DIM
+        return same_rank and all(part[0].is_contiguous() for part in factors) and supports(*factors[1::2])
+
 
 def add_low_rank(shifts: Sequence[LowRankShift], layer_idx: int, layer_keys: Tensor, layer_values: Tensor) -> None:
     """Add the shifts of several chunks to one layer in place: ``K_j += R(p_j) (A B)_j`` and ``V_j += (A B)_j``.
@@ -50,17 +70,8 @@ def add_low_rank(shifts: Sequence[LowRankShift], layer_idx: int, layer_keys: Ten
     if not shifts:
         return
     layer = (layer_keys, layer_values)
-    factors = [part[layer_idx] for shift in shifts for pair in (shift.keys, shift.values) for part in pair]
-    rank, dim = factors[1].shape[-2:]
-    dense = all(t.stride(1) == t.shape[2] for t in layer) and all(part.is_contiguous() for part in factors)
-    one_rank = all(part.shape[-2] == rank for part in factors[1::2])
-    if (
-        dense
-        and one_rank
-        and rank * dim <= _LARGEST_RANK_TIMES_DIM
-        and supports(*layer)
-        and supports(factors[1], factors[3])
-    ):
+    one_rank = len({shift.keys[1].shape[2] for shift in shifts}) == 1 and all(shift.is_dense for shift in shifts)
+    if one_rank and supports(*layer) and all(t.stride(1) == t.shape[2] for t in layer):
         native_add_low_rank(shifts, layer_idx, layer_keys, layer_values)
         return
     for shift in shifts:

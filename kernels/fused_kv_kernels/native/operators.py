@@ -190,11 +190,7 @@ def native_add_low_rank(
     shifts: Sequence[LowRankShift], layer_idx: int, layer_keys: Tensor, layer_values: Tensor
 ) -> None:
     """Add shifts of one rank to a layer in place, as :func:`fused_kv_kernels.add_low_rank` does."""
-    flat: list[int] = []
-    for shift in shifts:
-        factors = (part[layer_idx] for pair in (shift.keys, shift.values) for part in pair)
-        flat += [*(part.data_ptr() for part in factors), shift.cos.data_ptr(), shift.sin.data_ptr()]
-        flat += [shift.cos.shape[0], shift.start]
+    flat = [number for shift in shifts for number in shift.addresses(layer_idx)]
     heads, _, dim = layer_keys.shape
     _library().fkv_add_low_rank(
         int64_array(*flat),
