@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
 DATA ?= ../shared/data/squad10.jsonl
 
-.PHONY: demo test test-gpu lint format bench clean
+.PHONY: demo test test-gpu lint format bench docs clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -45,5 +45,9 @@ bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/ingestion.py
 	$(BIN)/python benchmarks/quality.py --data $(DATA)
 
+# The site is in build/site.
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) demo_kv
+	rm -rf $(VENV) demo_kv build
