@@ -24,7 +24,7 @@ from fused_kv_llm.offline import embedder
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```[ {.]*(\w*)[ }]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # They ask many questions; their own tests run them.
 PARSED_ONLY = {"calibrate", "demo"}
 SHOWN = {
@@ -91,7 +91,7 @@ def test_page(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
         elif block.language == "diff":
             run_python(block, after(block.code), names)
         elif block.language == "console":
-            for line in block.code.splitlines():
+            for line in block.code.replace("\\\n", " ").splitlines():
                 run_command(shlex.split(line, comments=True))
         else:
             assert block.language == "text", f"{page}:{block.line} is a block of {block.language or 'no language'}"
@@ -114,6 +114,8 @@ def run_command(words: list[str]) -> None:
         run_cli(words[1:])
     elif words[0] == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    elif words[0] == "python":
+        assert (ROOT / words[1]).is_file()
     else:
         assert words[:2] == ["pip", "install"], f"nobody knows whether {shlex.join(words)} works"
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
