@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
 DATA ?= ../shared/data/squad10.jsonl
 
-.PHONY: demo test test-gpu lint format bench docs clean
+.PHONY: demo test test-gpu test-services stress lint format bench bench-gpu docs clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -27,6 +27,15 @@ demo: $(VENV)/.demo
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest
 
+# The remote tiers against real servers; one that is not installed is a failure here (Debian: redis-server).
+test-services: $(VENV)/.dev
+	FUSED_KV_REQUIRE_SERVICES=1 $(BIN)/python -m pytest tests/store/test_remote.py
+
+# What takes too long for every day: 8 processes for 5 minutes on one store, 1,000 kills, 10,000 flipped bytes.
+stress: $(VENV)/.dev
+	FUSED_KV_STRESS=1 $(BIN)/python -m pytest --timeout=3600 \
+		tests/store/test_stress.py tests/store/test_crash.py tests/store/test_damage.py
+
 # Fails, rather than skips, without a CUDA device.
 test-gpu: $(VENV)/.dev
 	$(BIN)/python -m pytest -m gpu
@@ -44,6 +53,9 @@ bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/ttft.py
 	$(BIN)/python benchmarks/ingestion.py
 	$(BIN)/python benchmarks/quality.py --data $(DATA)
+
+bench-gpu: $(VENV)/.dev
+	PYTHON=$(BIN)/python benchmarks/gpu_all.sh
 
 # The site is in build/site.
 docs: $(VENV)/.dev

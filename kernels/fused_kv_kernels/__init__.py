@@ -11,6 +11,8 @@ from .batched_rows import batched_row_attention
 from .dispatch import UnsupportedOperandsError
 from .kv_deviation import kv_deviation
 from .native import why_not_native
+from .paged_rows import paged_row_attention
+from .pages import PageTable, SharedPages
 from .place_chunks import place_chunks
 from .rotate import rerotate_keys, rotation_tables
 from .row_attention import RowPlan, row_attention
@@ -18,11 +20,14 @@ from .token_scores import token_scores
 from .transfer import TransferPlan, transfer_deviation
 
 __all__ = [
+    "PageTable",
     "RowPlan",
+    "SharedPages",
     "TransferPlan",
     "UnsupportedOperandsError",
     "batched_row_attention",
     "kv_deviation",
+    "paged_row_attention",
     "place_chunks",
     "rerotate_keys",
     "rotation_tables",

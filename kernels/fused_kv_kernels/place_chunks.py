@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .dispatch import UnsupportedOperandsError, triton_op, use_triton
 from .native import native_place_chunks, supports
 from .rotate import rerotate_keys
 
@@ -20,31 +21,92 @@ def place_chunks(
     sin: Tensor,
     layer_keys: Tensor,
     layer_values: Tensor,
+    scales: Sequence[tuple[Tensor, Tensor]] | None = None,
+    interleaved: bool = False,
 ) -> None:
     """Write the KV of several chunks into one layer, each chunk's keys rotated by one distance.
 
     Parameters
     ----------
     chunks : sequence of (Tensor, Tensor)
-        Keys and values ``[Hkv, T, D]`` of every chunk, in any floating dtype.
+        Keys and values ``[Hkv, T, D]`` of every chunk, all in one floating dtype or int8.
     starts : sequence of int
         Where each chunk begins in the layer.
     cos, sin : Tensor
         float32 ``[len(chunks), rotary / 2]``: :func:`fused_kv_kernels.rotation_tables` of the chunks' distances.
     layer_keys, layer_values : Tensor
         ``[Hkv, N, D]``, written in place.
+    scales : sequence of (Tensor, Tensor), optional
+        float16 scales of every int8 chunk: of keys ``[Hkv, 1, D]``, a factor for each channel, and of values
+        ``[Hkv, T, 1]``, one for each token.
+    interleaved : bool
+        Whether dimensions ``2 i`` and ``2 i + 1`` form a rotary pair; without it, ``i`` and ``i + rotary / 2`` do.
+
+    Raises
+    ------
+    UnsupportedOperandsError
+        If no kernel takes the tensors on their device.
     """
     if not chunks:
         return
+    operands = (chunks, starts, cos, sin, layer_keys, layer_values)
+    if use_triton("chunk placement", layer_keys=layer_keys, layer_values=layer_values):
+        _in_triton(*operands, scales, interleaved)
+        return
+    if scales is not None:
+        whole = [
+            tuple(part.float() * scale.float() for part, scale in zip(*both, strict=True))
+            for both in zip(chunks, scales, strict=True)
+        ]
+        place_chunks([(keys, values) for keys, values in whole], *operands[1:], interleaved=interleaved)
+        return
     tensors = [tensor for pair in chunks for tensor in pair]
     rows_dense = all(t.stride(1) == t.shape[2] for t in (*tensors, layer_keys, layer_values))
-    if rows_dense and supports(*tensors, layer_keys, layer_values):
-        native_place_chunks(chunks, starts, cos, sin, layer_keys, layer_values)
+    if rows_dense and not interleaved and supports(*tensors, layer_keys, layer_values):
+        native_place_chunks(*operands)
         return
+    _in_torch(*operands, interleaved)
+
+
+def _in_triton(
+    chunks: Sequence[tuple[Tensor, Tensor]],
+    starts: Sequence[int],
+    cos: Tensor,
+    sin: Tensor,
+    layer_keys: Tensor,
+    layer_values: Tensor,
+    scales: Sequence[tuple[Tensor, Tensor]] | None,
+    interleaved: bool,
+) -> None:
+    device = layer_keys.device
+
+    def there(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+        return [(a.to(device, non_blocking=True), b.to(device, non_blocking=True)) for a, b in pairs]
+
+    dtypes = {tensor.dtype for pair in chunks for tensor in pair}
+    dense = all(t.stride(1) == t.shape[2] and t.stride(2) == 1 for pair in chunks for t in pair)
+    if len(dtypes) > 1 or (dtypes == {torch.int8}) != (scales is not None) or not dense:
+        msg = f"chunk placement needs chunks of one dtype with dense rows, and scales for int8 (got {dtypes})"
+        raise UnsupportedOperandsError(msg)
+    triton_op("place_chunks")(
+        there(chunks), starts, cos.to(device), sin.to(device), layer_keys, layer_values,
+        None if scales is None else there(scales), interleaved,
+    )  # fmt: skip
+
+
+def _in_torch(
+    chunks: Sequence[tuple[Tensor, Tensor]],
+    starts: Sequence[int],
+    cos: Tensor,
+    sin: Tensor,
+    layer_keys: Tensor,
+    layer_values: Tensor,
+    interleaved: bool,
+) -> None:
     # All chunks are rotated in one go: chunk by chunk, dispatching would cost more than rotating.
     lengths = torch.tensor([keys.shape[1] for keys, _ in chunks], device=cos.device)
     tables = (cos.repeat_interleave(lengths, dim=0), sin.repeat_interleave(lengths, dim=0))
-    moved = rerotate_keys(torch.cat([keys for keys, _ in chunks], dim=1).to(layer_keys.device), *tables)
+    moved = rerotate_keys(torch.cat([keys for keys, _ in chunks], dim=1).to(layer_keys.device), *tables, interleaved)
     begin = 0
     for (keys, values), start in zip(chunks, starts, strict=True):
         end = begin + keys.shape[1]

@@ -5,12 +5,15 @@ Nothing here is fast. All arithmetic is done in float32 (float64 stays float64).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 __all__ = [
     "batched_row_attention_reference",
     "kv_deviation_reference",
+    "place_chunks_reference",
     "rerotate_keys_reference",
     "row_attention_reference",
     "token_scores_reference",
@@ -164,12 +167,12 @@ def kv_deviation_reference(
     return (key_gap + value_gap).sqrt().float()
 
 
-def rerotate_keys_reference(keys: Tensor, deltas: Tensor, inv_freq: Tensor) -> Tensor:
+def rerotate_keys_reference(keys: Tensor, deltas: Tensor, inv_freq: Tensor, interleaved: bool = False) -> Tensor:
     """Move rotated keys by a number of positions.
 
     Rotary embedding is a rotation, so ``R(p + delta) k = R(delta) R(p) k``: a key need not be un-rotated
-    first. Dimensions ``d`` and ``d + rotary/2`` form a pair (half-split layout); dimensions beyond the
-    rotary ones carry no position and are returned unchanged.
+    first. Dimensions ``d`` and ``d + rotary/2`` form a pair (half-split layout), or ``2 d`` and ``2 d + 1``
+    (interleaved); dimensions beyond the rotary ones carry no position and are returned unchanged.
 
     Parameters
     ----------
@@ -179,6 +182,8 @@ def rerotate_keys_reference(keys: Tensor, deltas: Tensor, inv_freq: Tensor) -> T
         int64 ``[T]``, positions to move each key by.
     inv_freq : Tensor
         ``[rotary / 2]``, the model's own frequencies.
+    interleaved : bool
+        The layout of the pairs.
 
     Returns
     -------
@@ -189,6 +194,42 @@ def rerotate_keys_reference(keys: Tensor, deltas: Tensor, inv_freq: Tensor) -> T
     half = inv_freq.shape[0]
     angle = deltas.to(torch.float64)[:, None] * inv_freq.to(torch.float64)[None, :]
     cos, sin = angle.cos().to(wide.dtype), angle.sin().to(wide.dtype)
-    first, second, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
-    moved = torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
-    return moved.to(keys.dtype)
+    pairs = wide[..., : 2 * half].reshape(*wide.shape[:-1], *((half, 2) if interleaved else (2, half)))
+    first, second = pairs.unbind(-1 if interleaved else -2)
+    turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1 if interleaved else -2)
+    return torch.cat((turned.flatten(-2), wide[..., 2 * half :]), dim=-1).to(keys.dtype)
+
+
+def place_chunks_reference(
+    chunks: Sequence[tuple[Tensor, Tensor]],
+    starts: Sequence[int],
+    deltas: Sequence[int],
+    inv_freq: Tensor,
+    layer_keys: Tensor,
+    layer_values: Tensor,
+    scales: Sequence[tuple[Tensor, Tensor]] | None = None,
+    interleaved: bool = False,
+) -> None:
+    """Write the KV of several chunks into one layer, each chunk's keys moved by its own distance.
+
+    Parameters
+    ----------
+    chunks : sequence of (Tensor, Tensor)
+        Keys and values ``[Hkv, T, D]`` of every chunk, floating or int8.
+    starts, deltas : sequence of int
+        Where each chunk begins in the layer, and how far its keys are moved.
+    inv_freq : Tensor
+        ``[rotary / 2]``.
+    layer_keys, layer_values : Tensor
+        ``[Hkv, N, D]``, written in place, rounded once.
+    scales : sequence of (Tensor, Tensor), optional
+        What int8 keys ``[Hkv, 1, D]`` and values ``[Hkv, T, 1]`` are multiplied by.
+    interleaved : bool
+        The layout of the rotary pairs.
+    """
+    for index, ((keys, values), start, delta) in enumerate(zip(chunks, starts, deltas, strict=True)):
+        key_scale, value_scale = (1.0, 1.0) if scales is None else (scale.float() for scale in scales[index])
+        span = slice(start, start + keys.shape[1])
+        moves = torch.full((keys.shape[1],), delta, device=keys.device)
+        layer_keys[:, span] = rerotate_keys_reference(keys.float() * key_scale, moves, inv_freq, interleaved)
+        layer_values[:, span] = (values.float() * value_scale).to(layer_values.dtype)

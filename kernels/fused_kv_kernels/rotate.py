@@ -28,15 +28,17 @@ def rotation_tables(deltas: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
     return angle.cos().float(), angle.sin().float()
 
 
-def rerotate_keys(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rerotate_keys(keys: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """Rotate keys by the angles of :func:`rotation_tables`, in float32.
 
     Parameters
     ----------
     keys : Tensor
-        ``[..., T, D]`` in any floating dtype; half-split rotary layout.
+        ``[..., T, D]`` in any floating dtype.
     cos, sin : Tensor
         float32 ``[T, rotary / 2]`` with ``rotary <= D``.
+    interleaved : bool
+        Whether dimensions ``2 i`` and ``2 i + 1`` form a pair; without it, ``i`` and ``i + rotary / 2`` do.
 
     Returns
     -------
@@ -45,10 +47,17 @@ def rerotate_keys(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     wide = keys.float()
     half = cos.shape[-1]
-    first, second = wide[..., :half], wide[..., half : 2 * half]
     moved = torch.empty_like(wide)
-    torch.mul(first, cos, out=moved[..., :half]).addcmul_(second, sin, value=-1.0)
-    torch.mul(second, cos, out=moved[..., half : 2 * half]).addcmul_(first, sin)
+    first, second = _pairs(wide, half, interleaved)
+    to_first, to_second = _pairs(moved, half, interleaved)
+    torch.mul(first, cos, out=to_first).addcmul_(second, sin, value=-1.0)
+    torch.mul(second, cos, out=to_second).addcmul_(first, sin)
     if 2 * half < wide.shape[-1]:
         moved[..., 2 * half :] = wide[..., 2 * half :]
     return moved
+
+
+def _pairs(keys: Tensor, half: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+    if interleaved:
+        return keys[..., 0 : 2 * half : 2], keys[..., 1 : 2 * half : 2]
+    return keys[..., :half], keys[..., half : 2 * half]

@@ -22,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
+from fused_kv_kernels import PageTable, SharedPages
 from fused_kv_kernels.triton_ops import configs
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -36,6 +37,7 @@ def _usage(cubin: bytes) -> dict[str, Any]:
         text = subprocess.run(call, capture_output=True, text=True, check=True).stdout
     registers, stack = (int(re.findall(name + r":(\d+)", text)[0]) for name in ("REG", "STACK"))
     words = {name: len(re.findall(rf"\b{name}\b", text)) for name in ("HGMMA", "HMMA", "LDL", "STL", "LDGSTS")}
+    words["LDG_16_bytes"] = len(re.findall(r"\bLDG\.E\.\S*128", text))
     return {"registers": registers, "stack_bytes": stack, **words}
 
 
@@ -72,7 +74,7 @@ def _offer(capability: int, every: bool) -> None:
 
 
 def _call(dtype: torch.dtype, dim: int, only_rows: bool) -> None:
-    from fused_kv_kernels.triton_ops import kv_deviation, row_attention, token_scores
+    from fused_kv_kernels.triton_ops import kv_deviation, paged_rows, place_chunks, row_attention, token_scores
 
     q, k = torch.empty(1, 28, 640, dim, dtype=dtype), torch.empty(1, 4, 4096, dim, dtype=dtype)
     rows = torch.arange(640)
@@ -84,6 +86,13 @@ def _call(dtype: torch.dtype, dim: int, only_rows: bool) -> None:
     extras = {"kv_positions": stands, "q_lengths": lengths, "kv_lengths": lengths}
     row_attention.row_attention(q, k, k, rows, 0.125, **extras, splits=1)
     token_scores.token_scores(q, k, rows, 0.125, splits=4)
+    half = dim // 2
+    shared = [[SharedPages(range(10), 600, 5, 5)]]
+    table = PageTable(shared, [[11]], 64, torch.ones(half))
+    pages = torch.empty(12, 4, 64, dim, dtype=dtype)
+    paged_rows.paged_rows(q[:, :, :1], pages, pages, table, rows[:1], 0.125, splits=2)
+    paged_rows.paged_rows(q, pages, pages, table, rows, 0.125, splits=1)
+    place_chunks.place_chunks([(k[0], k[0])], [0], torch.empty(1, half), torch.empty(1, half), k[0], k[0])
     kv_deviation.kv_deviation(k[0], k[0], k[0], k[0], rows, rows)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kernels.tolerance import TOLERANCE, assert_near
+from tolerance import TOLERANCE, assert_near
 
 from fused_kv_kernels import RowPlan, UnsupportedOperandsError, batched_row_attention, row_attention
 from fused_kv_kernels.reference import batched_row_attention_reference
@@ -101,6 +101,15 @@ def test_what_lies_beyond_the_rows_is_not_read(device: torch.device) -> None:
     assert torch.equal(out, again)
     shifted, _ = batched_row_attention(q, k, v, positions, 0.125, kv_positions=torch.arange(200, device=device))
     assert_near(shifted, out, torch.float32)
+
+
+def test_damage_is_not_hidden(device: torch.device) -> None:
+    """A row that sees NaN is NaN, not zero, and no other row is."""
+    q, k, v, positions = _tensors((1, 2, 1, 64, 60, [3, 40]), torch.float32, device)
+    k[:, :, 20] = float("nan")
+    out, _ = batched_row_attention(q, k, v, positions, 0.125)
+    assert out[:, :, 1].isnan().all()
+    assert not out[:, :, 0].isnan().any()
 
 
 def test_strided_operands(device: torch.device) -> None:

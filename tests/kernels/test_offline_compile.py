@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 
 SPILL_BYTES = 64
-KERNELS = {"_row_attention_kernel", "_combine_kernel", "_denominator_kernel", "_mass_kernel", "_deviation_kernel"}
+KERNELS = {
+    "_combine_kernel",
+    "_denominator_kernel",
+    "_deviation_kernel",
+    "_mass_kernel",
+    "_paged_kernel",
+    "_place_kernel",
+    "_row_attention_kernel",
+}
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.tolerance import TOLERANCE, assert_near
+from tolerance import TOLERANCE, assert_near
 
 from fused_kv_kernels import token_scores
 from fused_kv_kernels.reference import token_scores_reference
@@ -23,6 +23,26 @@ def test_equals_reference(num_keys: int, data: st.DataObject, groups: int) -> No
     got = token_scores(q, k, positions, 0.25)
     torch.testing.assert_close(got, token_scores_reference(q, k, positions, 0.25), atol=1e-6, rtol=1e-5)
     assert got.sum().item() == pytest.approx(1.0, abs=1e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    num_keys=st.integers(1, 400),
+    data=st.data(),
+    groups=st.sampled_from([1, 3, 7]),
+    dim=st.sampled_from([16, 64, 80, 128]),
+)
+def test_bfloat16_equals_reference(num_keys: int, data: st.DataObject, groups: int, dim: int) -> None:
+    rows = sorted(data.draw(st.sets(st.integers(0, num_keys - 1), min_size=1, max_size=20)))
+    generator = torch.Generator().manual_seed(num_keys)
+    q = torch.randn(len(rows), 2 * groups, dim, generator=generator).bfloat16().transpose(0, 1)
+    k = torch.randn(2, num_keys + 5, dim, generator=generator).bfloat16()[:, :num_keys]
+    positions = torch.tensor(rows)
+    got = token_scores(q, k, positions, dim**-0.5)
+    want = token_scores_reference(q, k, positions, dim**-0.5)
+    torch.testing.assert_close(got, want, atol=5e-4, rtol=2e-2)
+    assert got.sum().item() == pytest.approx(1.0, abs=1e-3)
+    assert torch.equal(got, token_scores(q, k, positions, dim**-0.5))
 
 
 def test_a_token_that_the_question_looks_for_wins() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import pickle
+import random
 import sqlite3
 import tempfile
 import warnings
@@ -369,3 +372,62 @@ def test_row_that_cannot_be_understood(store, kv_dir, make_chunk):
         rows = store.rows([chunk.key, good.key])
     assert list(rows) == [good.key]
     assert store.contains([chunk.key]) == set()
+
+
+FLIPS = 10_000 if os.environ.get("FUSED_KV_STRESS") == "1" else 2_000
+
+
+@pytest.mark.parametrize(("kv_dtype", "key"), [("auto", None), ("int8", None), ("auto", "ab" * 32)])
+def test_thousands_of_flipped_bytes(kv_dir, make_chunk, kv_dtype, key):
+    """Any byte of any file, any other value: never a wrong tensor (three stores share them)."""
+    if key is not None:
+        pytest.importorskip("cryptography")
+    chunks = [make_chunk(seed, layers=4, tokens=6 + seed % 5) for seed in range(40)]
+    with KVStore(kv_dir, kv_dtype=kv_dtype, encryption_key=key) as store:
+        for chunk in chunks:
+            chunk.put(store)
+        right = {chunk.key: chunk.open(store).read_layers(0, 4) for chunk in chunks}
+    files = {chunk.path(kv_dir): chunk.path(kv_dir).read_bytes() for chunk in chunks}
+    rng = random.Random(11)
+    flipped = noticed = 0
+    while flipped < FLIPS // 3 + 1:
+        for path, raw in files.items():
+            damaged = bytearray(raw)
+            damaged[rng.randrange(len(raw))] ^= rng.randrange(1, 256)
+            path.write_bytes(damaged)
+            flipped += 1
+        # Read-only, so that damaged files stay where they are and the next round needs no put.
+        with KVStore(kv_dir, memory_bytes=0, read_only=True, encryption_key=key) as store, warnings.catch_warnings():
+            warnings.simplefilter("ignore", FusedKVWarning)
+            for chunk in chunks:
+                stored = chunk.open(store)
+                if stored is None:
+                    noticed += 1
+                    continue
+                with stored, contextlib.suppress(ChunkDamagedError):
+                    keys, values = stored.read_layers(0, 4)
+                    wrong = not (keys.equal(right[chunk.key][0]) and values.equal(right[chunk.key][1]))
+                    assert not wrong, f"a wrong tensor of {chunk.key}"
+                    noticed -= 1
+                noticed += 1
+    assert noticed == flipped
+
+
+def test_input_output_error_while_reading_is_a_damaged_layer(store, kv_dir, make_chunk, monkeypatch):
+    """EIO in the middle of a file costs the layers that cannot be read, and nothing else."""
+    chunk = make_chunk(layers=4)
+    chunk.put(store)
+    real, size = os.preadv, chunk.kv.keys[0].nbytes
+    start = chunk.path(kv_dir).stat().st_size - 2 * chunk.kv.keys.nbytes
+
+    def broken(fd, buffers, offset):
+        if offset <= start + 2 * size < offset + sum(map(len, buffers)):
+            raise OSError(errno.EIO, "Input/output error")
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", broken)
+    with chunk.open(store) as stored:
+        with pytest.raises(ChunkDamagedError, match=r"layer 2 cannot be read .*Input/output error"):
+            stored.read_layers(0, 4)
+        assert stored.read_layers(0, 2)[0].equal(chunk.kv.keys[:2])
+        assert stored.read_layers(3, 4)[1].equal(chunk.kv.values[3:])

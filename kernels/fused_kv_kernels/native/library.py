@@ -54,17 +54,39 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
     if missing:
         return None, f"the processor lacks {', '.join(missing)}"
     try:
-        return _declare(ctypes.CDLL(str(_build()))), None
+        library = _declare(ctypes.CDLL(str(_build())))
     except (OSError, subprocess.SubprocessError) as error:
         output = getattr(error, "stderr", None) or ""
         reason = f"the native CPU operators could not be built: {error} {output.strip()[:500]}".rstrip()
-        warnings.warn(
-            f"{reason}\nTorch does their work, about two times slower. Install a C++ compiler (Debian: g++), or set "
-            "FUSED_KV_KERNELS=torch to be content with torch.",
-            RuntimeWarning,
-            stacklevel=4,
-        )
-        return None, reason
+        return None, _warned(reason, "Install a C++ compiler (Debian: g++)")
+    if not _agrees_with_torch(library):
+        return None, _warned("the native CPU operators compute something else than torch here", "Report your processor")
+    return library, None
+
+
+def _warned(reason: str, remedy: str) -> str:
+    warnings.warn(
+        f"{reason}\nTorch does their work, about two times slower. {remedy}, or set FUSED_KV_KERNELS=torch to be "
+        "content with torch.",
+        RuntimeWarning,
+        stacklevel=5,
+    )
+    return reason
+
+
+def _agrees_with_torch(library: ctypes.CDLL) -> bool:
+    """Run one small row attention: which instructions a processor and its hypervisor really have shows in use only."""
+    generator = torch.Generator().manual_seed(0)
+    rows, keys, dim = 40, 300, 64
+    q, k, v = (torch.randn(1, 1, n, dim, generator=generator).bfloat16() for n in (rows, keys, keys))
+    positions, out = torch.arange(keys - rows, keys), torch.empty(1, 1, rows, dim, dtype=torch.bfloat16)
+    scratch = torch.empty(library.fkv_row_attention_scratch(1, 1, keys, dim), dtype=torch.uint8)
+    strides = [int64_array(*tensor.stride()[:3]) for tensor in (q, k, v, out)]
+    pointers = (tensor.data_ptr() for tensor in (q, k, v, out, positions, scratch))
+    library.fkv_row_attention(*pointers, int64_array(1, 1, 1, rows, keys, dim), *strides, dim**-0.5, num_threads())
+    mask = torch.arange(keys) <= positions[:, None]
+    want = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), attn_mask=mask)
+    return torch.allclose(out.float(), want, atol=2e-2, rtol=2e-2)
 
 
 def _processor_features() -> frozenset[str]:
@@ -76,7 +98,7 @@ def _processor_features() -> frozenset[str]:
     return frozenset()
 
 
-def _build() -> Path:
+def _build(*extra_flags: str) -> Path:
     """Return the library's path, compiling it if it is not there."""
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))), None)
     if compiler is None:
@@ -84,7 +106,7 @@ def _build() -> Path:
     folder = Path(__file__).parent
     sources = sorted(folder.glob("*.cpp"))
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=_BUILD_SECONDS).stdout
-    digest = hashlib.sha256(version + " ".join((*_FLAGS, *sorted(_processor_features()))).encode())
+    digest = hashlib.sha256(version + " ".join((*_FLAGS, *extra_flags, *sorted(_processor_features()))).encode())
     for source in sorted(folder.glob("*.h")) + sources:
         digest.update(source.read_bytes())
     cache = Path(os.environ.get("FUSED_KV_CACHE") or user_cache_dir("fused_kv_llm")) / "native"
@@ -95,7 +117,7 @@ def _build() -> Path:
         handle, temporary = tempfile.mkstemp(dir=cache, suffix=".so")
         os.close(handle)
         try:
-            command = [compiler, *_FLAGS, *map(str, sources), "-o", temporary]
+            command = [compiler, *_FLAGS, *extra_flags, *map(str, sources), "-o", temporary]
             subprocess.run(command, capture_output=True, check=True, text=True, timeout=_BUILD_SECONDS)
             os.replace(temporary, target)
         finally:

@@ -1,9 +1,9 @@
-// Row attention on AVX512-BF16: scattered query rows, each with its own causal limit, one pass over the keys.
+// Row attention on AVX512-BF16, and AMX where there is one: scattered query rows, each with its own causal limit, one pass over the keys.
 //
 // The query heads that share a key head are folded into rows. Keys and values of a head are packed once; then every
 // block of rows goes over the key blocks up to its last row with a running maximum and sum (online softmax), so that
 // scores live in the first-level cache and are never rounded to bfloat16 before the softmax.
-#include "tiles.h"
+#include "matrix_tiles.h"
 
 #include <cmath>
 #include <vector>
@@ -12,7 +12,7 @@ namespace {
 
 using namespace fkv;
 
-constexpr int64_t kRowBlock = 24;
+constexpr int64_t kRowBlock = FKV_MATRIX_TILES ? 32 : 24; // four register tiles, or two matrix tiles
 constexpr int64_t kKeyBlock = 256;
 
 struct Shape {
@@ -24,6 +24,7 @@ struct Workspace {
     std::vector<float> scores, sums, maximum, total, factor;
     std::vector<int64_t> limits;
 
+    // Matrix products read whole tiles: unused rows stay zero.
     Workspace(int64_t dim, int64_t padded)
         : queries(kRowBlock * dim / 2), weights(kRowBlock * kKeyBlock / 2), scores(kRowBlock * kKeyBlock),
           sums(kRowBlock * padded), maximum(kRowBlock), total(kRowBlock), factor(kRowBlock), limits(kRowBlock) {}
@@ -77,7 +78,7 @@ extern "C" {
 // Bytes of scratch that fkv_row_attention wants: the packed keys and values.
 int64_t fkv_row_attention_scratch(int64_t batch, int64_t kv_heads, int64_t keys, int64_t dim) {
     const int64_t padded = round_up(dim, kLanes);
-    return batch * kv_heads * (round_up(keys, kPanel) * dim / 2 + round_up(keys, 2) / 2 * padded) * 4;
+    return batch * kv_heads * round_up(keys, kPanel) / 2 * (dim + padded) * 4;
 }
 
 // q [B, Hq, R, D], k and v [B, Hkv, N, D] by strides (batch, head, row; elements; the last dimension is dense),
@@ -88,7 +89,7 @@ void fkv_row_attention(const uint16_t *q, const uint16_t *k, const uint16_t *v, 
     const Shape s{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5]};
     const int64_t groups = s.q_heads / s.kv_heads, folded = s.rows * groups, heads = s.batch * s.kv_heads;
     const int64_t padded = round_up(s.dim, kLanes), panels = round_up(s.keys, kPanel) / kPanel;
-    const int64_t panel_words = kPanel * s.dim / 2, value_rows = round_up(s.keys, 2) / 2;
+    const int64_t panel_words = kPanel * s.dim / 2, value_rows = panels * kPanel / 2;
     uint32_t *packed_keys = scratch, *packed_values = scratch + heads * panels * panel_words;
     const int64_t blocks = (folded + kRowBlock - 1) / kRowBlock;
     const float log2_scale = scale * 1.44269504088896340736f;
@@ -105,8 +106,11 @@ void fkv_row_attention(const uint16_t *q, const uint16_t *k, const uint16_t *v, 
             for (int64_t row = first; row < first + count; row += 2)
                 pack_value_pair(values + row * v_strides[2], row + 1 < s.keys ? values + (row + 1) * v_strides[2] : nullptr,
                                 s.dim, padded, packed_values + (head * value_rows + row / 2) * padded);
+            const int64_t pairs = (count + 1) / 2;
+            std::memset(packed_values + (head * value_rows + first / 2 + pairs) * padded, 0, (kPanel / 2 - pairs) * padded * 4);
         }
         Workspace space(s.dim, padded);
+        const TileState tiles(s.dim % 32 == 0);
         // The last rows see most keys: they come first, so that the threads end together.
 #pragma omp for schedule(dynamic, 1)
         for (int64_t task = 0; task < heads * blocks; ++task) {
@@ -127,12 +131,23 @@ void fkv_row_attention(const uint16_t *q, const uint16_t *k, const uint16_t *v, 
             const uint32_t *head_values = packed_values + head * value_rows * padded;
             for (int64_t start = 0; start < end; start += kKeyBlock) {
                 const int64_t width = std::min(kKeyBlock, end - start);
-                for (int64_t at = 0; at < width; at += kPanel)
-                    product(space.queries.data(), s.dim / 2, head_keys + (start + at) / kPanel * panel_words, kPanel,
-                            s.dim / 2, space.scores.data() + at, kKeyBlock, nullptr, count, kPanel);
+                for (int64_t at = 0; at < width; at += kPanel) {
+                    const uint32_t *panel = head_keys + (start + at) / kPanel * panel_words;
+                    if (tiles.active())
+                        tile_product(space.queries.data(), s.dim / 2, panel, kPanel, s.dim / 2,
+                                     space.scores.data() + at, kKeyBlock, nullptr, kPanel);
+                    else
+                        product(space.queries.data(), s.dim / 2, panel, kPanel, s.dim / 2, space.scores.data() + at,
+                                kKeyBlock, nullptr, count, kPanel);
+                }
                 for (int64_t row = 0; row < count; ++row) weigh(space, row, space.limits[row] - start, width, log2_scale);
-                product(space.weights.data(), kKeyBlock / 2, head_values + start / 2 * padded, padded, (width + 1) / 2,
-                        space.sums.data(), padded, space.factor.data(), count, padded);
+                const uint32_t *value_pairs = head_values + start / 2 * padded;
+                if (tiles.active())
+                    tile_product(space.weights.data(), kKeyBlock / 2, value_pairs, padded, round_up(width, 32) / 2,
+                                 space.sums.data(), padded, space.factor.data(), padded);
+                else
+                    product(space.weights.data(), kKeyBlock / 2, value_pairs, padded, (width + 1) / 2,
+                            space.sums.data(), padded, space.factor.data(), count, padded);
             }
             for (int64_t row = 0; row < count; ++row) {
                 const int64_t at = (first + row) / groups, q_head = kv_head * groups + (first + row) % groups;

@@ -36,7 +36,7 @@ def _combine_kernel(
         part = tl.load(part_out + (split * total_rows + index)[:, None] * D + dims[None, :], mask=inside, other=0.0)
         acc += part * weight[:, None]
         total += weight
-    sees = total > 0.0
+    sees = total != 0.0
     safe = tl.where(sees, total, 1.0)
     row = index % rows
     head = index // rows % heads

@@ -125,7 +125,7 @@ def _row_attention_kernel(
         k_at += BLOCK_N * stride_kn
         v_at += BLOCK_N * stride_vn
 
-    sees = is_row & (total > 0.0)
+    sees = is_row & (total != 0.0)
     result = tl.where(sees[:, None], acc / tl.where(sees, total, 1.0)[:, None], 0.0)
     is_output = row < rows
     out_at = out + split.to(tl.int64) * stride_os + batch * stride_ob + head[:, None] * stride_oh

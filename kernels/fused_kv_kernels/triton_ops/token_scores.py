@@ -62,7 +62,7 @@ def _denominator_kernel(
         total = total * tl.exp2(peak - base) + tl.sum(tl.exp2(scores - base[:, None]), 1)
         peak = new_peak
         k_at += BLOCK_N * stride_kn
-    level = tl.where(total > 0.0, peak + tl.log2(tl.where(total > 0.0, total, 1.0)), float("-inf"))
+    level = tl.where(total != 0.0, peak + tl.log2(tl.where(total != 0.0, total, 1.0)), float("-inf"))
     layers = tl.num_programs(1) // kv_heads
     at = ((split.to(tl.int64) * layers + layer) * kv_heads * GROUP + head) * rows + row
     tl.store(levels + at, level, mask=is_row)
@@ -104,7 +104,7 @@ def _mass_kernel(
             base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
             total = total * tl.exp2(peak - base) + tl.exp2(level - base)
             peak = new_peak
-        level = tl.where(total > 0.0, peak + tl.log2(tl.where(total > 0.0, total, 1.0)), 0.0)
+        level = tl.where(total != 0.0, peak + tl.log2(tl.where(total != 0.0, total, 1.0)), 0.0)
         scores = dot(queries, tl.trans(keys_block), nothing, PRECISION) * scale_log2
         seen = (column[None, :] <= positions[:, None]) & (column < keys)[None, :]
         shares += tl.sum(tl.where(seen, tl.exp2(scores - level[:, None]), 0.0), 0)

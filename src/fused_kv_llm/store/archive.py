@@ -240,5 +240,4 @@ class Archive:
             return False
         with as_file(data) as fd:
             read_side_file(fd, key, name, self._cipher)
-        self._writer.write_side(key, name, [data])
-        return True
+        return self._writer.write_side(key, name, [data]) is not None

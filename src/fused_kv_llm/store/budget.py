@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 from fused_kv_llm.errors import StoreFullError
 from fused_kv_llm.store.index import ChunkIndex
@@ -100,8 +100,9 @@ class DiskBudget:
                 self._index.ledger.count(uses)
                 self._index.ledger.add_counts(counts)
 
-    def _evict(self, victims: Iterable[Victim]) -> set[str]:
+    def _evict(self, victims: Sequence[Victim]) -> set[str]:
         """Evict chunks that nobody reads; returns their keys."""
+        sides = {victim.key: self._index.ledger.sides(victim.key) for victim in victims}
         kept = {victim.key: victim.on_remote or self._demote(victim.key) for victim in victims}
         gone: set[str] = set()
         with self._index.transaction():
@@ -111,11 +112,15 @@ class DiskBudget:
                     # Another process was faster.
                     gone.add(victim.key)
                     continue
+                if self._index.ledger.sides(victim.key) != sides[victim.key]:
+                    # It got a side file that was not copied with it.
+                    continue
                 if not self._folder.evict(victim.key):
                     continue
-                for name in self._index.ledger.sides(victim.key):
+                for name in sides[victim.key]:
                     self._folder.remove(victim.key, name)
-                if kept[victim.key]:
+                # The place as it is now: somebody may have copied the chunk there since it was chosen.
+                if kept[victim.key] or place.on_remote:
                     self._index.ledger.move(victim.key, Place(on_disk=False, on_remote=True), victim.nbytes)
                 else:
                     self._index.remove([victim.key])

@@ -7,6 +7,7 @@ import warnings
 from fused_kv_llm.errors import FusedKVWarning, StoreError
 from fused_kv_llm.store.index import ChunkIndex
 from fused_kv_llm.store.layout import StoreFolder
+from fused_kv_llm.store.ledger import Place
 from fused_kv_llm.store.reader import ChunkReader
 
 __all__ = ["DamageControl", "warn"]
@@ -48,6 +49,28 @@ class DamageControl:
         if done is None:
             return False
         warn(f"The stored KV of chunk {key} ({path}) cannot be used: {reason}; {done}. It is computed afresh.")
+        return True
+
+    def vanished(self, key: str) -> bool:
+        """Look again for a chunk whose file was not there when it was opened; True if it is damage.
+
+        While it is evicted, or put again, a file is not there for a moment; only the index, with nobody else writing,
+        knows which it is.
+        """
+        if self._read_only:
+            return False
+        with self._index.transaction():
+            place = self._index.ledger.place(key)
+            if place is None or not place.on_disk or self._folder.has(key):
+                return False
+            if place.on_remote:
+                self._index.ledger.move(key, Place(on_disk=False, on_remote=True))
+            else:
+                self._index.remove([key])
+        self._reader.forget(key)
+        where = self._folder.chunk_path(key)
+        done = "the remote tier still has it" if place.on_remote else "its row was dropped. It is computed afresh"
+        warn(f"The stored KV of chunk {key} ({where}) cannot be used: its file has vanished; {done}.")
         return True
 
     def discard_side(self, key: str, name: str, reason: str) -> None:

@@ -94,15 +94,16 @@ class Ledger:
             found = connection.execute("SELECT on_disk, on_remote FROM places WHERE key = ?", (key,)).fetchone()
         return Place(bool(found[0]), bool(found[1])) if found is not None else None
 
-    def move(self, key: str, place: Place, nbytes: int) -> None:
-        """Change where a chunk is, and the bytes it takes on the disk; inside a transaction."""
+    def move(self, key: str, place: Place, nbytes: int | None = None) -> None:
+        """Change where a chunk is, and the bytes that it takes there; inside a transaction."""
         with self._database.connection() as connection:
             found = connection.execute("SELECT on_disk, nbytes FROM places WHERE key = ?", (key,)).fetchone()
             if found is None:
                 return
             update = "UPDATE places SET on_disk = ?, on_remote = ?, nbytes = ? WHERE key = ?"
-            connection.execute(update, (*map(int, place), nbytes, key))
-            self._grow(nbytes * place.on_disk - found[0] * found[1])
+            takes = found[1] if nbytes is None else nbytes
+            connection.execute(update, (*map(int, place), takes, key))
+            self._grow(takes * place.on_disk - found[0] * found[1])
 
     def remove(self, keys: Iterable[str]) -> None:
         """Forget chunks and their side files; inside a transaction."""

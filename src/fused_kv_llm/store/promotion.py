@@ -38,6 +38,9 @@ def demote(remote: RemoteTier | None, folder: StoreFolder, index: ChunkIndex, us
             fd = folder.open_chunk(key, name)
             with open(fd, "rb") as file:
                 remote.put(remote_name(key, name), [memoryview(file.read())])
+    except FileNotFoundError:
+        # Another process was faster: it evicted the chunk, or deleted it.
+        return False
     except (StoreError, OSError) as error:
         warn(f"Chunk {key[:16]} could not be copied to the remote tier and is lost when it is evicted: {error}")
         return False
@@ -119,7 +122,7 @@ class Promoter:
                     try:
                         header = read_header(fd, key, sizes[name], self._cipher)
                     except ChunkDamagedError as error:
-                        self._drop(key, error.reason)
+                        self._report(key, error.reason)
                     else:
                         self._add_row(header, sizes[name])
                         added += 1
@@ -155,8 +158,13 @@ class Promoter:
     def _drop(self, key: str, reason: str) -> None:
         with self._index.transaction():
             place = self._index.ledger.place(key)
-            if place is not None and not place.on_disk:
-                self._index.remove([key])
+            if place is None or place.on_disk:
+                # Another process deleted it, or brought it.
+                return
+            self._index.remove([key])
+        self._report(key, reason)
+
+    def _report(self, key: str, reason: str) -> None:
         self._uses.add(damaged=1)
         warn(f"The KV of chunk {key} on {self.remote.url} cannot be used: {reason}. It is computed afresh.")
 

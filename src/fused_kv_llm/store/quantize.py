@@ -48,17 +48,27 @@ def compress(keys: Tensor, values: Tensor, storage: str) -> dict[str, Tensor]:
     -------
     dict of str to Tensor
         ``k`` and ``v``, with their scales (and minima, int4) where they are integers. All begin with the layers.
+
+    Raises
+    ------
+    ConfigError
+        A key or value is too large for the dtype, or is no number.
     """
     if storage in _PLAIN:
         dtype = _PLAIN[storage]
-        return {"k": keys.to(dtype), "v": values.to(dtype)}
+        plain = {"k": keys.to(dtype), "v": values.to(dtype)}
+        if storage == "float16" and keys.dtype != torch.float16:
+            _check_range(storage, plain["k"], plain["v"])
+        return plain
     if storage == "int8":
         k, k_scale = _to_int8(keys.float(), dim=2)
         v, v_scale = _to_int8(values.float(), dim=3)
+        _check_range(storage, k_scale, v_scale)
         return {"k": k, "k_scale": k_scale, "v": v, "v_scale": v_scale}
     # Groups of tokens for keys, of channels for values: 15 steps do not span a whole chunk.
     k, k_scale, k_least = _to_int4(keys.float().transpose(2, 3))
     v, v_scale, v_least = _to_int4(values.float())
+    _check_range(storage, k_scale, k_least, v_scale, v_least)
     return {"k": k, "k_scale": k_scale, "k_least": k_least, "v": v, "v_scale": v_scale, "v_least": v_least}
 
 
@@ -110,6 +120,14 @@ def stored_bytes_per_token(storage: str, layers: int, heads: int, head_dim: int)
         return 2 * layers * heads * head_dim * _PLAIN[storage].itemsize
     scales = 2 if bits == 8 else 4 * -(-head_dim // _GROUP) + 4 * head_dim // _GROUP
     return layers * heads * (2 * head_dim * bits // 8 + scales)
+
+
+def _check_range(storage: str, *parts: Tensor) -> None:
+    if not all(bool(part.isfinite().all()) for part in parts):
+        raise ConfigError(
+            f"The chunk's keys or values are too large for kv_dtype={storage!r}, or are no numbers. Use 'bfloat16' or "
+            "'float32'."
+        )
 
 
 def _to_int8(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:

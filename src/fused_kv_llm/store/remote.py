@@ -89,7 +89,8 @@ class RemoteFiles:
             self._root = root.rstrip("/")
             self._fs.makedirs(self._root, exist_ok=True)
         except ImportError as error:
-            raise MissingExtraError(f"the fsspec backend of {url.partition('://')[0]}", "remote") from error
+            scheme = url.partition("://")[0]
+            raise MissingExtraError(f"the fsspec backend of {scheme}", "s3" if scheme == "s3" else "remote") from error
         except ValueError as error:
             raise ConfigError(f"remote={url!r} cannot work: {error}") from error
         except Exception as error:  # whatever a backend raises

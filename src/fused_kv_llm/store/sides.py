@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from fused_kv_llm.chunk import FORMAT_VERSION
-from fused_kv_llm.errors import ChunkDamagedError, ConfigError
+from fused_kv_llm.errors import ChunkDamagedError, ConfigError, StoreUnavailableError
 from fused_kv_llm.store.cipher import Cipher
 from fused_kv_llm.store.damage import DamageControl
 from fused_kv_llm.store.index import ChunkIndex
@@ -25,6 +25,7 @@ from fused_kv_llm.store.writer import ChunkWriter
 __all__ = ["SIDE_FORMAT", "SideFiles", "encode_side", "read_side", "read_side_file"]
 
 SIDE_FORMAT = "fused_kv_llm.side"
+_ATTEMPTS = 5
 
 
 class SideFiles:
@@ -92,7 +93,16 @@ class SideFiles:
             It cannot be written, or the store is closed or read-only; nothing is left behind then.
         """
         self._check_writable()
-        return self._writer.write_side(key, name, encode_side(key, name, tensors, self._cipher))
+        parts = encode_side(key, name, tensors, self._cipher)
+        for _ in range(_ATTEMPTS):
+            nbytes = self._writer.write_side(key, name, parts)
+            if nbytes is not None:
+                return nbytes
+            self._fetch([key])
+        raise StoreUnavailableError(
+            f"The chunk {key[:16]} is on the remote tier and cannot be brought to the disk now, so it can have no new "
+            "side file. Check the remote tier, or raise disk_bytes."
+        )
 
     def read(self, key: str, name: str) -> dict[str, torch.Tensor] | None:
         """Return the tensors of a side file, on the CPU and the caller's own.

@@ -301,9 +301,8 @@ class KVStore:
         try:
             return self._reader.acquire(key)
         except FileNotFoundError:
-            place = self._index.ledger.place(key)
-            if place is not None and place.on_disk:
-                self.discard(key, "its file has vanished")
+            if self._damage.vanished(key):
+                self._uses.add(damaged=1)
         except ChunkDamagedError as error:
             self.discard(key, error.reason)
         except OSError as error:

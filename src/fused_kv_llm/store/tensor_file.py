@@ -13,7 +13,7 @@ verified before anything in the header is believed.
 
 Every tensor is cut along its first axis into pieces (a chunk's layers), each with its own xxh3-64, so that pieces
 can be read and trusted singly. In an encrypted file a piece is an AES-GCM message with its tag behind it, and the
-header shows the tensors as bytes; their dtypes and shapes are in the sealed part of the metadata.
+header shows the tensors as numbered bytes; their names, dtypes and shapes are in the sealed part of the metadata.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def encode_tensors(
         described[name] = {"dtype": _NAMES[tensor.dtype], "shape": shape, "xxh3_64": digests}
         place = {"data_offsets": [offset, offset + nbytes]}
         dtype, visible = ("U8", [nbytes]) if sealer else (_NAMES[tensor.dtype], shape)
-        shown[name] = {"dtype": dtype, "shape": visible, **place}
+        shown[str(len(shown)) if sealer else name] = {"dtype": dtype, "shape": visible, **place}
         data += stored
         offset += nbytes
     secret = json.dumps({"about": dict(private), "tensors": described}, ensure_ascii=False, separators=(",", ":"))
@@ -255,11 +255,11 @@ def _open_private(key: str, metadata: dict[str, str], cipher: Cipher | None) -> 
 
 
 def _parts(shown: Any, described: Any, data_start: int, *, sealed: bool) -> tuple[Part, ...]:
-    if list(shown) != list(described):
+    if list(shown) != ([str(number) for number in range(len(described))] if sealed else list(described)):
         raise ValueError("the tensors are not those described")
     parts: list[Part] = []
     offset = message = 0
-    for name, about in described.items():
+    for (name, about), place in zip(described.items(), shown.values(), strict=True):
         shape = tuple(_natural(size) for size in about["shape"])
         digests = tuple(_text(digest) for digest in about["xxh3_64"])
         overhead = TAG_NBYTES if sealed else 0
@@ -268,7 +268,7 @@ def _parts(shown: Any, described: Any, data_start: int, *, sealed: bool) -> tupl
             raise ValueError(f"{name} has {len(digests)} digests for {part.nbytes} bytes")
         end = offset + part.stored_nbytes
         visible = ("U8", [part.stored_nbytes]) if sealed else (about["dtype"], list(shape))
-        if shown[name] != {"dtype": visible[0], "shape": visible[1], "data_offsets": [offset, end]}:
+        if place != {"dtype": visible[0], "shape": visible[1], "data_offsets": [offset, end]}:
             raise ValueError(f"{name} is not where it should be")
         parts.append(part)
         offset, message = end, message + len(digests)

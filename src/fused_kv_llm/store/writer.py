@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 
 from fused_kv_llm.chunk import ContentHash
 from fused_kv_llm.errors import ConfigError, StoreError, StoreFullError
@@ -98,21 +99,29 @@ class ChunkWriter:
         return True
 
     def promote(self, key: str, files: Mapping[str | None, memoryview], place: Place) -> None:
-        """Bring a chunk's files from the remote tier back to the disk; they were verified."""
+        """Bring a chunk's files from the remote tier back to the disk, all at once; they were verified."""
         nbytes = sum(map(len, files.values()))
         self._budget.make_room(nbytes)
-        for name, data in files.items():
-            with self._folder.staged(key, [data]) as staged, self._index.transaction():
+        with ExitStack() as stack:
+            staged = {name: stack.enter_context(self._folder.staged(key, [data])) for name, data in files.items()}
+            with self._index.transaction():
                 if self._index.ledger.place(key) != place:
                     return
-                self._folder.publish(staged, key, name)
-                if name is None:
-                    moved = Place(on_disk=True, on_remote=place.on_remote)
-                    self._index.ledger.move(key, moved, nbytes)
-                    place = moved
+                for side in self._index.ledger.sides(key):
+                    if side not in files:
+                        self._index.ledger.drop_side(key, side)
+                # The chunk last: whoever sees it sees its side files.
+                for name in sorted(files, key=lambda name: name is None):
+                    self._folder.publish(staged[name], key, name)
+                self._index.ledger.move(key, Place(on_disk=True, on_remote=place.on_remote), nbytes)
 
-    def write_side(self, key: str, name: str, parts: Sequence[memoryview]) -> int:
-        """Write a side file of a chunk that is stored, replacing an old one; returns its bytes.
+    def write_side(self, key: str, name: str, parts: Sequence[memoryview]) -> int | None:
+        """Write a side file of a chunk that is stored, replacing an old one.
+
+        Returns
+        -------
+        int or None
+            Its bytes; None if the chunk is on the remote tier only, and has to be brought first.
 
         Raises
         ------
@@ -124,7 +133,13 @@ class ChunkWriter:
         nbytes = sum(map(len, parts))
         self._budget.make_room(nbytes)
         with self._folder.staged(key, parts) as staged, self._index.transaction():
-            if not self._index.ledger.add_side(key, name, nbytes):
+            place = self._index.ledger.place(key)
+            if place is None:
                 raise ConfigError(f"The chunk {key[:16]} is not stored, so it can have no side file. Put it first.")
+            if not place.on_disk:
+                return None
+            self._index.ledger.add_side(key, name, nbytes)
+            # The remote tier's copy is no longer all of the chunk: its next eviction copies it again.
+            self._index.ledger.move(key, Place(on_disk=True, on_remote=False))
             self._folder.publish(staged, key, name)
         return nbytes

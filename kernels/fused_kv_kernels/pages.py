@@ -1,0 +1,143 @@
+"""Page tables: which pages hold a request's KV, and where every slot of them stands in its prompt.
+
+FusionRAG section 4.3 and figure 12: requests share the pages of a chunk, whose keys stay at the positions they were
+prefilled at. What a request recomputes lies in its own pages, and takes the place of the entries at the same positions
+in the shared ones. A slot that a request must not see has the position -1, and no kernel needs to know more than that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .rotate import rotation_tables
+
+__all__ = ["HIDDEN", "PageTable", "SharedPages"]
+
+HIDDEN = -1
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPages:
+    """A chunk as one request sees it.
+
+    Parameters
+    ----------
+    pages : sequence of int
+        Pages that hold its tokens, in order.
+    num_tokens : int
+        Tokens in them; the last page may have free slots.
+    start : int
+        Position of its first token in the request.
+    delta : int
+        `start` less the position that its first key was rotated to when it was prefilled.
+    """
+
+    pages: Sequence[int]
+    num_tokens: int
+    start: int
+    delta: int
+
+
+class PageTable:
+    """The pages of a batch of requests.
+
+    Parameters
+    ----------
+    shared : sequence of sequence of SharedPages
+        The chunks of every request.
+    own_pages : sequence of sequence of int
+        Every request's exclusive pages, with room for all that it will compute.
+    page_size : int
+        Slots in a page: a power of two, at least 16.
+    inv_freq : Tensor
+        ``[rotary / 2]``, the model's rotary frequencies.
+    device : torch.device
+
+    Attributes
+    ----------
+    pages : Tensor
+        int64 ``[B, P]``; the shared ones first, padded with page 0.
+    positions : Tensor
+        int64 ``[B, P * page_size]``: where each slot stands, -1 where the request does not see it.
+    cos, sin : Tensor
+        float32 ``[B, P, rotary / 2]``: by what the keys of each page are rotated.
+
+    Raises
+    ------
+    ValueError
+        If the page size is none, or a chunk has more tokens than its pages have slots.
+    """
+
+    def __init__(
+        self,
+        shared: Sequence[Sequence[SharedPages]],
+        own_pages: Sequence[Sequence[int]],
+        page_size: int,
+        inv_freq: Tensor,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if page_size < 16 or page_size & (page_size - 1):
+            msg = f"page_size={page_size} must be a power of two, at least 16"
+            raise ValueError(msg)
+        self.page_size = page_size
+        ids, deltas, positions = [], [], []
+        self._free: list[list[int]] = []
+        for chunks, own in zip(shared, own_pages, strict=True):
+            pages, moves, stands = list[int](), list[int](), list[int]()
+            for chunk in chunks:
+                slots = len(chunk.pages) * page_size
+                if chunk.num_tokens > slots:
+                    msg = f"a chunk of {chunk.num_tokens} tokens does not fit into {len(chunk.pages)} pages"
+                    raise ValueError(msg)
+                pages += chunk.pages
+                moves += [chunk.delta] * len(chunk.pages)
+                stands += range(chunk.start, chunk.start + chunk.num_tokens)
+                stands += [HIDDEN] * (slots - chunk.num_tokens)
+            self._free.append(list(range(len(stands), len(stands) + len(own) * page_size)))
+            ids.append([*pages, *own])
+            deltas.append([*moves, *([0] * len(own))])
+            positions.append([*stands, *([HIDDEN] * (len(own) * page_size))])
+        most = max((len(row) for row in ids), default=0)
+        self.pages = _padded(ids, most, 0).to(device)
+        self.positions = _padded(positions, most * page_size, HIDDEN).to(device)
+        tables = rotation_tables(_padded(deltas, most, 0).flatten(), inv_freq.cpu())
+        self.cos, self.sin = (table.view(len(ids), most, -1).contiguous().to(device) for table in tables)
+
+    def take(self, request: int, positions: Sequence[int]) -> Tensor:
+        """Give slots of a request's own pages to positions it computes; older entries at them are hidden.
+
+        Parameters
+        ----------
+        request : int
+            Its row in the batch.
+        positions : sequence of int
+
+        Returns
+        -------
+        Tensor
+            int64 ``[len(positions), 2]``: page and slot, where the keys (rotated to these positions) and values go.
+
+        Raises
+        ------
+        ValueError
+            If its own pages have no room for them.
+        """
+        free = self._free[request]
+        if len(positions) > len(free):
+            msg = f"request {request} has {len(free)} free slots for {len(positions)} tokens: give it more pages"
+            raise ValueError(msg)
+        taken, self._free[request] = free[: len(positions)], free[len(positions) :]
+        device = self.positions.device
+        slots, stands = torch.tensor(taken, device=device), torch.tensor(list(positions), device=device)
+        row = self.positions[request]
+        row[torch.isin(row, stands)] = HIDDEN
+        row[slots] = stands
+        return torch.stack((self.pages[request, slots // self.page_size], slots % self.page_size), dim=1)
+
+
+def _padded(rows: Sequence[Sequence[int]], length: int, filler: int) -> Tensor:
+    return torch.tensor([[*row, *([filler] * (length - len(row)))] for row in rows], dtype=torch.int64)

@@ -1,0 +1,175 @@
+"""Row attention over pages in Triton: keys of shared pages are rotated in registers, between memory and the product.
+
+Half-split rotary pairs are loaded as two half blocks, so that rotating needs no exchange between threads; the product
+is the sum of the halves' products.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .combine import combine
+from .configs import block_dim, is_interpreted, multiprocessors
+from .products import dot, precision
+from .splits import choose_splits
+
+if TYPE_CHECKING:
+    from fused_kv_kernels.pages import PageTable
+
+__all__ = ["paged_rows"]
+
+_FEW_ROWS = 64
+_LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def _paged_kernel(
+    q, page_k, page_v, out, lse, pages, positions, cos, sin, q_positions,
+    stride_qb, stride_qh, stride_qr, stride_kp, stride_kh, stride_kn, stride_vp, stride_vh, stride_vn,
+    stride_os, stride_ob, stride_oh, stride_or, stride_pb,
+    rows, num_pages, kv_heads, splits, scale_log2,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    REST: tl.constexpr, BLOCK_REST: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, SKIP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attend one block of packed rows of one request to one split of its pages."""
+    batch = (tl.program_id(1) // kv_heads).to(tl.int64)
+    kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
+    split = tl.program_id(2)
+    packed = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = packed // GROUP
+    head = kv_head * GROUP + packed % GROUP
+    is_row = row < rows
+    asking = tl.load(q_positions + batch * stride_pb + row, mask=is_row, other=-1)
+    last = tl.max(asking)
+
+    q_at = q + batch * stride_qb + head[:, None] * stride_qh + row.to(tl.int64)[:, None] * stride_qr
+    pairs = tl.arange(0, BLOCK_HALF)
+    dims = tl.arange(0, BLOCK_D)
+    rest = 2 * HALF + tl.arange(0, BLOCK_REST)
+    is_pair = (pairs < HALF)[None, :]
+    query_x = tl.load(q_at + pairs[None, :], mask=is_row[:, None] & is_pair, other=0.0)
+    query_y = tl.load(q_at + HALF + pairs[None, :], mask=is_row[:, None] & is_pair, other=0.0)
+    query_rest = tl.load(q_at + rest[None, :], mask=is_row[:, None] & (rest < D)[None, :], other=0.0)
+    slots = tl.arange(0, PAGE)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+    peak = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    nothing = tl.zeros((BLOCK_M, PAGE), dtype=tl.float32)
+
+    share = tl.cdiv(num_pages, splits)
+    for at in range(split * share, tl.minimum(split * share + share, num_pages)):
+        entry = batch * num_pages + at
+        stands = tl.load(positions + entry * PAGE + slots)
+        is_slot = (stands >= 0) & (stands <= last)
+        # In decoding every page is needed; a branch would only keep the next page from being fetched meanwhile.
+        needed = tl.max(is_slot.to(tl.int32)) > 0 if SKIP else True
+        if needed:
+            page = tl.load(pages + entry)
+            angle = entry * HALF + pairs
+            turn_x = tl.load(cos + angle, mask=pairs < HALF, other=1.0)[None, :]
+            turn_y = tl.load(sin + angle, mask=pairs < HALF, other=0.0)[None, :]
+            k_at = page_k + page * stride_kp + kv_head * stride_kh
+            k_row = slots[:, None] * stride_kn
+            inside = is_slot[:, None] & is_pair
+            key_x = tl.load(k_at + k_row + pairs[None, :], mask=inside, other=0.0)
+            key_y = tl.load(k_at + HALF + k_row + pairs[None, :], mask=inside, other=0.0)
+            wide_x, wide_y = key_x.to(tl.float32), key_y.to(tl.float32)
+            key_x = (wide_x * turn_x - wide_y * turn_y).to(key_x.dtype)
+            key_y = (wide_y * turn_x + wide_x * turn_y).to(key_y.dtype)
+            scores = dot(query_x, tl.trans(key_x), nothing, PRECISION)
+            scores = dot(query_y, tl.trans(key_y), scores, PRECISION)
+            if REST > 0:
+                in_rest = is_slot[:, None] & (rest < D)[None, :]
+                key_rest = tl.load(k_at + k_row + rest[None, :], mask=in_rest, other=0.0)
+                scores = dot(query_rest, tl.trans(key_rest), scores, PRECISION)
+            seen = is_slot[None, :] & (stands[None, :] <= asking[:, None])
+            scores = tl.where(seen, scores * scale_log2, float("-inf"))
+
+            v_at = page_v + page * stride_vp + kv_head * stride_vh
+            in_values = is_slot[:, None] & (dims < D)[None, :]
+            values = tl.load(v_at + slots[:, None] * stride_vn + dims[None, :], mask=in_values, other=0.0)
+            new_peak = tl.maximum(peak, tl.max(scores, 1))
+            base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            weights = tl.exp2(scores - base[:, None])
+            shrink = tl.exp2(peak - base)
+            total = total * shrink + tl.sum(weights, 1)
+            acc = dot(weights.to(values.dtype), values, acc * shrink[:, None], PRECISION)
+            peak = new_peak
+
+    sees = is_row & (total != 0.0)
+    safe = tl.where(sees, total, 1.0)
+    result = tl.where(sees[:, None], acc / safe[:, None], 0.0)
+    out_at = out + split.to(tl.int64) * stride_os + batch * stride_ob + head[:, None] * stride_oh
+    out_at += row.to(tl.int64)[:, None] * stride_or + dims[None, :]
+    tl.store(out_at, result.to(out.dtype.element_ty), mask=is_row[:, None] & (dims < D)[None, :])
+    level = tl.where(sees, (peak + tl.log2(safe)) * 0.6931471805599453, float("-inf"))
+    requests = tl.num_programs(1) // kv_heads
+    tl.store(lse + ((split.to(tl.int64) * requests + batch) * kv_heads * GROUP + head) * rows + row, level, mask=is_row)
+
+
+def paged_rows(
+    q: Tensor,
+    page_keys: Tensor,
+    page_values: Tensor,
+    table: PageTable,
+    q_positions: Tensor,
+    scale: float,
+    splits: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend each request's rows to its pages; see :func:`fused_kv_kernels.paged_row_attention`.
+
+    Parameters
+    ----------
+    q : Tensor
+        ``[B, Hq, R, D]``, last stride 1.
+    page_keys, page_values : Tensor
+        ``[pages, Hkv, page_size, D]``, last stride 1.
+    table : PageTable
+    q_positions : Tensor
+        int64 ``[R]`` or ``[B, R]``.
+    scale : float
+        Multiplies the scores; positive.
+    splits : int, optional
+        Programs among which the pages are split; chosen from the sizes without it.
+
+    Returns
+    -------
+    tuple of Tensor
+        ``[B, Hq, R, D]``, laid out ``[B, R, Hq, D]`` in memory, and the log-sum-exp, float32 ``[B, Hq, R]``.
+    """
+    batch, q_heads, rows, dim = q.shape
+    kv_heads, page_size = page_keys.shape[1], page_keys.shape[2]
+    group, half, num_pages = q_heads // kv_heads, table.cos.shape[-1], table.pages.shape[1]
+    out = torch.empty((batch, rows, q_heads, dim), dtype=q.dtype, device=q.device).transpose(1, 2)
+    lse = torch.empty((batch, q_heads, rows), dtype=torch.float32, device=q.device)
+    if out.numel() == 0:
+        return out, lse
+    packed = rows * group
+    exact = q.dtype == torch.float32 and not is_interpreted()
+    block_m = 16 if exact else max(16, min(_FEW_ROWS, triton.next_power_of_2(packed)))
+    blocks = triton.cdiv(packed, block_m)
+    if splits is None:
+        splits = choose_splits(blocks * batch * kv_heads, num_pages * page_size, multiprocessors(q.device))
+    part_out, part_lse = out[None], lse[None]
+    if splits > 1:
+        part_out = torch.empty((splits, *out.shape), dtype=torch.float32, device=q.device)
+        part_lse = torch.empty((splits, *lse.shape), dtype=torch.float32, device=q.device)
+    rest = dim - 2 * half
+    _paged_kernel[(blocks, batch * kv_heads, splits)](
+        q, page_keys, page_values, part_out, part_lse, table.pages, table.positions, table.cos, table.sin, q_positions,
+        *q.stride()[:3], *page_keys.stride()[:3], *page_values.stride()[:3], *part_out.stride()[:4],
+        0 if q_positions.dim() == 1 else q_positions.stride(0),
+        rows, num_pages, kv_heads, splits, scale * _LOG2_E,
+        GROUP=group, D=dim, BLOCK_D=block_dim(dim), HALF=half, BLOCK_HALF=block_dim(half),
+        REST=rest, BLOCK_REST=block_dim(max(rest, 1)), PAGE=page_size, BLOCK_M=block_m, SKIP=packed > _FEW_ROWS,
+        PRECISION=precision(q.dtype), num_warps=8 if exact else 4, num_stages=2,
+    )  # fmt: skip
+    if splits > 1:
+        combine(part_out, part_lse, out, lse)
+    return out, lse

@@ -1,0 +1,74 @@
+"""Deviation transfer against its formula, one token after another."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fused_kv_kernels import TransferPlan, rotation_tables, transfer_deviation
+from fused_kv_kernels.reference import rerotate_keys_reference
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
+
+
+def _inv_freq(rotary: int) -> torch.Tensor:
+    return 1.0 / (10000.0 ** (torch.arange(0, rotary, 2, dtype=torch.float32) / rotary))
+
+
+def _formula(
+    plan: TransferPlan, fresh: torch.Tensor, layer: torch.Tensor, inv_freq: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    def turn(key: torch.Tensor, position: int) -> torch.Tensor:
+        return rerotate_keys_reference(key[:, None], torch.tensor([position]), inv_freq)[:, 0]
+
+    keys, values = layer.float().clone()
+    fresh_of = dict(zip(plan.selected.tolist(), plan.fresh_rows.tolist(), strict=True))
+    for (start, stop), weight in zip(plan.spans.tolist(), plan.weights.tolist(), strict=True):
+        mine = [at for at in fresh_of if start <= at < stop]
+        if not mine:
+            continue
+        delta_k = weight * sum(turn(fresh[0, :, fresh_of[at]].float() - layer[0, :, at].float(), -at) for at in mine)
+        delta_v = weight * sum(fresh[1, :, fresh_of[at]].float() - layer[1, :, at].float() for at in mine)
+        for at in range(start, stop):
+            keys[:, at] += turn(delta_k, at)
+            values[:, at] += delta_v
+    return keys, values
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=4),
+    data=st.data(),
+    shape=st.sampled_from([(1, 16, 16), (3, 64, 64), (2, 80, 32)]),
+    dtype=st.sampled_from(list(TOLERANCE)),
+)
+def test_equals_the_formula(
+    lengths: list[int], data: st.DataObject, shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    heads, dim, rotary = shape
+    edges = torch.tensor([0, *lengths]).cumsum(0)
+    # One position of fresh text between two chunks.
+    spans = torch.stack((edges[:-1], edges[1:]), dim=1) + torch.arange(len(lengths))[:, None] + 2
+    inside = [at for start, stop in spans.tolist() for at in range(start, stop)]
+    chosen = sorted(data.draw(st.sets(st.sampled_from(inside), min_size=1)))
+    count = int(spans[-1, 1]) + 1
+    rows = sorted({*chosen, 0, count - 1})
+    generator = torch.Generator().manual_seed(count)
+    layer = torch.randn(2, heads, count, dim, generator=generator).to(dtype)
+    fresh = torch.randn(2, heads, len(rows), dim, generator=generator).to(dtype)
+    plan = TransferPlan(
+        selected=torch.tensor(chosen),
+        fresh_rows=torch.tensor([rows.index(at) for at in chosen]),
+        spans=spans,
+        weights=torch.linspace(0.02, 0.1, len(lengths)),
+        cos=rotation_tables(torch.arange(count), _inv_freq(rotary))[0],
+        sin=rotation_tables(torch.arange(count), _inv_freq(rotary))[1],
+    )
+    want = _formula(plan, fresh, layer, _inv_freq(rotary))
+    untouched = [at for at in range(count) if at not in inside]
+    before = layer.clone()
+    transfer_deviation(plan, fresh[0], fresh[1], layer[0], layer[1])
+    for got, expected in zip(layer, want, strict=True):
+        torch.testing.assert_close(got.float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    assert torch.equal(layer[:, :, untouched], before[:, :, untouched])

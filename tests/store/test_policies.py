@@ -1,0 +1,157 @@
+"""Replacement policies against a brute-force oracle, alone and inside a store."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fused_kv_llm.errors import ConfigError
+from fused_kv_llm.store import POLICIES, KVStore
+from fused_kv_llm.store.policies import Entry, EvictionQueue, RecomputeCost, resolve_policy
+
+# The published formulas, written out once more: entry, clock -> priority.
+FORMULAS = {
+    "lru": lambda e, clock: e.used,
+    "lfu": lambda e, clock: e.hits,
+    "gdsf": lambda e, clock: clock + e.hits / e.size,
+    "pgdsf": lambda e, clock: clock + e.hits * e.cost / e.size,
+    "reuse": lambda e, clock: e.reuse,
+}
+
+
+@dataclass
+class Known:
+    size: float
+    cost: float
+    hits: int
+    reuse: float
+    used: float
+    priority: float = 0.0
+
+
+class Oracle:
+    """A list that is searched from one end to the other."""
+
+    def __init__(self, policy):
+        self.formula, self.known, self.clock = FORMULAS[policy], {}, 0.0
+
+    def put(self, key, size, cost, used):
+        self.known[key] = Known(size, cost, 1, 1.0, used)
+        self.known[key].priority = self.formula(self.known[key], self.clock)
+
+    def touch(self, key, used, weight):
+        found = self.known[key]
+        found.hits, found.reuse, found.used = found.hits + 1, found.reuse + weight, used
+        found.priority = self.formula(found, self.clock)
+
+    def pop(self, keep):
+        order = sorted((k.priority, k.used, key) for key, k in self.known.items() if key not in keep)
+        if not order:
+            return None
+        self.clock = max(self.clock, order[0][0])
+        del self.known[order[0][2]]
+        return order[0][2]
+
+
+KEYS = st.sampled_from("abcdefgh")
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("put"), KEYS, st.integers(1, 9), st.integers(1, 9)),
+        st.tuples(st.just("touch"), KEYS, st.sampled_from([0.25, 1.0, 3.0])),
+        st.tuples(st.just("pop"), st.frozensets(KEYS, max_size=3)),
+        st.tuples(st.just("remove"), KEYS),
+    ),
+    max_size=80,
+)
+
+
+@pytest.mark.parametrize("policy", list(POLICIES))
+@settings(max_examples=60, deadline=None)
+@given(steps=STEPS)
+def test_queue_is_the_oracle(policy, steps):
+    queue, oracle = EvictionQueue(POLICIES[policy]), Oracle(policy)
+    for now, (what, *rest) in enumerate(steps):
+        if what == "put":
+            key, size, cost = rest
+            queue.put(key, Entry(size, cost, used=now))
+            oracle.put(key, size, cost, now)
+        elif what == "touch" and rest[0] in oracle.known:
+            queue.touch(rest[0], now, rest[1])
+            oracle.touch(rest[0], now, rest[1])
+        elif what == "remove":
+            queue.remove(rest[0])
+            oracle.known.pop(rest[0], None)
+        elif what == "pop":
+            assert queue.pop(rest[0]) == oracle.pop(rest[0])
+            assert queue.clock == oracle.clock
+        assert len(queue) == len(oracle.known)
+    while oracle.known:
+        assert queue.pop() == oracle.pop(())
+    assert queue.pop() is None
+
+
+@pytest.mark.parametrize("policy", list(POLICIES))
+def test_the_disk_tier_evicts_as_the_oracle_says(kv_dir, make_chunk, policy):
+    chunks = {c.key: c for c in (make_chunk(seed, tokens=4 + 3 * (seed % 4)) for seed in range(14))}
+    with KVStore(kv_dir.with_name("sizes")) as store:
+        sizes = {key: chunk.put(store) for key, chunk in chunks.items()}
+    budget = sum(sorted(sizes.values())[:6])
+    oracle = Oracle(policy)
+    now = 0
+    with KVStore(kv_dir, disk_bytes=budget, policy=policy, memory_bytes=0) as store:
+        for key in random.Random(5).choices(list(chunks), weights=range(1, 15), k=90):
+            chunk, now = chunks[key], now + 1
+            stored = chunk.open(store)
+            assert (stored is not None) == (key in oracle.known)
+            if stored is not None:
+                stored.close()
+                store.stats()  # The index learns of the use.
+                oracle.touch(key, now, 1.0)
+                continue
+            while sum(sizes[k] for k in oracle.known) + sizes[key] > budget:
+                oracle.pop(())
+            oracle.put(key, sizes[key], float(len(chunk.kv.token_ids)), now)
+            chunk.put(store)
+            assert store.contains(chunks) == set(oracle.known)
+        assert store.counters().evicted_disk > 10
+
+
+def test_priorities_are_what_the_papers_say():
+    entry = Entry(size=4.0, cost=10.0, hits=3, reuse=2.5, used=17.0)
+    clock = 100.0
+    assert {name: policy(entry, clock) for name, policy in POLICIES.items()} == {
+        "lru": 17.0,
+        "lfu": 3.0,
+        "gdsf": 100.75,
+        "pgdsf": 107.5,
+        "reuse": 2.5,
+    }
+    with pytest.raises(ConfigError, match="lru, lfu, gdsf, pgdsf, reuse"):
+        resolve_policy("arc")
+
+
+@given(
+    a=st.floats(0, 5), b=st.floats(0, 5), c=st.floats(0, 5), d=st.floats(0, 5),
+    cached=st.floats(0, 5000), new=st.floats(0, 3000),
+)  # fmt: skip
+def test_recompute_cost_is_bilinear(a, b, c, d, cached, new):
+    """Interpolation of a bilinear function gives it back, everywhere."""
+
+    def seconds(x, y):
+        return a + b * x / 1000 + c * y / 1000 + d * x * y / 1e6
+
+    xs, ys = [0, 512, 2048, 4096], [1, 128, 1024]
+    cost = RecomputeCost(xs, ys, [[seconds(x, y) for y in ys] for x in xs])
+    assert math.isclose(cost(cached, new), seconds(cached, new), rel_tol=1e-6, abs_tol=1e-6)
+
+
+@pytest.mark.parametrize(("xs", "ys", "table"), [([0], [1, 2], [[1, 2]]), ([2, 1], [1, 2], [[1, 2], [3, 4]]),
+                                                 ([0, 1], [1, 2], [[1, 2], [3]])])  # fmt: skip
+def test_cost_tables_that_cannot_work(xs, ys, table):
+    with pytest.raises(ConfigError):
+        RecomputeCost(xs, ys, table)
