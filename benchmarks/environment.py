@@ -6,7 +6,7 @@ import os
 import platform
 import sys
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,16 @@ def _cpu_name() -> str:
     return platform.processor()
 
 
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # run from a checkout, through PYTHONPATH
+        return None
+
+
 def environment() -> dict[str, Any]:
     """Return machine, versions and the command line."""
-    packages = ("torch", "transformers", "fused-kv-llm", "safetensors", "tokenizers")
+    packages = ("torch", "transformers", "fused-kv-llm", "safetensors", "tokenizers", "triton")
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "cpu": _cpu_name(),
@@ -32,7 +39,7 @@ def environment() -> dict[str, Any]:
         "torch_threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in packages},
+        "versions": {name: _version(name) for name in packages},
         "command": "python " + " ".join(sys.argv),
     }
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kernels.tolerance import TOLERANCE, assert_near
+from tolerance import TOLERANCE, assert_near
 
 from fused_kv_kernels import RowPlan, UnsupportedOperandsError, batched_row_attention, row_attention
 from fused_kv_kernels.reference import batched_row_attention_reference

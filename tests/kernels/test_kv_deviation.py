@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernels.tolerance import TOLERANCE, assert_near
+from tolerance import TOLERANCE, assert_near
 
 from fused_kv_kernels import kv_deviation
 from fused_kv_kernels.reference import kv_deviation_reference

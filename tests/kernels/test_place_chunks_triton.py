@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kernels.tolerance import TOLERANCE, assert_near
+from tolerance import TOLERANCE, assert_near
 
 from fused_kv_kernels import UnsupportedOperandsError, place_chunks, rotation_tables
 from fused_kv_kernels.reference import place_chunks_reference

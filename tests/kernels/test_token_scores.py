@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.tolerance import TOLERANCE, assert_near
+from tolerance import TOLERANCE, assert_near
 
 from fused_kv_kernels import token_scores
 from fused_kv_kernels.reference import token_scores_reference

@@ -1,0 +1,1 @@
+"""What the kernels' benchmark runs: contestants for every operator, and the clock."""
