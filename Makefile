@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
 DATA ?= ../shared/data/squad10.jsonl
 
-.PHONY: demo test test-gpu lint format bench bench-gpu clean test-services stress
+.PHONY: demo test test-gpu test-services stress lint format bench bench-gpu docs clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -57,5 +57,9 @@ bench: $(VENV)/.dev
 bench-gpu: $(VENV)/.dev
 	PYTHON=$(BIN)/python benchmarks/gpu_all.sh
 
+# The site is in build/site.
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) demo_kv
+	rm -rf $(VENV) demo_kv build

@@ -13,7 +13,7 @@ from fused_kv_llm.demo import handbook_passages
 from fused_kv_llm.demo.embedder import MiniLM
 from langchain_fused_kv import FusedKVLLM, FusedKVRetriever
 
-docs = [Document(passage) for passage in handbook_passages()]
+docs = [Document(passage) for passage in handbook_passages()[:20]]
 
 llm = FusedKVLLM(model="smollm2-135m", kv_dir="./kv", recompute_ratio=0.15, max_tokens=48)
 llm.build_kv_cache(docs)  # once per corpus

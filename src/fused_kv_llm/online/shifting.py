@@ -19,17 +19,7 @@ __all__ = ["ContextShift"]
 
 
 def _add_turned(keys: Tensor, difference: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Add a difference to keys in place, turned to each key's position.
-
-    Parameters
-    ----------
-    keys : Tensor
-        ``[Hkv, T, D]``.
-    difference : Tensor
-        ``[Hkv, T or 1, D]`` at position 0.
-    cos, sin : Tensor
-        ``[T, rotary / 2]``, of the positions, in the keys' dtype.
-    """
+    """Add a difference ``[Hkv, T, D]`` to keys in place, turned by ``[1, rotary / 2]`` tables."""
     half = cos.shape[-1]
     first, second, rest = difference[..., :half], difference[..., half : 2 * half], difference[..., 2 * half :]
     keys[..., :half].addcmul_(first, cos).addcmul_(second, sin, value=-1.0)
@@ -82,11 +72,8 @@ class ContextShift:
             self._shifts = self._read()
         keys, values = self._cache.keys[layer_idx, 0], self._cache.values[layer_idx, 0]
         for shift in self._shifts:
-            span = shift.span
-            left, right = shift.values
-            values[:, span].baddbmm_(left[layer_idx].expand(values.shape[0], -1, -1), right[layer_idx])
-            left, right = shift.keys
-            _add_turned(keys[:, span], left[layer_idx] @ right[layer_idx], shift.cos, shift.sin)
+            values[:, shift.span] += shift.difference("values", layer_idx).to(values)
+            _add_turned(keys[:, shift.span], shift.difference("keys", layer_idx).to(keys), shift.cos, shift.sin)
 
     def _read(self) -> list[_Shift]:
         found: dict[str, dict[str, Tensor] | None] = {}
@@ -105,21 +92,23 @@ class ContextShift:
         segment, like = placement.segment, self._cache.keys
         inside = slice(segment.chunk_start, segment.chunk_start + placement.num_tokens)
         weight = place_weight(segment.start - self._prefix_tokens, placement.stored.num_tokens)
-        factors = []
-        for name in ("keys", "values"):
-            left, right = side[f"{name}_left"][:, inside] * weight, side[f"{name}_right"]
-            heads = right.view(*right.shape[:2], self._geometry.num_kv_heads, -1).transpose(1, 2)
-            factors.append((left.to(like), heads.contiguous().to(like)))
-        positions = torch.arange(segment.start, segment.stop) - placement.stored.position
-        cos, sin = (table.to(like) for table in rotation_tables(positions, self._geometry.inv_freq))
-        return _Shift(slice(segment.start, segment.stop), factors[0], factors[1], cos, sin)
+        cos, sin = (
+            table.to(like) for table in rotation_tables(torch.tensor([placement.delta]), self._geometry.inv_freq)
+        )
+        return _Shift(slice(segment.start, segment.stop), side, inside, weight, cos, sin)
 
 
 class _Shift(NamedTuple):
-    """One chunk's: prompt positions, ``([L, T, r], [L, Hkv, r, D])`` of keys and values, tables of its positions."""
+    """One chunk's: prompt positions, side file, reused tokens of the chunk, weight, tables of its move."""
 
     span: slice
-    keys: tuple[Tensor, Tensor]
-    values: tuple[Tensor, Tensor]
+    side: dict[str, Tensor]
+    inside: slice
+    weight: float
     cos: Tensor
     sin: Tensor
+
+    def difference(self, name: str, layer_idx: int) -> Tensor:
+        """Return one layer's weighted difference, float32 ``[Hkv, T, D]``."""
+        whole, scale = self.side[name], self.side[f"{name}_scale"]
+        return whole[layer_idx, :, self.inside] * (scale[layer_idx, :, self.inside] * self.weight)
