@@ -47,15 +47,13 @@ def expected_kv(engine: FusedKVEngine, prompt: str) -> tuple[torch.Tensor, torch
         assert side is not None
         segment = placement.segment
         weight = place_weight(segment.start - request.prefix_tokens, placement.stored.num_tokens)
-        offsets = range(segment.chunk_start, segment.chunk_start + placement.num_tokens)
-        turns = torch.arange(segment.start, segment.stop) - placement.stored.position
-        for layer in range(geometry.num_layers):
-            for name, target in (("keys", cache.keys), ("values", cache.values)):
-                rows = [weight * side[f"{name}_left"][layer, i] @ side[f"{name}_right"][layer] for i in offsets]
-                change = torch.stack(rows).view(len(rows), geometry.num_kv_heads, -1).transpose(0, 1)
-                if name == "keys":
-                    change = rerotate_keys_reference(change, turns, geometry.inv_freq)
-                target[layer, 0, :, segment.start : segment.stop] += change
+        inside = slice(segment.chunk_start, segment.chunk_start + placement.num_tokens)
+        for name, target in (("keys", cache.keys), ("values", cache.values)):
+            change = (side[name] * side[f"{name}_scale"])[:, :, inside] * weight
+            if name == "keys":
+                turns = torch.full((placement.num_tokens,), placement.delta)
+                change = rerotate_keys_reference(change, turns, geometry.inv_freq)
+            target[:, 0, :, segment.start : segment.stop] += change
         placement.stored.close()
     chunk = request.chunk_positions
     return cache.keys[:, 0, :, chunk], cache.values[:, 0, :, chunk]

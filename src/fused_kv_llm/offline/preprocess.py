@@ -179,9 +179,7 @@ class Ingestor:
                 continue
             before, after = plain[chunk.text], next(shifted)
             with torch.inference_mode():
-                yield context_shift(
-                    (before.keys, before.values), (after.keys, after.values), self._loaded.geometry.inv_freq
-                )
+                yield context_shift((before.keys, before.values), (after.keys, after.values))
 
     def _prefill(self, chunks: Sequence[PackedChunk]) -> list[ChunkKV]:
         with self._lock:

@@ -17,6 +17,16 @@ from .request import Placement
 __all__ = ["ContextShift"]
 
 
+def _add_turned(keys: Tensor, difference: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Add a difference ``[Hkv, T, D]`` to keys in place, turned by ``[1, rotary / 2]`` tables."""
+    half = cos.shape[-1]
+    first, second, rest = difference[..., :half], difference[..., half : 2 * half], difference[..., 2 * half :]
+    keys[..., :half].addcmul_(first, cos).addcmul_(second, sin, value=-1.0)
+    keys[..., half : 2 * half].addcmul_(second, cos).addcmul_(first, sin)
+    if rest.shape[-1]:
+        keys[..., 2 * half :] += rest
+
+
 class ContextShift:
     """Adds every chunk's context shift to its stored KV, layer by layer, after the loader has put it in place.
 
@@ -60,7 +70,9 @@ class ContextShift:
         if self._shifts is None:
             self._shifts = self._read()
         keys, values = self._cache.keys[layer_idx, 0], self._cache.values[layer_idx, 0]
-        add_low_rank(self._shifts, layer_idx, keys, values)
+        for shift in self._shifts:
+            values[:, shift.span] += shift.difference("values", layer_idx).to(values)
+            _add_turned(keys[:, shift.span], shift.difference("keys", layer_idx).to(keys), shift.cos, shift.sin)
 
     def _read(self) -> list[LowRankShift]:
         found: dict[str, dict[str, Tensor] | None] = {}
@@ -79,11 +91,23 @@ class ContextShift:
         segment, like = placement.segment, self._cache.keys
         inside = slice(segment.chunk_start, segment.chunk_start + placement.num_tokens)
         weight = place_weight(segment.start - self._prefix_tokens, placement.stored.num_tokens)
-        factors = []
-        for name in ("keys", "values"):
-            left, right = side[f"{name}_left"][:, inside] * weight, side[f"{name}_right"]
-            heads = right.view(*right.shape[:2], self._geometry.num_kv_heads, -1).transpose(1, 2)
-            factors.append((left.to(like), heads.contiguous().to(like)))
-        positions = torch.arange(segment.start, segment.stop) - placement.stored.position
-        tables = rotation_tables(positions, self._geometry.inv_freq)
-        return LowRankShift(segment.start, factors[0], factors[1], *(table.to(like.device) for table in tables))
+        cos, sin = (
+            table.to(like) for table in rotation_tables(torch.tensor([placement.delta]), self._geometry.inv_freq)
+        )
+        return _Shift(slice(segment.start, segment.stop), side, inside, weight, cos, sin)
+
+
+class _Shift(NamedTuple):
+    """One chunk's: prompt positions, side file, reused tokens of the chunk, weight, tables of its move."""
+
+    span: slice
+    side: dict[str, Tensor]
+    inside: slice
+    weight: float
+    cos: Tensor
+    sin: Tensor
+
+    def difference(self, name: str, layer_idx: int) -> Tensor:
+        """Return one layer's weighted difference, float32 ``[Hkv, T, D]``."""
+        whole, scale = self.side[name], self.side[f"{name}_scale"]
+        return whole[layer_idx, :, self.inside] * (scale[layer_idx, :, self.inside] * self.weight)
