@@ -10,24 +10,23 @@ from __future__ import annotations
 from .batched_rows import batched_row_attention
 from .dispatch import UnsupportedOperandsError
 from .kv_deviation import kv_deviation
-from .low_rank import LowRankShift, add_low_rank
 from .native import why_not_native
 from .paged_rows import paged_row_attention
 from .pages import PageTable, SharedPages
 from .place_chunks import place_chunks
 from .rotate import rerotate_keys, rotation_tables
 from .row_attention import RowPlan, row_attention
+from .shift_chunks import ChunkShift, shift_chunks
 from .token_scores import token_scores
 from .transfer import TransferPlan, transfer_deviation
 
 __all__ = [
-    "LowRankShift",
+    "ChunkShift",
     "PageTable",
     "RowPlan",
     "SharedPages",
     "TransferPlan",
     "UnsupportedOperandsError",
-    "add_low_rank",
     "batched_row_attention",
     "kv_deviation",
     "paged_row_attention",
@@ -35,6 +34,7 @@ __all__ = [
     "rerotate_keys",
     "rotation_tables",
     "row_attention",
+    "shift_chunks",
     "token_scores",
     "transfer_deviation",
     "why_not_native",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from .library import native_library, why_not_native
 from .operators import (
-    native_add_low_rank,
     native_place_chunks,
     native_row_attention,
+    native_shift_chunks,
     native_token_scores,
     native_transfer,
     row_attention_scratch,
@@ -14,10 +14,10 @@ from .operators import (
 )
 
 __all__ = [
-    "native_add_low_rank",
     "native_library",
     "native_place_chunks",
     "native_row_attention",
+    "native_shift_chunks",
     "native_token_scores",
     "native_transfer",
     "row_attention_scratch",

@@ -135,8 +135,8 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.fkv_token_scores.argtypes = [pointer] * 7 + [real, threads]
     library.fkv_place_chunks.restype = None
     library.fkv_place_chunks.argtypes = [pointer, number, *[pointer] * 4, *[number] * 5, threads]
-    library.fkv_add_low_rank.restype = None
-    library.fkv_add_low_rank.argtypes = [pointer, number, number, pointer, pointer, *[number] * 5, threads]
+    library.fkv_shift_chunks.restype = None
+    library.fkv_shift_chunks.argtypes = [pointer, number, *[pointer] * 5, *[number] * 5, threads]
     library.fkv_transfer.restype = None
     library.fkv_transfer.argtypes = [*[pointer] * 8, number, *[pointer] * 4, *[number] * 5, threads]
     return library

@@ -12,13 +12,13 @@ from torch import Tensor
 from .library import int64_array, native_library, num_threads
 
 if TYPE_CHECKING:
-    from fused_kv_kernels.low_rank import LowRankShift
+    from fused_kv_kernels.shift_chunks import ChunkShift
     from fused_kv_kernels.transfer import TransferPlan
 
 __all__ = [
-    "native_add_low_rank",
     "native_place_chunks",
     "native_row_attention",
+    "native_shift_chunks",
     "native_token_scores",
     "native_transfer",
     "row_attention_scratch",
@@ -186,22 +186,31 @@ def native_transfer(
     )
 
 
-def native_add_low_rank(
-    shifts: Sequence[LowRankShift], layer_idx: int, layer_keys: Tensor, layer_values: Tensor
+def native_shift_chunks(
+    shifts: Sequence[ChunkShift], layer_idx: int, cos: Tensor, sin: Tensor, layer_keys: Tensor, layer_values: Tensor
 ) -> None:
-    """Add shifts of one rank to a layer in place, as :func:`fused_kv_kernels.add_low_rank` does."""
-    flat = [number for shift in shifts for number in shift.addresses(layer_idx)]
+    """Add shifts to a layer in place, as :func:`fused_kv_kernels.shift_chunks` does."""
     heads, _, dim = layer_keys.shape
-    _library().fkv_add_low_rank(
+    flat: list[int] = []
+    for shift in shifts:
+        rows, first = shift.keys[0].shape[2], shift.inside.start
+        before = layer_idx * heads * rows + first
+        for whole, scale in (shift.keys, shift.values):
+            flat += [whole.data_ptr() + before * dim, scale.data_ptr() + before * scale.element_size()]
+        flat += [rows, shift.num_tokens, shift.start]
+    weights = torch.tensor([shift.weight for shift in shifts])
+    _library().fkv_shift_chunks(
         int64_array(*flat),
         len(shifts),
-        shifts[0].keys[1].shape[2],
+        weights.data_ptr(),
+        cos.data_ptr(),
+        sin.data_ptr(),
         layer_keys.data_ptr(),
         layer_values.data_ptr(),
         layer_keys.stride(0),
         layer_values.stride(0),
         heads,
         dim,
-        shifts[0].cos.shape[1],
+        cos.shape[1],
         num_threads(),
     )

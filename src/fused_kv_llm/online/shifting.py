@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fused_kv_kernels import LowRankShift, add_low_rank, rotation_tables
+from fused_kv_kernels import ChunkShift, rotation_tables, shift_chunks
 from fused_kv_llm.context_shift import CONTEXT_SHIFT, place_weight
 from fused_kv_llm.model import FusedCache, Geometry
 from fused_kv_llm.store.sides import SideFiles
@@ -15,16 +15,6 @@ from fused_kv_llm.store.sides import SideFiles
 from .request import Placement
 
 __all__ = ["ContextShift"]
-
-
-def _add_turned(keys: Tensor, difference: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Add a difference ``[Hkv, T, D]`` to keys in place, turned by ``[1, rotary / 2]`` tables."""
-    half = cos.shape[-1]
-    first, second, rest = difference[..., :half], difference[..., half : 2 * half], difference[..., 2 * half :]
-    keys[..., :half].addcmul_(first, cos).addcmul_(second, sin, value=-1.0)
-    keys[..., half : 2 * half].addcmul_(second, cos).addcmul_(first, sin)
-    if rest.shape[-1]:
-        keys[..., 2 * half :] += rest
 
 
 class ContextShift:
@@ -62,7 +52,7 @@ class ContextShift:
         self._cache = cache
         self._geometry = geometry
         self._sides = sides
-        self._shifts: list[LowRankShift] | None = None
+        self._shifts: list[ChunkShift] | None = None
         self.bytes_read = 0
 
     def __call__(self, layer_idx: int) -> None:
@@ -70,44 +60,28 @@ class ContextShift:
         if self._shifts is None:
             self._shifts = self._read()
         keys, values = self._cache.keys[layer_idx, 0], self._cache.values[layer_idx, 0]
-        for shift in self._shifts:
-            values[:, shift.span] += shift.difference("values", layer_idx).to(values)
-            _add_turned(keys[:, shift.span], shift.difference("keys", layer_idx).to(keys), shift.cos, shift.sin)
+        shift_chunks(self._shifts, layer_idx, self._cos, self._sin, keys, values)
 
-    def _read(self) -> list[LowRankShift]:
+    def _read(self) -> list[ChunkShift]:
         found: dict[str, dict[str, Tensor] | None] = {}
-        shifts = []
+        shifts, deltas = [], []
         for placement in self._placements:
+            weight = place_weight(placement.segment.start - self._prefix_tokens, placement.stored.num_tokens)
             key = placement.stored.key
-            if key not in found:
+            if weight > 0 and key not in found:
                 found[key] = self._sides.read(key, CONTEXT_SHIFT)
                 self.bytes_read += sum(part.nbytes for part in (found[key] or {}).values())
-            side = found[key]
-            if side is not None:
-                shifts.append(self._place(placement, side))
+            side = found.get(key)
+            if weight > 0 and side is not None:
+                shifts.append(_shift(placement, side, weight))
+                deltas.append(placement.delta)
+        tables = rotation_tables(torch.tensor(deltas, dtype=torch.int64), self._geometry.inv_freq)
+        self._cos, self._sin = (table.to(self._cache.keys.device) for table in tables)
         return shifts
 
-    def _place(self, placement: Placement, side: dict[str, Tensor]) -> LowRankShift:
-        segment, like = placement.segment, self._cache.keys
-        inside = slice(segment.chunk_start, segment.chunk_start + placement.num_tokens)
-        weight = place_weight(segment.start - self._prefix_tokens, placement.stored.num_tokens)
-        cos, sin = (
-            table.to(like) for table in rotation_tables(torch.tensor([placement.delta]), self._geometry.inv_freq)
-        )
-        return _Shift(slice(segment.start, segment.stop), side, inside, weight, cos, sin)
 
-
-class _Shift(NamedTuple):
-    """One chunk's: prompt positions, side file, reused tokens of the chunk, weight, tables of its move."""
-
-    span: slice
-    side: dict[str, Tensor]
-    inside: slice
-    weight: float
-    cos: Tensor
-    sin: Tensor
-
-    def difference(self, name: str, layer_idx: int) -> Tensor:
-        """Return one layer's weighted difference, float32 ``[Hkv, T, D]``."""
-        whole, scale = self.side[name], self.side[f"{name}_scale"]
-        return whole[layer_idx, :, self.inside] * (scale[layer_idx, :, self.inside] * self.weight)
+def _shift(placement: Placement, side: dict[str, Tensor], weight: float) -> ChunkShift:
+    segment = placement.segment
+    inside = slice(segment.chunk_start, segment.chunk_start + placement.num_tokens)
+    keys, values = ((side[name], side[f"{name}_scale"]) for name in ("keys", "values"))
+    return ChunkShift(segment.start, inside, weight, keys, values)

@@ -1,0 +1,81 @@
+"""Shifting chunks: what a context changes in a chunk's KV, kept in eight bits and added with a weight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .native import native_shift_chunks, supports
+from .rotate import rerotate_keys
+
+__all__ = ["ChunkShift", "shift_chunks"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkShift:
+    """What is added to one chunk's KV, in all layers.
+
+    Parameters
+    ----------
+    start : int
+        Position of the first token that is shifted.
+    inside : slice
+        The tokens of the chunk that are, with a start and a stop.
+    weight : float
+        Multiplies the difference.
+    keys, values : tuple of Tensor
+        int8 ``[L, Hkv, T, D]`` and its scales, float32 ``[L, Hkv, T, 1]``. The keys' difference has the rotation of the
+        stored keys.
+    """
+
+    start: int
+    inside: slice
+    weight: float
+    keys: tuple[Tensor, Tensor]
+    values: tuple[Tensor, Tensor]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are shifted."""
+        return int(self.inside.stop - self.inside.start)
+
+    def difference(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Return one layer's weighted differences, float32 ``[Hkv, num_tokens, D]``."""
+        (k, k_scale), (v, v_scale) = (
+            (whole[layer_idx, :, self.inside], scale[layer_idx, :, self.inside])
+            for whole, scale in (self.keys, self.values)
+        )
+        return k * (k_scale * self.weight), v * (v_scale * self.weight)
+
+
+def shift_chunks(
+    shifts: Sequence[ChunkShift], layer_idx: int, cos: Tensor, sin: Tensor, layer_keys: Tensor, layer_values: Tensor
+) -> None:
+    """Add the shifts of several chunks to one layer in place.
+
+    Parameters
+    ----------
+    shifts : sequence of ChunkShift
+    layer_idx : int
+    cos, sin : Tensor
+        float32 ``[len(shifts), rotary / 2]``: :func:`fused_kv_kernels.rotation_tables` of the chunks' distances, which
+        their keys have been rotated by.
+    layer_keys, layer_values : Tensor
+        ``[Hkv, N, D]``.
+    """
+    if not shifts:
+        return
+    layer = (layer_keys, layer_values)
+    parts = [part for shift in shifts for part in (*shift.keys, *shift.values)]
+    cpu = all(part.is_contiguous() and part.device.type == "cpu" for part in parts)
+    if cpu and supports(*layer) and all(t.stride(1) == t.shape[2] for t in layer):
+        native_shift_chunks(shifts, layer_idx, cos, sin, layer_keys, layer_values)
+        return
+    for number, shift in enumerate(shifts):
+        span = slice(shift.start, shift.start + shift.num_tokens)
+        keys, values = (part.to(layer_keys.device) for part in shift.difference(layer_idx))
+        turned = rerotate_keys(keys, cos[number : number + 1], sin[number : number + 1])
+        layer_keys[:, span] += turned.to(layer_keys.dtype)
+        layer_values[:, span] += values.to(layer_values.dtype)

@@ -1,0 +1,54 @@
+"""Shifts of chunk KV against their formula."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fused_kv_kernels import ChunkShift, rotation_tables, shift_chunks
+from fused_kv_kernels.reference import rerotate_keys_reference
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=4),
+    cut=st.integers(0, 3),
+    deltas=st.lists(st.integers(-3000, 3000), min_size=4, max_size=4),
+    shape=st.sampled_from([(1, 16, 16), (3, 64, 64), (2, 80, 32)]),
+    dtype=st.sampled_from(list(TOLERANCE)),
+)
+def test_equals_the_formula(
+    lengths: list[int], cut: int, deltas: list[int], shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    heads, dim, rotary = shape
+    inv_freq = 1.0 / (10000.0 ** (torch.arange(0, rotary, 2, dtype=torch.float32) / rotary))
+    generator = torch.Generator().manual_seed(sum(lengths))
+    layer = torch.randn(2, heads, sum(lengths) + len(lengths) + 1, dim, generator=generator).to(dtype)
+    want = layer.float().clone()
+    shifts, at, deltas = [], 1, deltas[: len(lengths)]
+    for number, count in enumerate(lengths):
+        pairs = [
+            (
+                torch.randint(-127, 128, (3, heads, count + cut + 2, dim), generator=generator, dtype=torch.int8),
+                torch.rand(3, heads, count + cut + 2, 1, generator=generator) / 127,
+            )
+            for _ in range(2)
+        ]
+        inside, weight = slice(cut, cut + count), 0.5 / (number + 1)
+        shifts.append(ChunkShift(at, inside, weight, pairs[0], pairs[1]))
+        change = [weight * (whole.float() * scale)[2, :, inside] for whole, scale in pairs]
+        turns = torch.full((count,), deltas[number])
+        want[0, :, at : at + count] += rerotate_keys_reference(change[0], turns, inv_freq)
+        want[1, :, at : at + count] += change[1]
+        at += count + 1
+    shift_chunks(shifts, 2, *rotation_tables(torch.tensor(deltas), inv_freq), layer[0], layer[1])
+    torch.testing.assert_close(layer.float(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def test_no_shift_changes_nothing() -> None:
+    layer = torch.ones(2, 1, 4, 8)
+    shift_chunks([], 0, torch.empty(0, 4), torch.empty(0, 4), layer[0], layer[1])
+    assert torch.equal(layer, torch.ones(2, 1, 4, 8))
