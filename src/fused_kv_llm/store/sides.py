@@ -19,6 +19,7 @@ from fused_kv_llm.store.damage import DamageControl
 from fused_kv_llm.store.index import ChunkIndex
 from fused_kv_llm.store.layout import StoreFolder, check_name
 from fused_kv_llm.store.pieces import read_pieces
+from fused_kv_llm.store.side_memory import SideMemory
 from fused_kv_llm.store.tensor_file import DTYPES, byte_view, encode_tensors, read_tensor_file
 from fused_kv_llm.store.writer import ChunkWriter
 
@@ -44,6 +45,8 @@ class SideFiles:
         Brings chunks from the remote tier and returns the keys of those that came.
     check_writable : callable
         Raises if the store is closed or read-only.
+    memory : SideMemory
+        Keeps what was read.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class SideFiles:
         cipher: Cipher | None,
         fetch: Callable[[Sequence[str]], set[str]],
         check_writable: Callable[[], None],
+        memory: SideMemory,
     ) -> None:
         self._folder = folder
         self._index = index
@@ -63,6 +67,7 @@ class SideFiles:
         self._cipher = cipher
         self._fetch = fetch
         self._check_writable = check_writable
+        self._memory = memory
 
     def has(self, key: str, name: str) -> bool:
         """Whether the chunk has a side file of that name."""
@@ -105,7 +110,7 @@ class SideFiles:
         )
 
     def read(self, key: str, name: str) -> dict[str, torch.Tensor] | None:
-        """Return the tensors of a side file, on the CPU and the caller's own.
+        """Return the tensors of a side file, on the CPU; they are shared and must not be changed.
 
         Returns
         -------
@@ -113,7 +118,7 @@ class SideFiles:
             None if there is none, or it is damaged: then it is moved to quarantine, with a ``FusedKVWarning``.
         """
         try:
-            return read_side(self._folder, key, name, self._cipher)
+            return self._memory.read(self._path(key, name), lambda: read_side(self._folder, key, name, self._cipher))
         except FileNotFoundError:
             if self._is_remote(key, name) and self._fetch([key]):
                 return self.read(key, name)

@@ -30,6 +30,7 @@ from fused_kv_llm.store.promotion import Promoter, demote
 from fused_kv_llm.store.quantize import check_kv_dtype
 from fused_kv_llm.store.reader import ChunkReader
 from fused_kv_llm.store.remote import RemoteTier, open_remote
+from fused_kv_llm.store.side_memory import SideMemory
 from fused_kv_llm.store.sides import SideFiles
 from fused_kv_llm.store.stored_kv import StoredKV
 from fused_kv_llm.store.uses import StoreCounters, UseLog
@@ -39,6 +40,8 @@ __all__ = ["KVStore", "StoreStats"]
 
 _GIB = 1 << 30
 _HOTTEST = 10
+# Side files get this part of the memory budget on top of it: an eight-bit shift is half as large as its chunk's KV.
+_SIDE_SHARE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,8 @@ class KVStore:
     kv_dir : str or Path
         The folder, created (with mode 0700) if it does not exist. On a local POSIX disk.
     memory_bytes : int or str
-        Most bytes of keys and values kept in memory, such as ``"4GB"``; 0 keeps none.
+        Most bytes of keys and values kept in memory, such as ``"4GB"``; 0 keeps none. Side files that were read get
+        half as much again.
     disk_bytes : int, str or None
         Most bytes of chunk and side files on the disk; when they are used up, the chunks that `policy` values
         least make room. None: as many as the disk holds. Files being written come on top, one a writing thread.
@@ -170,7 +174,10 @@ class KVStore:
         self._reader = ChunkReader(folder, self._memory, cipher)
         self._prefetcher = Prefetcher(self._reader, memory_budget)
         self._damage = DamageControl(folder, index, self._reader, ignored, read_only=self._read_only)
-        self.sides = SideFiles(folder, index, self._writer, self._damage, cipher, self.fetch, self._check_writable)
+        self._side_memory = SideMemory(memory_budget // _SIDE_SHARE)
+        self.sides = SideFiles(
+            folder, index, self._writer, self._damage, cipher, self.fetch, self._check_writable, self._side_memory
+        )
         self.archive = Archive(folder, index, self._writer, cipher, self.fetch, self._check_writable)
 
     # -- writing ---------------------------------------------------------------------------------------------
@@ -442,6 +449,7 @@ class KVStore:
     def drop_memory(self) -> None:
         """Empty the memory tier, so that every chunk is read from the disk again."""
         self._reader.forget_all()
+        self._side_memory.forget_all()
 
     def stats(self) -> StoreStats:
         """Return what the store holds."""
@@ -498,6 +506,7 @@ class KVStore:
             self._promoter.remote.close()
         self._index.close()
         self._reader.forget_all()
+        self._side_memory.forget_all()
 
     def __enter__(self) -> KVStore:
         return self
