@@ -20,7 +20,7 @@ __all__ = ["block_dim", "few_rows", "is_interpreted", "many_rows", "multiprocess
 _MANY = {
     "hopper": ((128, 128, 8, 2), (128, 64, 8, 3), (128, 32, 8, 3), (64, 64, 4, 3), (64, 64, 8, 2), (64, 32, 4, 2)),
     "ampere": ((128, 32, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 3), (32, 32, 4, 2)),
-    "default": ((32, 32, 4, 1), (16, 32, 4, 1)),
+    "default": ((16, 32, 4, 1),),
     "interpreter": ((32, 32, 4, 1),),
 }
 # (BLOCK_N, warps, stages): the rows are as many as there are.
@@ -32,7 +32,6 @@ _FEW = {
 }
 # float32 has no matrix instruction that is exact enough: its products unroll into single operations.
 _EXACT = ((16, 32, 8, 2), (16, 16, 4, 2))
-_MOST_EXACT_PRODUCTS = 16 * 32
 _SHARED_BYTES = {"hopper": 227 * 1024, "ampere": 99 * 1024, "default": 64 * 1024, "interpreter": math.inf}
 
 
@@ -66,31 +65,28 @@ def many_rows() -> list[triton.Config]:
 def few_rows() -> list[triton.Config]:
     """Return the shapes for one block of at most 64 rows: ``BLOCK_N``."""
     return [
-        triton.Config({"BLOCK_N": n}, num_warps=warps, num_stages=stages) for n, warps, stages in _FEW[_generation()]
+        triton.Config({"BLOCK_N": n}, num_warps=warps, num_stages=stages)
+        for n, warps, stages in (*_FEW[_generation()], *(shape[1:] for shape in _exact()))
     ]
 
 
 def prune(configs: Sequence[triton.Config], args: Mapping[str, Any], **kwargs: Any) -> list[triton.Config]:
-    """Drop shapes whose blocks of queries, keys and values cannot fit into shared memory; keep at least the smallest.
+    """Drop shapes of another dtype or whose blocks cannot fit into shared memory; keep at least the smallest.
 
     Compiling a shape only to find that it does not fit costs seconds.
     """
     meta = {**args, **kwargs}
     itemsize = meta["k"].element_size()
 
-    def sides(config: triton.Config) -> tuple[int, int]:
-        return config.kwargs.get("BLOCK_M", meta.get("BLOCK_M", 64)), config.kwargs["BLOCK_N"]
-
     def shared_bytes(config: triton.Config) -> int:
-        rows, keys = sides(config)
-        return int((rows + 2 * config.num_stages * keys) * meta["BLOCK_D"] * itemsize)
+        rows = config.kwargs.get("BLOCK_M", meta.get("BLOCK_M", 64))
+        return int((rows + 2 * config.num_stages * config.kwargs["BLOCK_N"]) * meta["BLOCK_D"] * itemsize)
+
+    def is_exact(config: triton.Config) -> bool:
+        return (config.kwargs["BLOCK_N"], config.num_warps, config.num_stages) in {shape[1:] for shape in _EXACT}
 
     limit = _SHARED_BYTES[_generation()]
-    fitting = [
-        config
-        for config in configs
-        if shared_bytes(config) <= limit and (itemsize < 4 or math.prod(sides(config)) <= _MOST_EXACT_PRODUCTS)
-    ]
+    fitting = [c for c in configs if shared_bytes(c) <= limit and is_exact(c) == (itemsize == 4)]
     return fitting or [min(configs, key=shared_bytes)]
 
 

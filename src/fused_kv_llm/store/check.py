@@ -180,12 +180,13 @@ class _Audit:
 
         try:
             read_side(self.folder, key, name, self.cipher)
+            nbytes = os.stat(path).st_size
         except FileNotFoundError:
+            # Evicted or deleted meanwhile.
             return
         except (ChunkDamagedError, OSError) as error:
             self.found("damaged", path, str(error), "move it to quarantine", drop)
             return
-        nbytes = os.stat(path).st_size
         if self.index.ledger.place(key) is None:
             self.found("orphaned", path, "its chunk is not stored", "delete it", partial(self.folder.remove, key, name))
         elif self.index.ledger.sides(key).get(name) != nbytes:
@@ -229,7 +230,9 @@ class _Audit:
 
     def _drop_row(self, key: str) -> None:
         with self.index.transaction():
-            if not self.folder.has(key):
+            place = self.index.ledger.place(key)
+            # It may have been evicted to the remote tier, or put again, since it was looked at.
+            if (place is None or place.on_disk) and not self.folder.has(key):
                 self.index.remove([key])
 
     def _drop_side(self, key: str, name: str) -> None:
