@@ -19,7 +19,7 @@ FLOORS = [
     {"errors", "report"},
     {"chunk", "config", "calibration"},
     {"store", "prompt", "model"},
-    {"selectors", "catalog"},
+    {"selectors", "catalog", "context_shift"},
     {"offline", "online"},
     {"engine"},
     {"adapter"},

@@ -32,6 +32,7 @@ from fused_kv_llm.config import (
     check_ratio,
     check_seed,
 )
+from fused_kv_llm.context_shift import CONTEXT_SHIFT
 from fused_kv_llm.errors import ChunkDamagedError, CorpusError
 from fused_kv_llm.model import BufferPool, LoadedModel, compute_prefix, load_model
 from fused_kv_llm.offline import CorpusPlanner, GivenNeighbours, Ingestor, Similarity, as_embedder
@@ -73,8 +74,8 @@ class FusedKVEngine:
     memory_bytes : int
         Budget of the store's memory tier.
     preprocessing : {"similar", "none"}
-        Whether every chunk is prefilled after the chunks most similar to it (FusionRAG section 3.1), which
-        brings its KV closer to what it would be in a prompt, or right after the chat template's header.
+        Whether every chunk is prefilled once more after the chunks most similar to it (FusionRAG section 3.1): what
+        that changes is stored beside its KV and brings it closer to what it would be at a later place in a prompt.
     num_neighbours : int
         How many similar chunks.
     embedder : object or None
@@ -188,7 +189,7 @@ class FusedKVEngine:
             dtype=self.dtype,
             rope=self.loaded.geometry.rope_digest,
             prefix=hashlib.sha256(ids.encode()).hexdigest(),
-            preprocessing="none" if self._similarity is None else f"similar:{self._similarity.count}",
+            preprocessing="none" if self._similarity is None else f"similar:{self._similarity.count}:{CONTEXT_SHIFT}",
             tenant=tenant,
         ).digest
 

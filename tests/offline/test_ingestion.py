@@ -205,12 +205,12 @@ def test_two_engines_ingest_the_same_corpus_at_once(tmp_path: Path) -> None:
 
 
 def test_the_writer_hands_errors_to_the_submitting_thread() -> None:
-    def broken(chunk: PendingChunk, kv: ChunkKV) -> int:
+    def broken(chunk: PendingChunk, kv: ChunkKV, side: object) -> int:
         raise OSError("no such device")
 
     writer = BackgroundWriter(broken, lambda chunk, nbytes: None)
     kv = ChunkKV(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2), (1,), 0)
-    writer.submit(PendingChunk("k", "t", (1,)), kv)
+    writer.submit(PendingChunk("k", "t", (1,)), kv, None)
     with pytest.raises(OSError, match="no such device"):
         writer.close()
 

@@ -13,6 +13,7 @@ from models import smollm2_tokenizer, tiny_model
 
 from fused_kv_kernels.reference import rerotate_keys_reference
 from fused_kv_llm import FusedKVEngine
+from fused_kv_llm.context_shift import CONTEXT_SHIFT
 from fused_kv_llm.errors import ConfigError
 from fused_kv_llm.offline import SentenceEmbedder
 from fused_kv_llm.offline.neighbours import find_neighbours
@@ -62,7 +63,7 @@ def test_a_small_corpus_has_fewer_neighbours() -> None:
     assert find_neighbours(SHORT[:1], SHORT[:2], 3, Letters(), None) == {SHORT[0]: (SHORT[1],)}
 
 
-def test_kv_follows_the_kv_of_the_neighbours(tmp_path: Path) -> None:
+def test_the_shift_is_what_neighbours_change(tmp_path: Path) -> None:
     """Equation 10 written out: a plain forward of the chunk behind the header and the neighbours' reused KV."""
     graph = {SHORT[0]: [SHORT[1], SHORT[2]]}
     with make_engine(tmp_path / "plain", preprocessing="none") as plain:
@@ -85,15 +86,22 @@ def test_kv_follows_the_kv_of_the_neighbours(tmp_path: Path) -> None:
         reference = tiny_model()
         with torch.inference_mode():
             reference(torch.tensor([ids[at:]]), past_key_values=cache, position_ids=torch.arange(at, len(ids))[None])
-        want_k = torch.stack([layer.keys[0, :, at:] for layer in cache.layers])
-        want_v = torch.stack([layer.values[0, :, at:] for layer in cache.layers])
-        want_k = rerotate_keys_reference(want_k, torch.full((len(ids) - at,), home - at), inv_freq)
+        after_k = torch.stack([layer.keys[0, :, at:] for layer in cache.layers])
+        after_v = torch.stack([layer.values[0, :, at:] for layer in cache.layers])
+        plain_k, plain_v = stored_kv(plain, SHORT[0])
     with make_engine(tmp_path / "similar") as similar:
-        report = similar.build_kv_cache(SHORT[:3], neighbours=graph, progress=False)
+        report = similar.build_kv_cache(SHORT[:1], neighbours=graph, progress=False)
         got_k, got_v = stored_kv(similar, SHORT[0])
+        side = similar.store.sides.read(str(similar.chunk_id(SHORT[0])), CONTEXT_SHIFT)
+    assert side is not None
     assert report.neighbour_tokens == sum(len(similar.token_ids(SHORT[n])) for n in (1, 2))
-    torch.testing.assert_close(got_k, want_k, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(got_v, want_v, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(got_k, plain_k, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(got_v, plain_v, atol=1e-5, rtol=1e-5)
+    home_k = rerotate_keys_reference(after_k, torch.full((len(ids) - at,), home - at), inv_freq)
+    for name, change in (("keys", home_k - plain_k), ("values", after_v - plain_v)):
+        got = side[name] * side[f"{name}_scale"]
+        assert float(change.abs().max()) > 0.05
+        assert float((got - change).abs().max()) < 0.01 * float(change.abs().max())
 
 
 def test_a_chunk_without_neighbours_is_prefilled_after_the_header(tmp_path: Path) -> None:
@@ -102,6 +110,7 @@ def test_a_chunk_without_neighbours_is_prefilled_after_the_header(tmp_path: Path
         plain.build_kv_cache(SHORT[:1], progress=False)
         for got, want in zip(stored_kv(similar, SHORT[0]), stored_kv(plain, SHORT[0]), strict=True):
             torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+        assert not similar.store.sides.has(str(similar.chunk_id(SHORT[0])), CONTEXT_SHIFT)
 
 
 def test_preprocessed_chunks_are_found_and_fused(tmp_path: Path) -> None:

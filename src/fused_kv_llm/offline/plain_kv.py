@@ -1,4 +1,4 @@
-"""KV of chunks without neighbours, kept while the chunks that they stand before are prefilled."""
+"""KV of chunks right after the header, kept while the chunks that they stand before are prefilled."""
 
 from __future__ import annotations
 

@@ -1,17 +1,21 @@
 """Ingestion: prefill chunks and store their KV.
 
-FusionRAG's offline stage (section 3.1, equation 10): a chunk is prefilled after the rendered chat header and the KV of
-the chunks most similar to it, ``KV(chunk | header, neighbours)``, and moved back to where every stored chunk stands.
-Without neighbours it is ``KV(chunk | header)``.
+A chunk's KV is ``KV(chunk | header)``, prefilled after the rendered chat header. FusionRAG's offline stage (section
+3.1, equation 10) prefills it once more, after the KV of the chunks most similar to it: what that changes is stored
+beside it (:mod:`fused_kv_llm.context_shift`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
+import torch
+from torch import Tensor
+
 from fused_kv_llm.chunk import ChunkKV
+from fused_kv_llm.context_shift import CONTEXT_SHIFT, context_shift
 from fused_kv_llm.errors import StoreFullError
 from fused_kv_llm.model import LoadedModel, PackedChunk, PrefixKV, prefill_packed
 from fused_kv_llm.prompt import content_hash
@@ -133,37 +137,57 @@ class Ingestor:
             report.bytes_written += nbytes
             advance(len(chunk.token_ids), nbytes)
 
-        def plain(texts: Sequence[str]) -> list[ChunkKV]:
+        def prefill_plain(texts: Sequence[str]) -> list[ChunkKV]:
             found: list[ChunkKV] = []
             chunks = [PendingChunk("", text, ids_of[text]) for text in texts]
             for batch in batches(chunks, BATCH_TOKENS, {}, 0):
                 found += self._prefill([PackedChunk(chunk.token_ids) for chunk in batch])
-            report.neighbour_tokens += sum(len(ids_of[text]) for text in texts)
+            report.neighbour_tokens += sum(len(ids_of[text]) for text in texts if text not in own)
             return found
 
         if not pending:
             return
-        ids_of = self._planner.ids_of({text for chunk in pending for text in chunk.context})
+        own = {chunk.text: chunk.token_ids for chunk in pending}
+        others = {text for chunk in pending for text in chunk.context} - own.keys()
+        ids_of = {**own, **self._planner.ids_of(others)}
         num_tokens = {text: len(ids) for text, ids in ids_of.items()}
         budget_tokens = _PLAIN_KV_BYTES // self._loaded.geometry.kv_bytes_per_token(self._loaded.dtype)
-        neighbours = PlainKVCache(plain, _PLAIN_KV_BYTES)
+        plain = PlainKVCache(prefill_plain, _PLAIN_KV_BYTES if any(chunk.context for chunk in pending) else 0)
         writer = BackgroundWriter(self._write, written)
         try:
             for batch in batches(walk_neighbours(pending), BATCH_TOKENS, num_tokens, budget_tokens):
-                at_hand = neighbours.get(text for chunk in batch for text in chunk.context)
-                packed = [
-                    PackedChunk(chunk.token_ids, tuple(at_hand[text] for text in chunk.context)) for chunk in batch
-                ]
-                for chunk, kv in zip(batch, self._prefill(packed), strict=True):
-                    writer.submit(chunk, kv)
+                at_hand = plain.get(text for chunk in batch for text in (chunk.text, *chunk.context))
+                for chunk, shift in zip(batch, self._shifts(batch, at_hand), strict=True):
+                    writer.submit(chunk, at_hand[chunk.text], shift)
         finally:
             # Also after Ctrl-C: what has been computed is written, so the next run goes on from there.
             writer.close()
+
+    def _shifts(
+        self, batch: Sequence[PendingChunk], plain: Mapping[str, ChunkKV]
+    ) -> Iterator[dict[str, Tensor] | None]:
+        """Yield what its neighbours change in each chunk; None for a chunk without."""
+        packed = [
+            PackedChunk(chunk.token_ids, tuple(plain[text] for text in chunk.context))
+            for chunk in batch
+            if chunk.context
+        ]
+        shifted = iter(self._prefill(packed)) if packed else iter(())
+        for chunk in batch:
+            if not chunk.context:
+                yield None
+                continue
+            before, after = plain[chunk.text], next(shifted)
+            with torch.inference_mode():
+                yield context_shift((before.keys, before.values), (after.keys, after.values))
 
     def _prefill(self, chunks: Sequence[PackedChunk]) -> list[ChunkKV]:
         with self._lock:
             return prefill_packed(self._loaded, chunks, self._prefix)
 
-    def _write(self, chunk: PendingChunk, kv: ChunkKV) -> int:
+    def _write(self, chunk: PendingChunk, kv: ChunkKV, shift: dict[str, Tensor] | None) -> int:
         on_cpu = ChunkKV(kv.keys.cpu(), kv.values.cpu(), kv.token_ids, kv.position)
-        return self._store.put(chunk.key, self._identity, chunk.text, content_hash(chunk.text), on_cpu)
+        nbytes = self._store.put(chunk.key, self._identity, chunk.text, content_hash(chunk.text), on_cpu)
+        if shift is not None:
+            nbytes += self._store.sides.put(chunk.key, CONTEXT_SHIFT, shift)
+        return nbytes

@@ -6,13 +6,16 @@ import queue
 import threading
 from collections.abc import Callable
 
+from torch import Tensor
+
 from fused_kv_llm.chunk import ChunkKV
 
 from .batches import PendingChunk
 
 __all__ = ["BackgroundWriter"]
 
-_Item = tuple[PendingChunk, ChunkKV]
+_Side = dict[str, Tensor] | None
+_Item = tuple[PendingChunk, ChunkKV, _Side]
 
 
 class BackgroundWriter:
@@ -30,7 +33,7 @@ class BackgroundWriter:
 
     def __init__(
         self,
-        write: Callable[[PendingChunk, ChunkKV], int],
+        write: Callable[[PendingChunk, ChunkKV, _Side], int],
         on_written: Callable[[PendingChunk, int], None],
         max_pending: int = 32,
     ) -> None:
@@ -41,8 +44,8 @@ class BackgroundWriter:
         self._thread = threading.Thread(target=self._run, name="fused-kv-writer", daemon=True)
         self._thread.start()
 
-    def submit(self, chunk: PendingChunk, kv: ChunkKV) -> None:
-        """Queue a chunk and its KV.
+    def submit(self, chunk: PendingChunk, kv: ChunkKV, side: dict[str, Tensor] | None) -> None:
+        """Queue a chunk, its KV and what goes beside it.
 
         Raises
         ------
@@ -50,7 +53,7 @@ class BackgroundWriter:
             What an earlier write met.
         """
         self._raise_error()
-        self._queue.put((chunk, kv))
+        self._queue.put((chunk, kv, side))
 
     def close(self) -> None:
         """Write what is queued and stop; raises what a write met."""
@@ -66,8 +69,8 @@ class BackgroundWriter:
         while (item := self._queue.get()) is not None:
             if self._error is not None:
                 continue
-            chunk, kv = item
+            chunk, kv, side = item
             try:
-                self._on_written(chunk, self._write(chunk, kv))
+                self._on_written(chunk, self._write(chunk, kv, side))
             except Exception as error:
                 self._error = error

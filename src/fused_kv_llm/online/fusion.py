@@ -30,6 +30,7 @@ from .focus import FocusPass
 from .loading import ChunkLoader
 from .request import Placement, Request
 from .selection import select, start_cache, timed, view_of
+from .shifting import ContextShift
 from .transfer import DeviationTransfer
 
 __all__ = ["FusedPrompt", "fuse"]
@@ -137,9 +138,9 @@ def fuse(
         with timed(report, "load"):
             cache = start_cache(loaded, request, prefix, capacity, pool)
         try:
-            with _loading(loaded, placements, cache, executor, view, report) as loader:
+            with _loading(loaded, request, placements, cache, executor, view, report, sides) as (loader, shift):
                 selected = select(loaded, request, cache, selector, view, budget, seed, report, sides)
-                report.selection_bytes += loader.bytes_filled
+                report.selection_bytes += loader.bytes_filled + shift.bytes_read
                 with timed(report, "fuse"):
                     window = view.focus_window if isinstance(view, EarlyView) else 0
                     strength = selector.transfer if isinstance(selector, TransferringSelector) else 0.0
@@ -155,19 +156,27 @@ def fuse(
 @contextmanager
 def _loading(
     loaded: LoadedModel,
+    request: Request,
     placements: list[Placement],
     cache: FusedCache,
     executor: Executor,
     view: View | EarlyView,
     report: FusionReport,
-) -> Iterator[ChunkLoader]:
+    sides: SideFiles,
+) -> Iterator[tuple[ChunkLoader, ContextShift]]:
     with timed(report, "load"):
         # Of the chunks themselves an anchor probe needs nothing.
         first = () if isinstance(view, View) and view.anchors is not None else view.layers
         loader = ChunkLoader(placements, loaded.geometry, cache, executor, first)
-    cache.filler = loader
+    shift = ContextShift(placements, request.prefix_tokens, cache, loaded.geometry, sides)
+
+    def fill(layer_idx: int) -> None:
+        loader(layer_idx)
+        shift(layer_idx)
+
+    cache.filler = fill
     try:
-        yield loader
+        yield loader, shift
     finally:
         loader.cancel()
         cache.filler = None

@@ -1,0 +1,56 @@
+"""The context shift of a chunk: what similar chunks before it change in its KV.
+
+FusionRAG (section 3.1, equation 10) stores the KV that a chunk has after its neighbours. But in a prompt the first
+chunk has none before it and the second has one: there, that KV is further off than the plain one, prefilled after the
+header alone. So the plain KV is stored, and a side file beside it keeps the difference as eight-bit integers. At query
+time it is added with the weight of the chunk's place. (A product of low rank would be smaller, but rank 8 lost more on
+some questions than preprocessing won.)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["CONTEXT_SHIFT", "context_shift", "place_weight"]
+
+CONTEXT_SHIFT = "shift-int8"
+"""Name of the side file."""
+
+_LARGEST = 127
+_SMALLEST_SCALE = 1e-30
+
+
+def context_shift(plain: tuple[Tensor, Tensor], shifted: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    """Compress the difference of a chunk's two forms.
+
+    Parameters
+    ----------
+    plain, shifted : tuple of Tensor
+        Keys and values ``[L, Hkv, T, D]``, with the rotation of the same positions.
+
+    Returns
+    -------
+    dict of str to Tensor
+        ``keys`` and ``values``, int8 ``[L, Hkv, T, D]``, and ``keys_scale`` and ``values_scale``, float32
+        ``[L, Hkv, T, 1]``, to be multiplied with them.
+    """
+    side = {}
+    for name, before, after in zip(("keys", "values"), plain, shifted, strict=True):
+        difference = after.float() - before.float()
+        scale = (difference.abs().amax(-1, keepdim=True) / _LARGEST).clamp_min(_SMALLEST_SCALE)
+        side[name], side[f"{name}_scale"] = (difference / scale).round().to(torch.int8), scale
+    return side
+
+
+def place_weight(tokens_before: int, num_tokens: int) -> float:
+    """Return how much of its shift a chunk gets at its place in a prompt, in [0, 1).
+
+    Parameters
+    ----------
+    tokens_before : int
+        Tokens between the header and the chunk.
+    num_tokens : int
+        The chunk's own: with equal chunks the first gets nothing, the second a half, the third two thirds.
+    """
+    return tokens_before / (tokens_before + num_tokens)

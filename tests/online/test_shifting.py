@@ -1,0 +1,94 @@
+"""Context shifts in a prompt: the loaded KV is the stored one plus the weighted difference, turned to its place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from corpus import SHORT, rag_prompt
+from models import smollm2_tokenizer, tiny_model
+
+from fused_kv_kernels.reference import rerotate_keys_reference
+from fused_kv_llm import FusedKVEngine
+from fused_kv_llm.context_shift import CONTEXT_SHIFT, place_weight
+from fused_kv_llm.report import FusionReport
+
+from .reference_fusion import stitched_kv
+
+GRAPH = {text: [other for other in SHORT[:4] if other != text][:2] for text in SHORT[:4]}
+
+
+class Unused:
+    """An embedder that the given graph makes superfluous."""
+
+    name = "unused"
+
+    def encode(self, texts: list[str]) -> np.ndarray:
+        raise AssertionError(texts)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FusedKVEngine]:
+    folder: Path = tmp_path_factory.mktemp("shifting")
+    options = {"preprocessing": "similar", "embedder": Unused(), "store_misses": False}
+    with FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=folder, **options) as engine:
+        engine.build_kv_cache(SHORT[:4], neighbours=GRAPH, progress=False)
+        yield engine
+
+
+def expected_kv(engine: FusedKVEngine, prompt: str) -> tuple[torch.Tensor, torch.Tensor]:
+    request = engine._planner.plan(prompt, FusionReport())
+    cache, geometry = stitched_kv(engine, request), engine.loaded.geometry
+    for placement in request.placements:
+        side = engine.store.sides.read(placement.stored.key, CONTEXT_SHIFT)
+        assert side is not None
+        segment = placement.segment
+        weight = place_weight(segment.start - request.prefix_tokens, placement.stored.num_tokens)
+        inside = slice(segment.chunk_start, segment.chunk_start + placement.num_tokens)
+        for name, target in (("keys", cache.keys), ("values", cache.values)):
+            change = (side[name] * side[f"{name}_scale"])[:, :, inside] * weight
+            if name == "keys":
+                turns = torch.full((placement.num_tokens,), placement.delta)
+                change = rerotate_keys_reference(change, turns, geometry.inv_freq)
+            target[:, 0, :, segment.start : segment.stop] += change
+        placement.stored.close()
+    chunk = request.chunk_positions
+    return cache.keys[:, 0, :, chunk], cache.values[:, 0, :, chunk]
+
+
+@pytest.mark.parametrize("texts", [SHORT[:4], [SHORT[2], SHORT[0], SHORT[2]]], ids=["four", "one twice"])
+def test_chunks_are_shifted_by_their_place(engine: FusedKVEngine, texts: list[str]) -> None:
+    prompt = rag_prompt(texts)
+    want = expected_kv(engine, prompt)
+    fused, report = engine.prefill(prompt, recompute_ratio=0.0)
+    assert report.chunks_found == len(texts)
+    chunk = torch.tensor([i for i, kind in enumerate(engine._planner.plan(prompt, FusionReport()).kind) if kind >= 0])
+    for name, part in zip(("keys", "values"), want, strict=True):
+        got = getattr(fused.cache, name)[:, 0, :, chunk]
+        torch.testing.assert_close(got, part, atol=1e-5, rtol=1e-5)
+    fused.cache.release()
+
+
+def test_a_chunk_right_after_the_header_is_exact(tmp_path: Path) -> None:
+    options = {"preprocessing": "similar", "embedder": Unused(), "store_misses": False, "wrap": False}
+    with FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, **options) as engine:
+        engine.build_kv_cache(SHORT[:4], neighbours=GRAPH, progress=False)
+        prompt = SHORT[0] + "\n\nWhat is it about, please?"
+        reused, report = engine.prefill(prompt, recompute_ratio=0.0)
+        full, _ = engine.prefill(prompt, recompute_ratio=1.0)
+        assert report.reused_tokens > 10
+        torch.testing.assert_close(reused.logits, full.logits, atol=1e-4, rtol=1e-4)
+
+
+def test_what_a_selector_sees_includes_the_side_files(engine: FusedKVEngine) -> None:
+    prompt = rag_prompt(SHORT[:4])
+    sides = sum(
+        tensor.nbytes
+        for text in SHORT[:4]
+        for tensor in (engine.store.sides.read(str(engine.chunk_id(text)), CONTEXT_SHIFT) or {}).values()
+    )
+    report = engine.prefill(prompt, recompute_ratio=0.2, selector="prophetkv")[1]
+    assert report.selection_bytes == sum(report.bytes_loaded.values()) + sides
