@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one go: native tests, kernels, time to first token. Needs torch, triton, transformers,
 # tokenizers, pytest, hypothesis, matplotlib and rich; the packages are taken from this checkout.
-# Writes to $OUT, or to benchmarks/results without it.
+# Writes to $OUT, or to benchmarks/results without it; a toy's figures are no results and go to a temporary folder.
 #
 #   benchmarks/gpu_all.sh [--toy]      with --toy: small sizes on any machine, and no native tests
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out="${OUT:-benchmarks/results}"
+[[ "${1:-}" == "--toy" ]] && out="${OUT:-$(mktemp -d)}"
 python="${PYTHON:-python3}"
 export PYTHONPATH="$PWD/src:$PWD/kernels:$PWD/integrations${PYTHONPATH:+:$PYTHONPATH}"
 mkdir -p "$out"

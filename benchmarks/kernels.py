@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +115,11 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--toy", action="store_true", help="512 and 1024 keys, batch 1, on whatever device there is")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "kernels_gpu")
+    parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
+    # A toy's figures are no results.
+    folder = Path(tempfile.gettempdir()) if args.toy else Path(__file__).parent / "results"
+    args.out = args.out or folder / f"kernels_{'toy' if args.toy else 'gpu'}"
     if args.toy:
         args.contexts, args.batches = [512, 1024], [1]
     elif not torch.cuda.is_available():

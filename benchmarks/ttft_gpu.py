@@ -167,8 +167,11 @@ def main() -> None:
     parser.add_argument("--selector", default="middle_layers")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--toy", action="store_true", help="a tiny model at 1K and 2K tokens, on whatever there is")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "ttft_gpu")
+    parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
+    # A toy's figures are no results.
+    folder = Path(tempfile.gettempdir()) if args.toy else Path(__file__).parent / "results"
+    args.out = args.out or folder / f"ttft_{'toy' if args.toy else 'gpu'}"
     if args.toy:
         args.lengths, args.repeats = [1024, 2048], 1
     elif not torch.cuda.is_available():
@@ -178,14 +181,14 @@ def main() -> None:
     args.words = 1000 if args.toy else 50_000
     vocabulary = args.words + 2 if args.toy else 152_064
     model = build_model(SHAPE_TOY if args.toy else SHAPE_7B, vocabulary, device, dtype)
-    with tempfile.TemporaryDirectory(prefix="fused-kv-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="fused-kv-bench-") as kv_dir:
         engine = FusedKVEngine(
-            model, tokenizer=word_tokenizer(args.words), kv_dir=folder, memory_bytes=16 * 2**30,
+            model, tokenizer=word_tokenizer(args.words), kv_dir=kv_dir, memory_bytes=16 * 2**30,
             preprocessing="none", store_misses=False, wrap=False,
         )  # fmt: skip
         rows: list[dict[str, Any]] = []
         for length in args.lengths:
-            rows += measure(engine, Path(folder), length, args)
+            rows += measure(engine, Path(kv_dir), length, args)
             print(f"{length} tokens measured", flush=True)
         engine.close()
     stamp = environment()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from store.conftest import build_chunk
+from random_chunks import build_chunk
 from typer.testing import CliRunner, Result
 
 from fused_kv_llm.cli import app
