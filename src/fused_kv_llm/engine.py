@@ -162,7 +162,10 @@ class FusedKVEngine:
         self._prefix = compute_prefix(self.loaded, tuple(self.renderer.header_ids))
         self._catalog = ChunkCatalog(self.store, self.identity)
         room = self.context_length - len(self._prefix.token_ids)
-        planner = CorpusPlanner(self._catalog, self.identity, self.renderer.encode_chunk, room, self._similarity)
+        planner = CorpusPlanner(
+            self._catalog, self.identity, self.renderer.encode_chunk, room, self._similarity,
+            lambda key: self.store.sides.has(key, CONTEXT_SHIFT),
+        )  # fmt: skip
         self._ingestor = Ingestor(self.loaded, self.store, self.identity, self._prefix, planner, self._model_lock)
         self._sides = self.store.sides
         self._anchors = AnchorBuilder(

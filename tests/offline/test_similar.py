@@ -104,6 +104,23 @@ def test_the_shift_is_what_neighbours_change(tmp_path: Path) -> None:
         assert float((got - change).abs().max()) < 0.01 * float(change.abs().max())
 
 
+def test_a_shift_that_a_killed_ingestion_left_out_is_made_up_for(tmp_path: Path) -> None:
+    graph = {text: [other for other in SHORT[:3] if other != text] for text in SHORT[:3]}
+    with make_engine(tmp_path) as engine:
+        engine.build_kv_cache(SHORT[:3], neighbours=graph, progress=False)
+        key = str(engine.chunk_id(SHORT[1]))
+        want = engine.store.sides.read(key, CONTEXT_SHIFT)
+        (side,) = (path for path in tmp_path.rglob(f"*{CONTEXT_SHIFT}*") if key in str(path))
+        side.unlink()
+        report = engine.build_kv_cache(SHORT[:3], neighbours=graph, progress=False)
+        assert (report.chunks_present, report.chunks_new) == (2, 1)
+        got = engine.store.sides.read(key, CONTEXT_SHIFT)
+        assert got is not None
+        assert want is not None
+        assert all(torch.equal(got[name], want[name]) for name in want)
+        assert engine.build_kv_cache(SHORT[:3], neighbours=graph, progress=False).chunks_new == 0
+
+
 def test_a_chunk_without_neighbours_is_prefilled_after_the_header(tmp_path: Path) -> None:
     with make_engine(tmp_path / "a") as similar, make_engine(tmp_path / "b", preprocessing="none") as plain:
         similar.build_kv_cache(SHORT[:1], progress=False)

@@ -12,6 +12,7 @@ from fused_kv_llm.chunk import chunk_key
 from fused_kv_llm.errors import CorpusError, FusedKVWarning, PromptError
 from fused_kv_llm.prompt import is_indexable
 from fused_kv_llm.report import IngestReport
+from fused_kv_llm.store import ChunkRow
 
 from .batches import PendingChunk
 from .embedder import Embedder
@@ -54,6 +55,8 @@ class CorpusPlanner:
         Tokens that fit behind the header.
     similarity : Similarity or None
         None prefills every chunk right after the header.
+    has_shift : callable
+        Whether a stored chunk's context shift is stored too.
     """
 
     def __init__(
@@ -63,12 +66,14 @@ class CorpusPlanner:
         encode: Callable[[str], list[int]],
         max_tokens: int,
         similarity: Similarity | None,
+        has_shift: Callable[[str], bool],
     ) -> None:
         self._catalog = catalog
         self._identity = identity
         self._encode = encode
         self._max_tokens = max_tokens
         self._similarity = similarity
+        self._has_shift = has_shift
 
     def plan(
         self,
@@ -103,14 +108,17 @@ class CorpusPlanner:
         report.chunks_present = len(stored)
         if self._similarity is None:
             return [PendingChunk(chunk_key(self._identity, ids[text]), text, ids[text]) for text in new]
+        # A process that was killed between the two files of a chunk left the second one out.
+        halves = {text: [row.key for row in found] for text, found in stored.items() if self._is_half(found)}
+        report.chunks_present -= len(halves)
         rows: dict[str, list[str]] = {}
-        if new or check_stale:
+        if new or halves or check_stale:
             for row in self._catalog.all_rows():
                 rows.setdefault(row.text, []).append(row.key)
                 ids.setdefault(row.text, row.token_ids)
-        old = [text for text in rows if text not in new] if check_stale else []
-        contexts = self._contexts([*new, *old], ids, given)
-        pending = [self._pending(text, ids, contexts[text]) for text in new]
+        old = [text for text in rows if text not in new and text not in halves] if check_stale else []
+        contexts = self._contexts([*new, *halves, *old], ids, given)
+        pending = [self._pending(text, ids, contexts[text], tuple(halves.get(text, ()))) for text in (*new, *halves)]
         stale = [
             self._pending(text, ids, contexts[text], tuple(rows[text]))
             for text in old
@@ -133,7 +141,11 @@ class CorpusPlanner:
         replaces: tuple[str, ...] = (),
     ) -> PendingChunk:
         key = chunk_key(self._identity, ids[text], [ids[other] for other in context])
-        return PendingChunk(key, text, ids[text], context, replaces)
+        return PendingChunk(key, text, ids[text], context, tuple(old for old in replaces if old != key))
+
+    def _is_half(self, rows: Sequence[ChunkRow]) -> bool:
+        """Whether a stored chunk had neighbours, and what they change is not stored."""
+        return any(row.key != chunk_key(self._identity, row.token_ids) and not self._has_shift(row.key) for row in rows)
 
     def _contexts(
         self, texts: Sequence[str], ids: dict[str, tuple[int, ...]], given: GivenNeighbours | None
