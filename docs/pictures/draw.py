@@ -39,23 +39,20 @@ def canvas(width: float, height: float) -> tuple[Any, Any]:
 
 def ingestion() -> None:
     """What happens to a chunk once."""
-    figure, axes = canvas(10, 2.6)
+    figure, axes = canvas(11.4, 2.6)
     axes.text(0.1, 2.3, "Once per chunk, at ingestion", fontsize=11, weight="bold", color=INK)
-    x = 0.1
-    for text, width, colour, ink in (
-        ("chat header", 1.3, GREY, "white"),
-        ("similar chunk", 1.5, PALE, INK),
-        ("similar chunk", 1.5, PALE, INK),
-        ("similar chunk", 1.5, PALE, INK),
-        ("the chunk", 1.9, GREEN, "white"),
-    ):
-        box(axes, x, 1.35, width, text, colour, ink)
-        x += width + 0.08
-    box(axes, 6.1, 0.2, 3.7, "store: one file of keys and values", PALE)
-    arrow(axes, (7.2, 1.3), (7.2, 0.9))
-    axes.text(
-        0.1, 0.5, "One forward; only the chunk's own keys\nand values are kept.", fontsize=9.5, va="center", color=INK
+    header, similar, chunk = ("chat header", 1.3, GREY), ("similar chunk", 1.4, PALE), ("the chunk", 1.3, GREEN)
+    rows = (
+        (1.35, (header, chunk), "its keys and values: one file"),
+        (0.35, (header, similar, similar, similar, chunk), "what changes: 8 bits, beside it"),
     )
+    for y, boxes, result in rows:
+        x = 0.1
+        for text, width, colour in boxes:
+            box(axes, x, y, width, text, colour, INK if colour == PALE else "white")
+            x += width + 0.08
+        arrow(axes, (x, y + 0.31), (8.0, y + 0.31))
+        box(axes, 8.1, y, 3.2, result)
     figure.savefig(HERE / "ingestion.svg")
     plt.close(figure)
 
@@ -81,7 +78,7 @@ def request() -> None:
         fontsize=9.5,
     )
     axes.text(0.1, 2.85, "2  Their KV is loaded; keys are rotated to where the chunks stand now.", fontsize=9.5)
-    axes.text(0.1, 2.45, "3  The question's attention over all layers scores every chunk token.", fontsize=9.5)
+    axes.text(0.1, 2.45, "3  The question's attention scores every chunk token.", fontsize=9.5)
     axes.text(
         0.1,
         2.05,
