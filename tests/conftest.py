@@ -1,4 +1,4 @@
-"""Where the tests of kernels run: in Triton's interpreter without a CUDA device, natively with ``make test-gpu``."""
+"""Where the tests of kernels run (Triton's interpreter without a CUDA device), and how wide terminals are."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import pytest
 # Triton reads this when it is first imported, and transformers imports it.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Consoles take their width when they are made, whichever test makes them first: lines must not break inside words looked for.
+os.environ["COLUMNS"] = "200"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -156,7 +156,9 @@ def test_ctrl_c_keeps_what_was_computed_and_the_next_run_resumes(tmp_path: Path)
     script = tmp_path / "ingest.py"
     script.write_text(
         textwrap.dedent(f"""
-        import sys, time
+        import signal, sys, time
+        # A shell's background jobs ignore the signal, and so would their children.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
         from corpus import SHORT
         from models import smollm2_tokenizer, tiny_model
