@@ -11,7 +11,7 @@ import pytest
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Consoles take their width when they are made, whichever test makes them first: lines must not break inside words looked for.
+# Consoles take their width when they are made, whichever test makes them first: no line may break in what is looked for.
 os.environ["COLUMNS"] = "200"
 
 
