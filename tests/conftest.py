@@ -11,7 +11,7 @@ import pytest
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Consoles take their width when they are made, whichever test makes them first: no line may break in what is looked for.
+# Consoles take their width when they are made, whichever test makes them first; no line is to break there.
 os.environ["COLUMNS"] = "200"
 
 
