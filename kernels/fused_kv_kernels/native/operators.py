@@ -45,6 +45,13 @@ def _library() -> ctypes.CDLL:
     return library
 
 
+def _layer(layer_keys: Tensor, layer_values: Tensor, cos: Tensor) -> tuple[int, ...]:
+    """Return how the operators that write into a layer of a cache take it, and with how many threads."""
+    heads, _, dim = layer_keys.shape
+    addresses = (layer_keys.data_ptr(), layer_values.data_ptr())
+    return (*addresses, layer_keys.stride(0), layer_values.stride(0), heads, dim, cos.shape[1], num_threads())
+
+
 def native_row_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float, scratch: Tensor) -> Tensor:
     """Return the attention of scattered rows, as :func:`fused_kv_kernels.row_attention` does.
 
@@ -140,20 +147,12 @@ def native_place_chunks(
         for (keys, values), start in zip(chunks, starts, strict=True)
         for number in (keys.data_ptr(), values.data_ptr(), keys.stride(0), values.stride(0), keys.shape[1], start)
     ]
-    heads, _, dim = layer_keys.shape
     _library().fkv_place_chunks(
         int64_array(*flat),
         len(chunks),
         cos.data_ptr(),
         sin.data_ptr(),
-        layer_keys.data_ptr(),
-        layer_values.data_ptr(),
-        layer_keys.stride(0),
-        layer_values.stride(0),
-        heads,
-        dim,
-        cos.shape[1],
-        num_threads(),
+        *_layer(layer_keys, layer_values, cos),
     )
 
 
@@ -161,7 +160,6 @@ def native_transfer(
     plan: TransferPlan, fresh_keys: Tensor, fresh_values: Tensor, layer_keys: Tensor, layer_values: Tensor
 ) -> None:
     """Correct one layer in place, as :func:`fused_kv_kernels.transfer_deviation` does."""
-    heads, _, dim = layer_keys.shape
     bounds = plan.bounds
     _library().fkv_transfer(
         fresh_keys.data_ptr(),
@@ -175,14 +173,7 @@ def native_transfer(
         plan.spans.shape[0],
         plan.cos.data_ptr(),
         plan.sin.data_ptr(),
-        layer_keys.data_ptr(),
-        layer_values.data_ptr(),
-        layer_keys.stride(0),
-        layer_values.stride(0),
-        heads,
-        dim,
-        plan.cos.shape[1],
-        num_threads(),
+        *_layer(layer_keys, layer_values, plan.cos),
     )
 
 
@@ -205,12 +196,5 @@ def native_shift_chunks(
         weights.data_ptr(),
         cos.data_ptr(),
         sin.data_ptr(),
-        layer_keys.data_ptr(),
-        layer_values.data_ptr(),
-        layer_keys.stride(0),
-        layer_values.stride(0),
-        heads,
-        dim,
-        cos.shape[1],
-        num_threads(),
+        *_layer(layer_keys, layer_values, cos),
     )

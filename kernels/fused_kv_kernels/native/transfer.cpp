@@ -5,7 +5,7 @@ namespace {
 
 using namespace fkv;
 
-constexpr int64_t kLargestDim = 1024;
+constexpr int64_t kLargestDim = 1024; // operators.py hands over no larger one
 
 // R(p) (first, second); with a negated sine R(-p).
 inline void turned(__m512 first, __m512 second, __m512 cosine, __m512 sine, __m512 &one, __m512 &two) {
@@ -16,9 +16,6 @@ inline void turned(__m512 first, __m512 second, __m512 cosine, __m512 sine, __m5
 } // namespace
 
 extern "C" {
-
-// The largest head dimension that fkv_transfer takes.
-int64_t fkv_transfer_largest_dim() { return kLargestDim; }
 
 // fresh_keys and fresh_values by strides (key head, key row, value head, value row); row fresh_rows[i] of them replaces
 // position selected[i] of the layer. bounds [chunks + 1] cuts `selected` by chunk, spans [chunks, 2] are the chunks'

@@ -52,17 +52,18 @@ class ContextShift:
         self._cache = cache
         self._geometry = geometry
         self._sides = sides
-        self._shifts: list[ChunkShift] | None = None
+        self._read_shifts: tuple[list[ChunkShift], Tensor, Tensor] | None = None
         self.bytes_read = 0
 
     def __call__(self, layer_idx: int) -> None:
         """Shift one layer's chunk KV, which has just been put in place."""
-        if self._shifts is None:
-            self._shifts = self._read()
+        if self._read_shifts is None:
+            self._read_shifts = self._read()
+        shifts, cos, sin = self._read_shifts
         keys, values = self._cache.keys[layer_idx, 0], self._cache.values[layer_idx, 0]
-        shift_chunks(self._shifts, layer_idx, self._cos, self._sin, keys, values)
+        shift_chunks(shifts, layer_idx, cos, sin, keys, values)
 
-    def _read(self) -> list[ChunkShift]:
+    def _read(self) -> tuple[list[ChunkShift], Tensor, Tensor]:
         found: dict[str, dict[str, Tensor] | None] = {}
         shifts, deltas = [], []
         for placement in self._placements:
@@ -75,9 +76,9 @@ class ContextShift:
             if weight > 0 and side is not None:
                 shifts.append(_shift(placement, side, weight))
                 deltas.append(placement.delta)
-        tables = rotation_tables(torch.tensor(deltas, dtype=torch.int64), self._geometry.inv_freq)
-        self._cos, self._sin = (table.to(self._cache.keys.device) for table in tables)
-        return shifts
+        cos, sin = rotation_tables(torch.tensor(deltas, dtype=torch.int64), self._geometry.inv_freq)
+        device = self._cache.keys.device
+        return shifts, cos.to(device), sin.to(device)
 
 
 def _shift(placement: Placement, side: dict[str, Tensor], weight: float) -> ChunkShift:
