@@ -91,12 +91,11 @@ def _add_kernel(
 ):  # fmt: skip
     """Add to one block of positions of one head what their chunks have summed up."""
     head = tl.program_id(1).to(tl.int64)
-    at = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    at = (tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
     chunk = tl.load(chunk_of + at, mask=at < positions, other=-1)
-    if tl.max(chunk) >= 0:
-        is_token = (chunk >= 0)[:, None]
-        at = at[:, None]
-        mine = sums + (chunk[:, None] * tl.num_programs(1) + head) * 2 * D
+    is_token = chunk >= 0
+    if tl.max(tl.max(chunk, 0), 0) >= 0:
+        mine = sums + (chunk * tl.num_programs(1) + head) * 2 * D
         pairs = tl.arange(0, BLOCK_HALF)[None, :]
         inside = is_token & (pairs < HALF)
         x = tl.load(mine + pairs, mask=inside, other=0.0)
