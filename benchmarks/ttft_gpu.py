@@ -32,6 +32,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from fused_kv_llm import FusedKVEngine
+from fused_kv_llm.config import DEFAULT_SELECTOR
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -224,7 +225,7 @@ def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384, 32768])
-    parser.add_argument("--selector", default="middle_layers")
+    parser.add_argument("--selector", default=DEFAULT_SELECTOR)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--toy", action="store_true", help="a tiny model at 1K and 2K tokens, on whatever there is")
     parser.add_argument("--out", type=Path, default=None)
