@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from .native import native_shift_chunks, supports
+from .native import native_shift_chunks, shift_table, supports
 from .rotate import rerotate_keys
 
-__all__ = ["ChunkShift", "shift_chunks"]
+__all__ = ["ChunkShift", "ShiftStack"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,32 +51,36 @@ class ChunkShift:
         return k * (k_scale * self.weight), v * (v_scale * self.weight)
 
 
-def shift_chunks(
-    shifts: Sequence[ChunkShift], layer_idx: int, cos: Tensor, sin: Tensor, layer_keys: Tensor, layer_values: Tensor
-) -> None:
-    """Add the shifts of several chunks to one layer in place.
+class ShiftStack:
+    """Shifts of several chunks, to be added layer by layer.
 
     Parameters
     ----------
     shifts : sequence of ChunkShift
-    layer_idx : int
+        All of the same layers.
     cos, sin : Tensor
         float32 ``[len(shifts), rotary / 2]``: :func:`fused_kv_kernels.rotation_tables` of the chunks' distances, which
         their keys have been rotated by.
-    layer_keys, layer_values : Tensor
-        ``[Hkv, N, D]``.
     """
-    if not shifts:
-        return
-    layer = (layer_keys, layer_values)
-    parts = [part for shift in shifts for part in (*shift.keys, *shift.values)]
-    cpu = all(part.is_contiguous() and part.device.type == "cpu" for part in parts)
-    if cpu and supports(*layer) and all(t.stride(1) == t.shape[2] for t in layer):
-        native_shift_chunks(shifts, layer_idx, cos, sin, layer_keys, layer_values)
-        return
-    for number, shift in enumerate(shifts):
-        span = slice(shift.start, shift.start + shift.num_tokens)
-        keys, values = (part.to(layer_keys.device) for part in shift.difference(layer_idx))
-        turned = rerotate_keys(keys, cos[number : number + 1], sin[number : number + 1])
-        layer_keys[:, span] += turned.to(layer_keys.dtype)
-        layer_values[:, span] += values.to(layer_values.dtype)
+
+    def __init__(self, shifts: Sequence[ChunkShift], cos: Tensor, sin: Tensor) -> None:
+        self.shifts, self.cos, self.sin = list(shifts), cos, sin
+        parts = [part for shift in shifts for part in (*shift.keys, *shift.values)]
+        on_cpu = all(part.is_contiguous() and part.device.type == "cpu" for part in parts)
+        self._table = shift_table(shifts) if on_cpu else None
+        self._weights = torch.tensor([shift.weight for shift in shifts])
+
+    def add(self, layer: int, layer_keys: Tensor, layer_values: Tensor) -> None:
+        """Add layer `layer` of the shifts to a layer of a cache, ``[Hkv, N, D]`` each, in place."""
+        if not self.shifts:
+            return
+        target = (layer_keys, layer_values)
+        if self._table is not None and supports(*target) and all(t.stride(1) == t.shape[2] for t in target):
+            native_shift_chunks(self._table, layer, self._weights, self.cos, self.sin, *target)
+            return
+        for number, shift in enumerate(self.shifts):
+            span = slice(shift.start, shift.start + shift.num_tokens)
+            keys, values = (part.to(layer_keys.device) for part in shift.difference(layer))
+            turned = rerotate_keys(keys, self.cos[number : number + 1], self.sin[number : number + 1])
+            layer_keys[:, span] += turned.to(layer_keys.dtype)
+            layer_values[:, span] += values.to(layer_values.dtype)
