@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +33,10 @@ class ResidentChunk:
     def read(self, start: int, stop: int) -> dict[str, torch.Tensor]:
         """Return views of layers ``start`` to ``stop - 1``."""
         return {name: tensor[start:stop] for name, tensor in self.tensors.items()}
+
+    def read_into(self, start: int, stop: int, targets: Mapping[str, torch.Tensor], tokens: range) -> bool:
+        """Return False: what is in memory is copied by whoever needs it."""
+        return False
 
     def release(self) -> None:
         """Do nothing: a resident chunk holds no file."""

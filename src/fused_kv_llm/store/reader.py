@@ -10,14 +10,15 @@ from weakref import WeakValueDictionary
 from fused_kv_llm.errors import ChunkDamagedError
 from fused_kv_llm.store.buffers import BufferPool
 from fused_kv_llm.store.cipher import Cipher
-from fused_kv_llm.store.header import ChunkHeader, read_header
+from fused_kv_llm.store.header import read_header
+from fused_kv_llm.store.known import KnownFile, file_version
 from fused_kv_llm.store.layout import StoreFolder
 from fused_kv_llm.store.loader import ChunkLoader
 from fused_kv_llm.store.memory import MemoryTier, ResidentChunk
 
 __all__ = ["ChunkReader"]
 
-_HEADERS_KEPT = 4096
+_KNOWN_KEPT = 4096
 # Buffers of chunks that are gone, kept for the next ones; they come on top of the memory tier's budget.
 _MOST_KEPT_NBYTES = 128 << 20
 
@@ -43,8 +44,8 @@ class ChunkReader:
         self._lock = threading.Lock()
         # Chunks being read at the moment, so that a request joins a prefetch instead of reading again.
         self._loaders: WeakValueDictionary[str, ChunkLoader] = WeakValueDictionary()
-        # Verified headers, valid as long as the file's inode, size and modification time stay the same.
-        self._headers: dict[str, tuple[tuple[int, int, int], ChunkHeader]] = {}
+        # What was verified of files, valid as long as they are not touched.
+        self._known: dict[str, KnownFile] = {}
 
     def acquire(self, key: str) -> ResidentChunk | ChunkLoader:
         """Return the chunk from memory, from whoever is reading it, or from its file; the caller releases it.
@@ -65,8 +66,9 @@ class ChunkReader:
                 return joined
         fd = self._folder.open_chunk(key)
         try:
-            header = self._header(fd, key)
-            loader = ChunkLoader(fd, header, self._pool, self._promote, self._unregister)
+            known = self._identify(fd, key)
+            keep = known.header.nbytes <= self._memory.budget_nbytes
+            loader = ChunkLoader(fd, known, self._pool, self._promote, self._unregister, keep=keep)
         except BaseException:
             os.close(fd)
             raise
@@ -78,7 +80,7 @@ class ChunkReader:
         """Serve the chunk to nobody from now on, whoever is reading it at the moment."""
         with self._lock:
             self._loaders.pop(key, None)
-            self._headers.pop(key, None)
+            self._known.pop(key, None)
             self._memory.discard(key)
 
     def forget_all(self) -> None:
@@ -88,20 +90,20 @@ class ChunkReader:
             self._memory.clear()
         self._pool.clear()
 
-    def _header(self, fd: int, key: str) -> ChunkHeader:
+    def _identify(self, fd: int, key: str) -> KnownFile:
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode):
             raise ChunkDamagedError(key, "it is not a regular file")
-        version = (info.st_ino, info.st_mtime_ns, info.st_size)
-        cached = self._headers.get(key)
-        if cached is not None and cached[0] == version:
-            return cached[1]
-        header = read_header(fd, key, info.st_size, self._cipher)
+        version = file_version(info)
+        known = self._known.get(key)
+        if known is not None and known.version == version:
+            return known
+        known = KnownFile(version, read_header(fd, key, info.st_size, self._cipher))
         with self._lock:
-            if len(self._headers) >= _HEADERS_KEPT:
-                del self._headers[next(iter(self._headers))]
-            self._headers[key] = version, header
-        return header
+            if len(self._known) >= _KNOWN_KEPT:
+                del self._known[next(iter(self._known))]
+            self._known[key] = known
+        return known
 
     def _promote(self, loader: ChunkLoader) -> None:
         with self._lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Literal, Protocol
 
@@ -26,6 +27,9 @@ class LayerSource(Protocol):
 
     def read(self, start: int, stop: int) -> dict[str, torch.Tensor]:
         """Return the stored tensors of layers ``start`` to ``stop - 1``, verified."""
+
+    def read_into(self, start: int, stop: int, targets: Mapping[str, torch.Tensor], tokens: range) -> bool:
+        """Read layers to where they are needed, verified; False if they have to be copied there from ``read``."""
 
     def release(self) -> None:
         """Let go of the chunk."""
@@ -131,16 +135,27 @@ class StoredKV:
             float32 buffer for keys that are rotated next, the request's cache itself for values. Integers are
             dequantised on the way.
         tokens : slice
-            Which of the chunk's tokens.
+            Which of the chunk's tokens, in their order.
+
+        Notes
+        -----
+        From a disk, and where the memory tier does not keep the chunk, bytes that are stored as they are needed
+        (same dtype, each head's tokens side by side, not encrypted) are read to their place without a copy.
         """
-        expand_into(self._read(start, stop), self._source.header.storage, tokens, keys, values)
+        self._check(start, stop)
+        if self._source.read_into(start, stop, {"k": keys, "v": values}, range(self.num_tokens)[tokens]):
+            return
+        expand_into(self._source.read(start, stop), self._source.header.storage, tokens, keys, values)
 
     def _read(self, start: int, stop: int) -> dict[str, torch.Tensor]:
+        self._check(start, stop)
+        return self._source.read(start, stop)
+
+    def _check(self, start: int, stop: int) -> None:
         if not 0 <= start <= stop <= self.num_layers:
             raise ConfigError(f"Layers {start}..{stop} are not a range inside 0..{self.num_layers}.")
         if self._closed:
             raise StoreError(f"The KV of chunk {self.key[:16]} was closed. Read its layers before close().")
-        return self._source.read(start, stop)
 
     def close(self) -> None:
         """Let go of the chunk; layers that were read stay valid. Closing twice is harmless."""

@@ -1,0 +1,196 @@
+"""Layers are read straight to where a request needs them, and verified as often as they come from a disk."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fused_kv_llm.errors import ChunkDamagedError
+from fused_kv_llm.store import KVStore, known, pieces
+from fused_kv_llm.store.strided import layer_segments
+
+ALL = slice(None)
+
+
+@pytest.fixture(scope="module")
+def shared():
+    with tempfile.TemporaryDirectory() as folder, KVStore(folder, memory_bytes=0) as store:
+        yield store
+
+
+@pytest.fixture
+def settled(monkeypatch):
+    """Believe files that are new, as if they were not."""
+    monkeypatch.setattr(known, "_SETTLED_NS", -(10**9))
+
+
+@pytest.fixture
+def hashed(monkeypatch):
+    """The number of bytes that were hashed, a list of one for each piece."""
+    found = []
+    digest = pieces._digest
+
+    def counting(piece):
+        found.append(sum(map(len, piece)))
+        return digest(piece)
+
+    monkeypatch.setattr(pieces, "_digest", counting)
+    return found
+
+
+@settings(max_examples=120, deadline=None)
+@given(data=st.data())
+def test_strided_targets_get_what_a_copy_gives(shared, make_chunk, data):
+    layers, heads, tokens = (data.draw(st.integers(1, most), label) for label, most in (("L", 5), ("H", 3), ("T", 9)))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    chunk = make_chunk(layers * 100 + heads * 10 + tokens, layers=layers, heads=heads, tokens=tokens, dtype=dtype)
+    chunk.put(shared)
+    start = data.draw(st.integers(0, layers - 1))
+    stop = data.draw(st.integers(start + 1, layers))
+    first = data.draw(st.integers(0, tokens - 1))
+    last = data.draw(st.integers(first + 1, tokens))
+    room, at = data.draw(st.integers(last - first, last - first + 4)), data.draw(st.integers(0, 3))
+    cache = torch.full((2, layers, heads, at + room, 8), float("nan"), dtype=dtype)
+    place = cache[:, start:stop, :, at : at + last - first]
+    with chunk.open(shared) as stored:
+        stored.copy_layers(start, stop, place[0], place[1], slice(first, last))
+    assert torch.equal(place[0], chunk.kv.keys[start:stop, :, first:last])
+    assert torch.equal(place[1], chunk.kv.values[start:stop, :, first:last])
+    place.fill_(float("nan"))
+    assert cache.isnan().all(), "something was written beside the target"
+
+
+def test_a_whole_chunk_needs_no_buffer_of_the_store(diskonly, make_chunk):
+    chunk = make_chunk()
+    chunk.put(diskonly)
+    keys, values = torch.empty_like(chunk.kv.keys), torch.empty_like(chunk.kv.values)
+    with chunk.open(diskonly) as stored:
+        stored.copy_layers(0, 3, keys, values)
+        assert stored._source._tensors == {}
+        assert torch.equal(stored.read_layers(0, 3)[0], keys)
+    assert torch.equal(keys, chunk.kv.keys)
+    assert torch.equal(values, chunk.kv.values)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param(lambda kv: kv.double(), id="another dtype"),
+        pytest.param(lambda kv: torch.empty(*kv.shape[:3], 16)[..., ::2], id="dimensions apart"),
+        pytest.param(lambda kv: torch.empty(*kv.shape[:2], 10, 8)[:, :, ::2], id="tokens apart"),
+    ],
+)
+def test_other_targets_are_copied_to(diskonly, make_chunk, target):
+    chunk = make_chunk()
+    chunk.put(diskonly)
+    keys, values = target(chunk.kv.keys), target(chunk.kv.values)
+    assert layer_segments(keys.float() if keys.dtype == torch.double else keys, (3, 2, 4, 8), range(4)) is None
+    with chunk.open(diskonly) as stored:
+        stored.copy_layers(0, 3, keys, values)
+    assert torch.equal(keys.float(), chunk.kv.keys)
+    assert torch.equal(values.float(), chunk.kv.values)
+
+
+def test_what_the_memory_tier_keeps_is_read_once(store, make_chunk):
+    chunk = make_chunk()
+    chunk.put(store)
+    keys, values = torch.empty_like(chunk.kv.keys), torch.empty_like(chunk.kv.values)
+    with chunk.open(store) as stored:
+        stored.copy_layers(0, 3, keys, values)
+    with chunk.open(store) as stored:
+        assert stored.tier == "memory"
+    assert torch.equal(keys, chunk.kv.keys)
+
+
+def _load(store, chunk):
+    keys, values = torch.empty_like(chunk.kv.keys), torch.empty_like(chunk.kv.values)
+    with chunk.open(store) as stored:
+        stored.copy_layers(0, chunk.kv.keys.shape[0], keys, values)
+    assert torch.equal(keys, chunk.kv.keys)
+    assert torch.equal(values, chunk.kv.values)
+
+
+def _tells_what_is_cached(path):
+    try:
+        with path.open("rb") as file:
+            return len(file.read()) == os.preadv(file.fileno(), [bytearray(path.stat().st_size)], 0, os.RWF_NOWAIT)
+    except (OSError, AttributeError):
+        return False
+
+
+def test_only_the_first_read_is_hashed(diskonly, kv_dir, make_chunk, settled, hashed):
+    chunk = make_chunk(layers=4)
+    chunk.put(diskonly)
+    if not _tells_what_is_cached(chunk.path(kv_dir)):
+        pytest.skip("neither does every system tell what is cached, nor every file system")
+    _load(diskonly, chunk)
+    assert sum(hashed) == chunk.kv.nbytes
+    _load(diskonly, chunk)
+    with chunk.open(diskonly) as stored:
+        stored.read_layers(0, 4)
+    assert sum(hashed) == chunk.kv.nbytes
+    with KVStore(kv_dir, memory_bytes=0) as other:
+        _load(other, chunk)
+    assert sum(hashed) == 2 * chunk.kv.nbytes
+
+
+def test_what_comes_from_the_disk_again_is_hashed_again(diskonly, make_chunk, settled, hashed, monkeypatch):
+    chunk = make_chunk(layers=4)
+    chunk.put(diskonly)
+    monkeypatch.setattr(pieces, "_read_cached", lambda *args: False)
+    _load(diskonly, chunk)
+    _load(diskonly, chunk)
+    assert sum(hashed) == 2 * chunk.kv.nbytes
+
+
+def test_a_new_file_is_hashed_every_time(diskonly, make_chunk, hashed):
+    chunk = make_chunk(layers=4)
+    chunk.put(diskonly)
+    _load(diskonly, chunk)
+    _load(diskonly, chunk)
+    assert sum(hashed) == 2 * chunk.kv.nbytes
+
+
+@pytest.mark.parametrize("reopened", [False, True])
+def test_a_file_that_was_touched_is_not_believed(diskonly, kv_dir, make_chunk, settled, reopened):
+    chunk = make_chunk(layers=4)
+    chunk.put(diskonly)
+    _load(diskonly, chunk)
+    stored = None if reopened else chunk.open(diskonly)
+    path = chunk.path(kv_dir)
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+    # Times of content can be set back; that it was done shows in another time.
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    keys, values = torch.empty_like(chunk.kv.keys), torch.empty_like(chunk.kv.values)
+    with stored or chunk.open(diskonly) as opened, pytest.raises(ChunkDamagedError, match="'v' of layer 3"):
+        opened.copy_layers(0, 4, keys, values)
+
+
+def test_an_error_while_reading_costs_the_layers_it_hits(diskonly, make_chunk, monkeypatch):
+    chunk = make_chunk(layers=4)
+    chunk.put(diskonly)
+    real, size = os.preadv, chunk.kv.keys[0].nbytes
+    keys, values = torch.empty_like(chunk.kv.keys), torch.empty_like(chunk.kv.values)
+    with chunk.open(diskonly) as stored:
+        begin = stored._source.header.parts[0].start + 2 * size
+
+        def broken(fd, buffers, offset, *flags):
+            if offset < begin + size and offset + sum(map(len, buffers)) > begin:
+                raise OSError(5, "Input/output error")
+            return real(fd, buffers, offset, *flags)
+
+        monkeypatch.setattr(os, "preadv", broken)
+        with pytest.raises(ChunkDamagedError, match="layer 2 cannot be read"):
+            stored.copy_layers(0, 4, keys, values)
+        stored.copy_layers(0, 2, keys[:2], values[:2])
+    assert torch.equal(keys[:2], chunk.kv.keys[:2])
