@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fused_kv_kernels import ChunkShift, rotation_tables, shift_chunks
+from fused_kv_kernels import ChunkShift, ShiftStack, rotation_tables
 from fused_kv_kernels.reference import rerotate_keys_reference
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
@@ -44,11 +44,11 @@ def test_equals_the_formula(
         want[0, :, at : at + count] += rerotate_keys_reference(change[0], turns, inv_freq)
         want[1, :, at : at + count] += change[1]
         at += count + 1
-    shift_chunks(shifts, 2, *rotation_tables(torch.tensor(deltas), inv_freq), layer[0], layer[1])
+    ShiftStack(shifts, *rotation_tables(torch.tensor(deltas), inv_freq)).add(2, layer[0], layer[1])
     torch.testing.assert_close(layer.float(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 def test_no_shift_changes_nothing() -> None:
     layer = torch.ones(2, 1, 4, 8)
-    shift_chunks([], 0, torch.empty(0, 4), torch.empty(0, 4), layer[0], layer[1])
+    ShiftStack([], torch.empty(0, 4), torch.empty(0, 4)).add(0, layer[0], layer[1])
     assert torch.equal(layer, torch.ones(2, 1, 4, 8))
