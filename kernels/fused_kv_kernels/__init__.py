@@ -17,7 +17,7 @@ from .pages import PageTable, SharedPages
 from .place_chunks import ChunkStack, place_chunks
 from .rotate import rerotate_keys, rotation_tables
 from .row_attention import RowPlan, row_attention
-from .shift_chunks import ChunkShift, ShiftStack
+from .shift_chunks import ChunkShift, ShiftStack, shift_chunks
 from .token_scores import token_scores
 from .transfer import TransferPlan, transfer_deviation
 
@@ -40,6 +40,7 @@ __all__ = [
     "rotate_rows_",
     "rotation_tables",
     "row_attention",
+    "shift_chunks",
     "token_scores",
     "transfer_deviation",
     "why_not_native",

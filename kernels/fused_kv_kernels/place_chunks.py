@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .dispatch import UnsupportedOperandsError, triton_op, use_triton
 from .native import chunk_table, native_place_chunks, supports
-from .rotate import rerotate_keys
+from .rotate import rotate_in_torch
 
 __all__ = ["ChunkStack", "place_chunks"]
 
@@ -92,7 +92,8 @@ class ChunkStack:
 
     def place(self, layer: int, layer_keys: Tensor, layer_values: Tensor) -> None:
         """Write layer `layer` of the stack into a layer of a cache, ``[Hkv, N, D]`` each."""
-        if self._table is not None and _native_takes(layer_keys, layer_values):
+        there = (layer_keys, layer_values)
+        if self._table is not None and not use_triton("chunk placement", *there) and _native_takes(*there):
             count = len(self.chunks)
             native_place_chunks(self._table, count, layer, self.cos, self.sin, layer_keys, layer_values)
             return
@@ -124,8 +125,13 @@ def _in_triton(
     if len(dtypes) > 1 or (dtypes == {torch.int8}) != (scales is not None) or not dense:
         msg = f"chunk placement needs chunks of one dtype with dense rows, and scales for int8 (got {dtypes})"
         raise UnsupportedOperandsError(msg)
-    triton_op("place_chunks")(
-        there(chunks), starts, cos.to(device), sin.to(device), layer_keys, layer_values,
+    for keys, values in scales or ():
+        if {keys.dtype, values.dtype} != {torch.float16} or keys.stride(2) != 1 or values.stride(1) != 1:
+            msg = f"chunk placement needs dense float16 scales (got {keys.dtype} and {values.dtype})"
+            raise UnsupportedOperandsError(msg)
+    cos, sin = (table.to(device, torch.float32).contiguous() for table in (cos, sin))
+    triton_op("place_chunks", device)(
+        there(chunks), starts, cos, sin, layer_keys, layer_values,
         None if scales is None else there(scales), interleaved,
     )  # fmt: skip
 
@@ -142,7 +148,7 @@ def _in_torch(
     # All chunks are rotated in one go: chunk by chunk, dispatching would cost more than rotating.
     lengths = torch.tensor([keys.shape[1] for keys, _ in chunks], device=cos.device)
     tables = (cos.repeat_interleave(lengths, dim=0), sin.repeat_interleave(lengths, dim=0))
-    moved = rerotate_keys(torch.cat([keys for keys, _ in chunks], dim=1).to(layer_keys.device), *tables, interleaved)
+    moved = rotate_in_torch(torch.cat([keys for keys, _ in chunks], dim=1).to(layer_keys.device), *tables, interleaved)
     begin = 0
     for (keys, values), start in zip(chunks, starts, strict=True):
         end = begin + keys.shape[1]
