@@ -188,5 +188,5 @@ class Ingestor:
         on_cpu = ChunkKV(kv.keys.cpu(), kv.values.cpu(), kv.token_ids, kv.position)
         nbytes = self._store.put(chunk.key, self._identity, chunk.text, content_hash(chunk.text), on_cpu)
         if shift is not None:
-            nbytes += self._store.sides.put(chunk.key, CONTEXT_SHIFT, shift)
+            nbytes += self._store.sides.put(chunk.key, CONTEXT_SHIFT, shift, by_rows=True)
         return nbytes
