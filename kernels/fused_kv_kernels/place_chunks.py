@@ -44,11 +44,14 @@ def place_chunks(
 
     Raises
     ------
+    ValueError
+        If a chunk does not fit into the layer where it is to begin.
     UnsupportedOperandsError
         If no kernel takes the tensors on their device.
     """
     if not chunks:
         return
+    _check(chunks, starts, cos, sin, layer_keys, layer_values)
     operands = (chunks, starts, cos, sin, layer_keys, layer_values)
     if use_triton("chunk placement", layer_keys=layer_keys, layer_values=layer_values):
         _in_triton(*operands, scales, interleaved)
@@ -62,8 +65,9 @@ def place_chunks(
         return
     tensors = [tensor for pair in chunks for tensor in pair]
     if not interleaved and _native_takes(*tensors, layer_keys, layer_values):
+        cos, sin = (part.float().contiguous() for part in (cos, sin))
         table = chunk_table([(keys[None], values[None]) for keys, values in chunks], starts)
-        native_place_chunks(table, len(chunks), 0, *operands[2:])
+        native_place_chunks(table, len(chunks), 0, cos, sin, layer_keys, layer_values)
         return
     _in_torch(*operands, interleaved)
 
@@ -86,15 +90,22 @@ class ChunkStack:
     def __init__(
         self, chunks: Sequence[tuple[Tensor, Tensor]], starts: Sequence[int], cos: Tensor, sin: Tensor
     ) -> None:
-        self.chunks, self.starts, self.cos, self.sin = list(chunks), list(starts), cos, sin
+        self.chunks, self.starts = list(chunks), list(starts)
+        self.cos, self.sin = (table.float().contiguous() for table in (cos, sin))
+        self._fits: tuple[int, torch.Size] | None = None
         tensors = [part[0] for pair in chunks for part in pair]
         self._table = chunk_table(self.chunks, starts) if chunks and _native_takes(*tensors) else None
 
     def place(self, layer: int, layer_keys: Tensor, layer_values: Tensor) -> None:
         """Write layer `layer` of the stack into a layer of a cache, ``[Hkv, N, D]`` each."""
         there = (layer_keys, layer_values)
-        if self._table is not None and not use_triton("chunk placement", *there) and _native_takes(*there):
+        on_triton = use_triton("chunk placement", layer_keys=layer_keys, layer_values=layer_values)
+        if self._table is not None and not on_triton and _native_takes(*there):
             count = len(self.chunks)
+            if self._fits is None or not 0 <= layer < self._fits[0] or layer_keys.shape != self._fits[1]:
+                one = [(keys[layer], values[layer]) for keys, values in self.chunks]
+                _check(one, self.starts, self.cos, self.sin, *there)
+                self._fits = min(keys.shape[0] for keys, _ in self.chunks), layer_keys.shape
             native_place_chunks(self._table, count, layer, self.cos, self.sin, layer_keys, layer_values)
             return
         chunks = [(keys[layer], values[layer]) for keys, values in self.chunks]
@@ -103,6 +114,32 @@ class ChunkStack:
 
 def _native_takes(*tensors: Tensor) -> bool:
     return all(t.stride(1) == t.shape[2] for t in tensors) and supports(*tensors)
+
+
+def _check(
+    chunks: Sequence[tuple[Tensor, Tensor]],
+    starts: Sequence[int],
+    cos: Tensor,
+    sin: Tensor,
+    layer_keys: Tensor,
+    layer_values: Tensor,
+) -> None:
+    heads, length, dim = layer_keys.shape
+    tables_fit = cos.shape == sin.shape and cos.shape[0] == len(chunks) and 2 * cos.shape[1] <= dim
+    if layer_keys.shape != layer_values.shape or not tables_fit or len(starts) != len(chunks):
+        msg = (
+            f"layers {list(layer_keys.shape)} and {list(layer_values.shape)}, tables {list(cos.shape)} and "
+            f"{list(sin.shape)}, {len(starts)} starts and {len(chunks)} chunks do not fit together"
+        )
+        raise ValueError(msg)
+    for (keys, values), start in zip(chunks, starts, strict=True):
+        fits = keys.shape == values.shape and (keys.shape[0], keys.shape[2]) == (heads, dim)
+        if not fits or start < 0 or start + keys.shape[1] > length:
+            msg = (
+                f"a chunk of keys {list(keys.shape)} and values {list(values.shape)} does not fit into a layer "
+                f"{list(layer_keys.shape)} at {start}"
+            )
+            raise ValueError(msg)
 
 
 def _in_triton(

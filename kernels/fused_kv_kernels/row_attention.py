@@ -141,7 +141,7 @@ def row_attention(q: Tensor, k: Tensor, v: Tensor, plan: RowPlan, scale: float) 
     Raises
     ------
     ValueError
-        If the shapes do not fit the plan.
+        If the shapes do not fit together or not the plan.
 
     Notes
     -----
@@ -152,6 +152,12 @@ def row_attention(q: Tensor, k: Tensor, v: Tensor, plan: RowPlan, scale: float) 
     float32 uses scaled_dot_product_attention block by block, over folded rows too: with 192 rows and more it takes its
     wider tiles.
     """
+    # What runs below reads memory by these shapes.
+    batch, q_heads, _, dim = q.shape
+    fits = k.shape == v.shape and (k.shape[0], k.shape[3]) == (batch, dim) and q_heads % max(k.shape[1], 1) == 0
+    if not fits:
+        msg = f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit together"
+        raise ValueError(msg)
     if q.shape[2] != plan.num_rows or k.shape[2] != plan.num_keys:
         msg = (
             f"q has {q.shape[2]} rows and k {k.shape[2]} keys, but the plan was made for "

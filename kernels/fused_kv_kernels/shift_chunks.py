@@ -69,15 +69,19 @@ def shift_chunks(
 
     Raises
     ------
+    ValueError
+        If a shift does not fit into the layer where it is to begin.
     UnsupportedOperandsError
         If no kernel takes the tensors on their device.
     """
     if not shifts:
         return
+    _check(shifts, layer_idx, layer_keys, layer_values)
     layer = (layer_keys, layer_values)
+    cos, sin = (table.float().contiguous() for table in (cos, sin))
     if use_triton("chunk shift", cos, sin, layer_keys=layer_keys, layer_values=layer_values):
         run = triton_op("shift_chunks", layer_keys.device)
-        run(shifts, layer_idx, cos.float().contiguous(), sin.float().contiguous(), *layer)
+        run(shifts, layer_idx, cos, sin, *layer)
         return
     if _on_cpu(shifts) and _native_takes(*layer):
         native_shift_chunks(shift_table(shifts), layer_idx, _weights(shifts), cos, sin, *layer)
@@ -104,14 +108,20 @@ class ShiftStack:
     """
 
     def __init__(self, shifts: Sequence[ChunkShift], cos: Tensor, sin: Tensor) -> None:
-        self.shifts, self.cos, self.sin = list(shifts), cos, sin
+        self.shifts = list(shifts)
+        self.cos, self.sin = (table.float().contiguous() for table in (cos, sin))
+        self._fits: tuple[int, torch.Size] | None = None
         self._table = shift_table(self.shifts) if shifts and _on_cpu(shifts) else None
         self._weights = _weights(shifts)
 
     def add(self, layer_idx: int, layer_keys: Tensor, layer_values: Tensor) -> None:
         """Add one layer of the shifts to a layer of a cache, ``[Hkv, N, D]`` each, in place."""
         layer = (layer_keys, layer_values)
-        if self._table is not None and not use_triton("chunk shift", *layer) and _native_takes(*layer):
+        on_triton = use_triton("chunk shift", layer_keys=layer_keys, layer_values=layer_values)
+        if self._table is not None and not on_triton and _native_takes(*layer):
+            if self._fits is None or not 0 <= layer_idx < self._fits[0] or layer_keys.shape != self._fits[1]:
+                _check(self.shifts, layer_idx, *layer)
+                self._fits = min(shift.keys[0].shape[0] for shift in self.shifts), layer_keys.shape
             native_shift_chunks(self._table, layer_idx, self._weights, self.cos, self.sin, *layer)
             return
         shift_chunks(self.shifts, layer_idx, self.cos, self.sin, *layer)
@@ -128,3 +138,24 @@ def _native_takes(*layer: Tensor) -> bool:
 
 def _weights(shifts: Sequence[ChunkShift]) -> Tensor:
     return torch.tensor([shift.weight for shift in shifts])
+
+
+def _check(shifts: Sequence[ChunkShift], layer_idx: int, layer_keys: Tensor, layer_values: Tensor) -> None:
+    heads, length, dim = layer_keys.shape
+    for shift in shifts:
+        whole, scale = shift.keys[0].shape, shift.keys[1].shape
+        same = whole == shift.values[0].shape and scale == shift.values[1].shape == (*whole[:3], 1)
+        dtypes = [part.dtype for part in (*shift.keys, *shift.values)]
+        fits = (
+            same
+            and layer_keys.shape == layer_values.shape
+            and (whole[1], whole[3]) == (heads, dim)
+            and dtypes == [torch.int8, torch.float32] * 2
+        )
+        fits = fits and 0 <= layer_idx < whole[0] and 0 <= shift.inside.start <= shift.inside.stop <= whole[2]
+        if not fits or shift.start < 0 or shift.start + shift.num_tokens > length:
+            msg = (
+                f"a shift of {list(whole)} by {dtypes}, tokens {shift.inside}, does not fit into layer {layer_idx} of "
+                f"{list(layer_keys.shape)} at {shift.start}"
+            )
+            raise ValueError(msg)

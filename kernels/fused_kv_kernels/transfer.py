@@ -44,7 +44,7 @@ class TransferPlan:
     def bounds(self) -> Tensor:
         """int64 ``[K + 1]``: where the chunks begin among the selected positions."""
         edges = torch.cat((self.spans[:, 0], self.spans[-1:, 1]))
-        return torch.searchsorted(self.selected, edges)
+        return torch.searchsorted(self.selected.contiguous(), edges)
 
 
 def transfer_deviation(
@@ -66,6 +66,8 @@ def transfer_deviation(
 
     Raises
     ------
+    ValueError
+        If the shapes do not fit together or, on a CPU, a position or a row lies outside the tensors.
     UnsupportedOperandsError
         If no kernel takes the tensors on their device.
     """
@@ -76,6 +78,7 @@ def transfer_deviation(
     if use_triton("deviation transfer", *indices, **operands):
         triton_op("transfer_deviation", layer_keys.device)(plan, *operands.values())
         return
+    _check(plan, fresh_keys, fresh_values, layer_keys, layer_values)
     dense = all(t.stride(1) == t.shape[2] for t in stored)
     if dense and supports(fresh_keys, fresh_values, *stored):
         native_transfer(plan, fresh_keys, fresh_values, layer_keys, layer_values)
@@ -99,3 +102,25 @@ def transfer_deviation(
         )
         layer_keys[:, start:stop] += turned.to(layer_keys.dtype)
         layer_values[:, start:stop] += values[:, chunk : chunk + 1].to(layer_values.dtype)
+
+
+def _check(
+    plan: TransferPlan, fresh_keys: Tensor, fresh_values: Tensor, layer_keys: Tensor, layer_values: Tensor
+) -> None:
+    heads, length, dim = layer_keys.shape
+    shapes_fit = layer_keys.shape == layer_values.shape and fresh_keys.shape == fresh_values.shape
+    shapes_fit = shapes_fit and (fresh_keys.shape[0], fresh_keys.shape[2]) == (heads, dim)
+    # A cache has room behind the prompt, which tables of the prompt's positions do not reach. On a GPU, looking at
+    # positions would wait for it.
+    on_cpu = layer_keys.device.type == "cpu"
+    most = min(length, plan.cos.shape[0])
+    inside = not on_cpu or all(
+        part.numel() == 0 or (int(part.min()) >= 0 and int(part.max()) <= last)
+        for part, last in ((plan.selected, most - 1), (plan.fresh_rows, fresh_keys.shape[1] - 1), (plan.spans, most))
+    )
+    if not shapes_fit or not inside or plan.cos.shape != plan.sin.shape or 2 * plan.cos.shape[1] > dim:
+        msg = (
+            f"fresh rows {list(fresh_keys.shape)}, a layer {list(layer_keys.shape)}, tables {list(plan.cos.shape)} and "
+            f"chunks {plan.spans.tolist()} do not fit together"
+        )
+        raise ValueError(msg)

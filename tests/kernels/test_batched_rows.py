@@ -52,9 +52,14 @@ def test_equals_reference(
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data(), keys=st.integers(1, 90), groups=st.integers(1, 16), dim=st.sampled_from([16, 40, 64]))
+@given(
+    data=st.data(),
+    keys=st.integers(1, 90),
+    groups=st.integers(1, 16),
+    dim=st.sampled_from([16, 40, 64, 80, 96, 128, 256]),
+)
 def test_ragged_batches(data: st.DataObject, keys: int, groups: int, dim: int, device: torch.device) -> None:
-    rows = data.draw(st.integers(1, min(keys, 12)))
+    rows = data.draw(st.integers(0, min(keys, 12)))
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
     q, k, v, _ = _tensors((2, groups, 1, dim, keys, [0] * rows), dtype, device, seed=keys)
     lists = [sorted(data.draw(st.sets(st.integers(0, keys + 3), min_size=rows, max_size=rows))) for _ in range(2)]

@@ -72,6 +72,29 @@ def test_the_library_is_built_once_and_private(tmp_path: Path) -> None:
 
 
 @needs_native
+def test_processes_that_build_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
+    """One of them finds what is no library under the name, and makes it again."""
+    environment = {**os.environ, "FUSED_KV_CACHE": str(tmp_path)}
+    call = [sys.executable, "-c", SCRIPT]
+    running = [subprocess.Popen(call, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(2)]
+    assert [process.communicate()[0].splitlines()[:2] for process in running] == [["None", "0"]] * 2
+    (built,) = (tmp_path / "native").iterdir()
+    built.write_bytes(b"no library")
+    assert _run(FUSED_KV_CACHE=str(tmp_path)).splitlines()[:2] == ["None", "0"]
+    assert built.stat().st_size > 1000
+
+
+@needs_native
+def test_a_folder_that_cannot_be_written_is_told_and_does_without(tmp_path: Path) -> None:
+    (tmp_path / "native").write_text("a file where the folder is to be")
+    output = _run(FUSED_KV_CACHE=str(tmp_path), TMPDIR=str(tmp_path))
+    assert output.splitlines()[0] == "None"
+    assert "\n1 " in output
+    assert "Set FUSED_KV_CACHE" in output
+    assert [path.name for path in tmp_path.iterdir()] == ["native"]
+
+
+@needs_native
 def test_only_dense_bfloat16_on_the_cpu_is_taken() -> None:
     x = torch.zeros(1, 2, 8, 16, dtype=torch.bfloat16)
     assert supports(x)

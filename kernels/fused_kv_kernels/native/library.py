@@ -7,6 +7,7 @@ the compiler and the processor. Without a compiler, or on a processor without AV
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import hashlib
@@ -67,7 +68,7 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
     if missing:
         return None, f"the processor lacks {', '.join(missing)}"
     try:
-        library = _declare(ctypes.CDLL(str(_build())))
+        library = _opened()
     except (OSError, subprocess.SubprocessError) as error:
         output = getattr(error, "stderr", None) or ""
         reason = f"the native CPU operators could not be built: {error} {output.strip()[:500]}".rstrip()
@@ -111,6 +112,33 @@ def _processor_features() -> frozenset[str]:
     return frozenset()
 
 
+def _opened() -> ctypes.CDLL:
+    path = _build()
+    try:
+        return _declare(ctypes.CDLL(str(path)))
+    except (OSError, AttributeError):
+        # No library, or another one, under this name: whatever happened to it, it is made again.
+        path.unlink(missing_ok=True)
+        return _declare(ctypes.CDLL(str(_build())))
+
+
+def _folder_to_build_in(cache: Path) -> Path:
+    try:
+        cache.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryFile(dir=cache):
+            return cache
+    except OSError as error:
+        folder = Path(tempfile.mkdtemp(prefix="fused-kv-native-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        warnings.warn(
+            f"{cache} cannot be written ({error}): the native CPU operators are compiled anew in every process. "
+            "Set FUSED_KV_CACHE to a folder of yours.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return folder
+
+
 def _build(*extra_flags: str) -> Path:
     """Return the library's path, compiling it if it is not there."""
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))), None)
@@ -125,7 +153,8 @@ def _build(*extra_flags: str) -> Path:
     cache = Path(os.environ.get("FUSED_KV_CACHE") or user_cache_dir("fused_kv_llm")) / "native"
     target = cache / f"operators-{digest.hexdigest()[:24]}.so"
     if not target.exists():
-        cache.mkdir(parents=True, exist_ok=True, mode=0o700)
+        cache = _folder_to_build_in(cache)
+        target = cache / target.name
         # Another process may build at the same time: each renames its own complete file.
         handle, temporary = tempfile.mkstemp(dir=cache, suffix=".so")
         os.close(handle)

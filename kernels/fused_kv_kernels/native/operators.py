@@ -156,20 +156,27 @@ def native_transfer(
     plan: TransferPlan, fresh_keys: Tensor, fresh_values: Tensor, layer_keys: Tensor, layer_values: Tensor
 ) -> None:
     """Correct one layer in place, as :func:`fused_kv_kernels.transfer_deviation` does."""
-    bounds = plan.bounds
+
+    def dense(table: Tensor, dtype: torch.dtype) -> Tensor:
+        return table.to(dtype).contiguous()
+
+    fresh_rows, selected, bounds, spans = (
+        dense(table, torch.int64) for table in (plan.fresh_rows, plan.selected, plan.bounds, plan.spans)
+    )
+    weights, cos, sin = (dense(table, torch.float32) for table in (plan.weights, plan.cos, plan.sin))
     loaded_library().fkv_transfer(
         fresh_keys.data_ptr(),
         fresh_values.data_ptr(),
         int64_array(*fresh_keys.stride()[:2], *fresh_values.stride()[:2]),
-        plan.fresh_rows.data_ptr(),
-        plan.selected.data_ptr(),
+        fresh_rows.data_ptr(),
+        selected.data_ptr(),
         bounds.data_ptr(),
-        plan.spans.data_ptr(),
-        plan.weights.data_ptr(),
-        plan.spans.shape[0],
-        plan.cos.data_ptr(),
-        plan.sin.data_ptr(),
-        *_layer(layer_keys, layer_values, plan.cos),
+        spans.data_ptr(),
+        weights.data_ptr(),
+        spans.shape[0],
+        cos.data_ptr(),
+        sin.data_ptr(),
+        *_layer(layer_keys, layer_values, cos),
     )
 
 
