@@ -478,16 +478,19 @@ class KVStore:
         counters.evicted_memory = self._memory.evictions
         return counters
 
-    def free_bytes(self) -> int:
-        """Return how many bytes can be written: what the disk has left, within the disk budget.
+    def free_bytes(self, spare_bytes: int = 0) -> int:
+        """Return how many bytes of new chunks the store can hold.
+
+        What the disk has left beyond some spare bytes. A disk budget limits it, except where evicted chunks go to a
+        remote tier.
 
         Raises
         ------
         StoreUnavailableError
             The disk does not say.
         """
-        free, limit = self._folder.free_bytes(), self._budget.limit_nbytes
-        return free if limit is None else min(free, limit)
+        free, limit = max(0, self._folder.free_bytes() - spare_bytes), self._budget.limit_nbytes
+        return min(free, limit) if limit is not None and self._promoter is None else free
 
     def close(self) -> None:
         """Stop prefetching, wait for its thread, close the index and empty the memory tier.
