@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -241,6 +241,34 @@ class KVStore:
         for key in damaged:
             self.discard(key, "its row in the index cannot be understood")
         return rows
+
+    def rows_by_rowid(self, rowids: Iterable[int]) -> dict[int, ChunkRow]:
+        """Return what the index knows about those of ``rowids`` (see `content_hashes`) that are stored."""
+        self._check_open()
+        rows, damaged = self._index.rows_by_rowid(rowids)
+        for key in damaged:
+            self.discard(key, "its row in the index cannot be understood")
+        return {rowid: row for rowid, row in rows.items() if row.key not in self._damage.ignored}
+
+    def content_hashes(self, identity: str, after_rowid: int = 0) -> Iterator[ContentRows]:
+        """Yield content hashes of an identity's chunks that were added after a ``rowid``, part by part, ascending.
+
+        Parameters
+        ----------
+        identity : str
+            ``KVIdentity.digest``.
+        after_rowid : int
+            The last ``rowid`` seen; 0 for all. A chunk that is stored anew gets a new one, and none is used twice.
+
+        Yields
+        ------
+        ContentRows
+            Arrays ``rowid, prefix, full, length``.
+        """
+        self._check_open()
+        while (found := self._index.content_hashes(identity, after_rowid)) is not None:
+            yield found
+            after_rowid = int(found.rowid[-1])
 
     def content_rows(self, identity: str, after_rowid: int = 0) -> tuple[ContentRows, list[str]]:
         """Return content hashes of an identity's chunks that were added after a ``rowid``.
