@@ -66,7 +66,7 @@ class FusedKVLLM(LangChainFusedKV, BaseLLM):
     preprocessing : {"similar", "none"}
         Whether chunks are prefilled after the chunks most similar to them.
     num_neighbours : int
-        How many similar chunks.
+        How many similar chunks, three before a chunk at a time.
     embedder : Embeddings or None
         What says which are similar; None is all-MiniLM-L6-v2.
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .dispatch import UnsupportedOperandsError, triton_op, use_triton
 from .native import native_place_chunks, supports
-from .rotate import rerotate_keys
+from .rotate import rotate_in_torch
 
 __all__ = ["place_chunks"]
 
@@ -88,8 +88,13 @@ def _in_triton(
     if len(dtypes) > 1 or (dtypes == {torch.int8}) != (scales is not None) or not dense:
         msg = f"chunk placement needs chunks of one dtype with dense rows, and scales for int8 (got {dtypes})"
         raise UnsupportedOperandsError(msg)
-    triton_op("place_chunks")(
-        there(chunks), starts, cos.to(device), sin.to(device), layer_keys, layer_values,
+    for keys, values in scales or ():
+        if {keys.dtype, values.dtype} != {torch.float16} or keys.stride(2) != 1 or values.stride(1) != 1:
+            msg = f"chunk placement needs dense float16 scales (got {keys.dtype} and {values.dtype})"
+            raise UnsupportedOperandsError(msg)
+    cos, sin = (table.to(device, torch.float32).contiguous() for table in (cos, sin))
+    triton_op("place_chunks", device)(
+        there(chunks), starts, cos, sin, layer_keys, layer_values,
         None if scales is None else there(scales), interleaved,
     )  # fmt: skip
 
@@ -106,7 +111,7 @@ def _in_torch(
     # All chunks are rotated in one go: chunk by chunk, dispatching would cost more than rotating.
     lengths = torch.tensor([keys.shape[1] for keys, _ in chunks], device=cos.device)
     tables = (cos.repeat_interleave(lengths, dim=0), sin.repeat_interleave(lengths, dim=0))
-    moved = rerotate_keys(torch.cat([keys for keys, _ in chunks], dim=1).to(layer_keys.device), *tables, interleaved)
+    moved = rotate_in_torch(torch.cat([keys for keys, _ in chunks], dim=1).to(layer_keys.device), *tables, interleaved)
     begin = 0
     for (keys, values), start in zip(chunks, starts, strict=True):
         end = begin + keys.shape[1]

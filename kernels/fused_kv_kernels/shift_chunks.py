@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from .dispatch import triton_op, use_triton
 from .native import native_shift_chunks, supports
-from .rotate import rerotate_keys
+from .rotate import rotate_in_torch
 
 __all__ = ["ChunkShift", "shift_chunks"]
 
@@ -64,10 +65,19 @@ def shift_chunks(
         their keys have been rotated by.
     layer_keys, layer_values : Tensor
         ``[Hkv, N, D]``.
+
+    Raises
+    ------
+    UnsupportedOperandsError
+        If no kernel takes the tensors on their device.
     """
     if not shifts:
         return
     layer = (layer_keys, layer_values)
+    if use_triton("chunk shift", cos, sin, layer_keys=layer_keys, layer_values=layer_values):
+        run = triton_op("shift_chunks", layer_keys.device)
+        run(shifts, layer_idx, cos.float().contiguous(), sin.float().contiguous(), *layer)
+        return
     parts = [part for shift in shifts for part in (*shift.keys, *shift.values)]
     cpu = all(part.is_contiguous() and part.device.type == "cpu" for part in parts)
     if cpu and supports(*layer) and all(t.stride(1) == t.shape[2] for t in layer):
@@ -76,6 +86,6 @@ def shift_chunks(
     for number, shift in enumerate(shifts):
         span = slice(shift.start, shift.start + shift.num_tokens)
         keys, values = (part.to(layer_keys.device) for part in shift.difference(layer_idx))
-        turned = rerotate_keys(keys, cos[number : number + 1], sin[number : number + 1])
+        turned = rotate_in_torch(keys, cos[number : number + 1], sin[number : number + 1])
         layer_keys[:, span] += turned.to(layer_keys.dtype)
         layer_values[:, span] += values.to(layer_values.dtype)

@@ -85,7 +85,7 @@ class FusedKVEngine:
         Whether every chunk is prefilled once more after the chunks most similar to it (FusionRAG section 3.1): what
         that changes is stored beside its KV and brings it closer to what it would be at a later place in a prompt.
     num_neighbours : int
-        How many similar chunks.
+        How many similar chunks: three stand before a chunk at a time, and what they change is averaged.
     embedder : object or None
         What says which chunks are similar: LangChain ``Embeddings``, a LlamaIndex ``BaseEmbedding``, a
         ``SentenceTransformer``; None is all-MiniLM-L6-v2.

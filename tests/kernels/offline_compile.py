@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
-from fused_kv_kernels import PageTable, SharedPages
+from fused_kv_kernels import ChunkShift, PageTable, SharedPages, TransferPlan
 from fused_kv_kernels.triton_ops import configs
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -64,17 +64,27 @@ def _compile_only(capability: int) -> None:
     )
 
 
-def _offer(capability: int, every: bool) -> None:
+def _offer(capability: int, dtype: torch.dtype, every: bool) -> None:
     generation = {9: "hopper", 8: "ampere"}.get(capability // 10, "default")
     configs._generation = lambda: generation
     if not every:
         for table in (configs._MANY, configs._FEW):
             table[generation] = table[generation][:1]
-        configs._exact = lambda: ()
+        # Only float32 takes these; it takes no others.
+        configs._exact = lambda: configs._EXACT[-1:] if dtype == torch.float32 else ()
 
 
 def _call(dtype: torch.dtype, dim: int, only_rows: bool) -> None:
-    from fused_kv_kernels.triton_ops import kv_deviation, paged_rows, place_chunks, row_attention, token_scores
+    from fused_kv_kernels.triton_ops import (
+        kv_deviation,
+        paged_rows,
+        place_chunks,
+        rerotate_keys,
+        row_attention,
+        shift_chunks,
+        token_scores,
+        transfer_deviation,
+    )
 
     q, k = torch.empty(1, 28, 640, dim, dtype=dtype), torch.empty(1, 4, 4096, dim, dtype=dtype)
     rows = torch.arange(640)
@@ -92,7 +102,13 @@ def _call(dtype: torch.dtype, dim: int, only_rows: bool) -> None:
     pages = torch.empty(12, 4, 64, dim, dtype=dtype)
     paged_rows.paged_rows(q[:, :, :1], pages, pages, table, rows[:1], 0.125, splits=2)
     paged_rows.paged_rows(q, pages, pages, table, rows, 0.125, splits=1)
-    place_chunks.place_chunks([(k[0], k[0])], [0], torch.empty(1, half), torch.empty(1, half), k[0], k[0])
+    one, every = (torch.empty(1, half),) * 2, (torch.empty(4096, half),) * 2
+    place_chunks.place_chunks([(k[0], k[0])], [0], *one, k[0], k[0])
+    rerotate_keys.rerotate_keys(k[0], *every)
+    bytes_ = (torch.empty(2, 4, 99, dim, dtype=torch.int8), torch.empty(2, 4, 99, 1))
+    shift_chunks.shift_chunks([ChunkShift(5, slice(1, 99), 0.5, bytes_, bytes_)], 1, *one, k[0], k[0])
+    plan = TransferPlan(rows, rows, torch.tensor([[0, 4000]]), torch.ones(1), *every)
+    transfer_deviation.transfer_deviation(plan, q[0, :4], q[0, :4], k[0], k[0])
     kv_deviation.kv_deviation(k[0], k[0], k[0], k[0], rows, rows)
 
 
@@ -106,8 +122,9 @@ def main() -> None:
     parser.add_argument("--only-rows", action="store_true", help="row attention without extras, and nothing else")
     arguments = parser.parse_args()
     _compile_only(arguments.capability)
-    _offer(arguments.capability, arguments.all)
-    _call(getattr(torch, arguments.dtype), arguments.dim, arguments.only_rows)
+    dtype = getattr(torch, arguments.dtype)
+    _offer(arguments.capability, dtype, arguments.all)
+    _call(dtype, arguments.dim, arguments.only_rows)
 
 
 if __name__ == "__main__":

@@ -12,13 +12,17 @@ import pytest
 
 SPILL_BYTES = 64
 KERNELS = {
+    "_add_kernel",
     "_combine_kernel",
     "_denominator_kernel",
     "_deviation_kernel",
     "_mass_kernel",
     "_paged_kernel",
     "_place_kernel",
+    "_rerotate_kernel",
     "_row_attention_kernel",
+    "_shift_kernel",
+    "_sum_kernel",
 }
 
 

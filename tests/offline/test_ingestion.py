@@ -42,20 +42,22 @@ def test_batches_hold_every_chunk_once_within_the_limit(lengths: list[int], limi
 @given(contexts=st.lists(st.sets(st.integers(0, 9), max_size=4), min_size=1, max_size=10), limit=st.integers(1, 40))
 def test_contexts_of_a_batch_fit_together(contexts: list[set[int]], limit: int) -> None:
     sizes = {str(i): i + 1 for i in range(10)}
-    chunks = [PendingChunk(str(i), str(i), (1,), tuple(map(str, sorted(c - {i})))) for i, c in enumerate(contexts)]
+    chunks = [PendingChunk(str(i), str(i), (1,), (tuple(map(str, sorted(c - {i}))),)) for i, c in enumerate(contexts)]
     ordered = walk_neighbours(chunks)
     assert sorted(c.key for c in ordered) == sorted(c.key for c in chunks)
     found = list(batches(ordered, 100, sizes, limit))
     assert [c for b in found for c in b] == ordered
     for batch in found:
-        together = {text for chunk in batch for text in chunk.context}
+        together = {text for chunk in batch for text in chunk.neighbours}
         assert len(batch) == 1 or sum(sizes[text] for text in together) <= limit
 
 
 def test_chunks_that_share_neighbours_come_close_together() -> None:
     """Two separate groups, given in turns, come one after the other."""
     chunks = [
-        PendingChunk("", f"{g}{i}", (1,), tuple(f"{g}{j}" for j in range(4) if j != i)) for i in range(4) for g in "ab"
+        PendingChunk("", f"{g}{i}", (1,), (tuple(f"{g}{j}" for j in range(4) if j != i),))
+        for i in range(4)
+        for g in "ab"
     ]
     assert "".join(chunk.text[0] for chunk in walk_neighbours(chunks)) == "aaaabbbb"
 

@@ -36,20 +36,24 @@ def native_library() -> ctypes.CDLL | None:
     ``FUSED_KV_KERNELS=torch`` turns them off. A processor that could run them but for a missing compiler is
     reported with a warning, once.
     """
-    with _lock:
-        return _load()[0]
+    return _loaded()[0]
 
 
 def why_not_native() -> str | None:
     """Return why torch does the work of the native operators, or None if it does not."""
+    return _loaded()[1]
+
+
+def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
+    # Asked at every call: whoever sets the variable to compare must not get the native operators all the same.
+    if os.environ.get("FUSED_KV_KERNELS") == "torch":
+        return None, "FUSED_KV_KERNELS=torch"
     with _lock:
-        return _load()[1]
+        return _load()
 
 
 @functools.lru_cache(maxsize=1)
 def _load() -> tuple[ctypes.CDLL | None, str | None]:
-    if os.environ.get("FUSED_KV_KERNELS") == "torch":
-        return None, "FUSED_KV_KERNELS=torch"
     missing = sorted(_FEATURES - _processor_features())
     if missing:
         return None, f"the processor lacks {', '.join(missing)}"

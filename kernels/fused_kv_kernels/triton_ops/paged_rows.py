@@ -143,6 +143,7 @@ def paged_rows(
     tuple of Tensor
         ``[B, Hq, R, D]``, laid out ``[B, R, Hq, D]`` in memory, and the log-sum-exp, float32 ``[B, Hq, R]``.
     """
+    q_positions = q_positions if q_positions.stride(-1) == 1 else q_positions.contiguous()
     batch, q_heads, rows, dim = q.shape
     kv_heads, page_size = page_keys.shape[1], page_keys.shape[2]
     group, half, num_pages = q_heads // kv_heads, table.cos.shape[-1], table.pages.shape[1]
@@ -168,7 +169,7 @@ def paged_rows(
         rows, num_pages, kv_heads, splits, scale * _LOG2_E,
         GROUP=group, D=dim, BLOCK_D=block_dim(dim), HALF=half, BLOCK_HALF=block_dim(half),
         REST=rest, BLOCK_REST=block_dim(max(rest, 1)), PAGE=page_size, BLOCK_M=block_m, SKIP=packed > _FEW_ROWS,
-        PRECISION=precision(q.dtype), num_warps=8 if exact else 4, num_stages=2,
+        PRECISION=precision(q.dtype), num_warps=8 if exact or dim > 128 else 4, num_stages=2,
     )  # fmt: skip
     if splits > 1:
         combine(part_out, part_lse, out, lse)

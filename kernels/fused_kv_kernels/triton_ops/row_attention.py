@@ -183,6 +183,10 @@ def row_attention(
         and the log-sum-exp of the scores, float32 ``[B, Hq, R]``. A row that sees no key is zero, its log-sum-exp
         minus infinity; so are rows beyond a sequence's length.
     """
+    q_positions = _dense(q_positions)
+    kv_positions, q_lengths, kv_lengths = (
+        None if x is None else _dense(x) for x in (kv_positions, q_lengths, kv_lengths)
+    )
     batch, q_heads, rows, dim = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
     group = q_heads // kv_heads
@@ -219,6 +223,11 @@ def row_attention(
     if splits > 1:
         combine(part_out, part_lse, out, lse)
     return out, lse
+
+
+def _dense(positions: Tensor) -> Tensor:
+    """Return positions whose last axis can be stepped through one by one."""
+    return positions if positions.stride(-1) == 1 else positions.contiguous()
 
 
 def _batch_stride(positions: Tensor | None) -> int:
