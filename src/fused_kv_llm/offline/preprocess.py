@@ -123,7 +123,7 @@ class Ingestor:
         per_token = stored_bytes_per_token(storage or self._store.kv_dtype, *shape)
         needed = per_token * sum(len(chunk.token_ids) for chunk in pending)
         # Context shifts are stored in eight bits.
-        shifted = sum(len(chunk.token_ids) for chunk in pending if chunk.context)
+        shifted = sum(len(chunk.token_ids) for chunk in pending if chunk.contexts)
         needed += stored_bytes_per_token("int8", *shape) * shifted
         free = self._store.free_bytes(_SPARE_DISK_BYTES)
         if needed > free:
