@@ -92,8 +92,8 @@ class ChunkStack:
 
     def place(self, layer: int, layer_keys: Tensor, layer_values: Tensor) -> None:
         """Write layer `layer` of the stack into a layer of a cache, ``[Hkv, N, D]`` each."""
-        there = (layer_keys, layer_values)
-        if self._table is not None and not use_triton("chunk placement", *there) and _native_takes(*there):
+        there = {"layer_keys": layer_keys, "layer_values": layer_values}
+        if self._table is not None and not use_triton("chunk placement", **there) and _native_takes(*there.values()):
             count = len(self.chunks)
             native_place_chunks(self._table, count, layer, self.cos, self.sin, layer_keys, layer_values)
             return

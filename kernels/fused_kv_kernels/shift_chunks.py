@@ -110,11 +110,11 @@ class ShiftStack:
 
     def add(self, layer_idx: int, layer_keys: Tensor, layer_values: Tensor) -> None:
         """Add one layer of the shifts to a layer of a cache, ``[Hkv, N, D]`` each, in place."""
-        layer = (layer_keys, layer_values)
-        if self._table is not None and not use_triton("chunk shift", *layer) and _native_takes(*layer):
-            native_shift_chunks(self._table, layer_idx, self._weights, self.cos, self.sin, *layer)
+        layer = {"layer_keys": layer_keys, "layer_values": layer_values}
+        if self._table is not None and not use_triton("chunk shift", **layer) and _native_takes(*layer.values()):
+            native_shift_chunks(self._table, layer_idx, self._weights, self.cos, self.sin, **layer)
             return
-        shift_chunks(self.shifts, layer_idx, self.cos, self.sin, *layer)
+        shift_chunks(self.shifts, layer_idx, self.cos, self.sin, **layer)
 
 
 def _on_cpu(shifts: Sequence[ChunkShift]) -> bool:
