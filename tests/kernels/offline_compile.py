@@ -74,10 +74,19 @@ def _offer(capability: int, dtype: torch.dtype, every: bool) -> None:
         configs._exact = lambda: configs._EXACT[-1:] if dtype == torch.float32 else ()
 
 
-def _call(dtype: torch.dtype, dim: int, only_rows: bool) -> None:
+def _pages(q: torch.Tensor, rows: torch.Tensor) -> None:
+    from fused_kv_kernels.triton_ops import paged_rows
+
+    dim = q.shape[3]
+    table = PageTable([[SharedPages(range(10), 600, 5, 5)]], [[11]], 64, torch.ones(dim // 2))
+    pages = torch.empty(12, 4, 64, dim, dtype=q.dtype)
+    paged_rows.paged_rows(q[:, :, :1], pages, pages, table, rows[:1], 0.125, splits=2)
+    paged_rows.paged_rows(q, pages, pages, table, rows, 0.125, splits=1)
+
+
+def _call(dtype: torch.dtype, dim: int, only: str | None) -> None:
     from fused_kv_kernels.triton_ops import (
         kv_deviation,
-        paged_rows,
         place_chunks,
         rerotate_keys,
         row_attention,
@@ -88,8 +97,11 @@ def _call(dtype: torch.dtype, dim: int, only_rows: bool) -> None:
 
     q, k = torch.empty(1, 28, 640, dim, dtype=dtype), torch.empty(1, 4, 4096, dim, dtype=dtype)
     rows = torch.arange(640)
+    if only == "pages":
+        _pages(q, rows)
+        return
     row_attention.row_attention(q, k, k, rows, 0.125, splits=1)
-    if only_rows:
+    if only == "rows":
         return
     row_attention.row_attention(q[:, :, :1], k, k, rows[:1], 0.125, splits=8)
     stands, lengths = torch.arange(4096), torch.tensor([4000])
@@ -97,11 +109,7 @@ def _call(dtype: torch.dtype, dim: int, only_rows: bool) -> None:
     row_attention.row_attention(q, k, k, rows, 0.125, **extras, splits=1)
     token_scores.token_scores(q, k, rows, 0.125, splits=4)
     half = dim // 2
-    shared = [[SharedPages(range(10), 600, 5, 5)]]
-    table = PageTable(shared, [[11]], 64, torch.ones(half))
-    pages = torch.empty(12, 4, 64, dim, dtype=dtype)
-    paged_rows.paged_rows(q[:, :, :1], pages, pages, table, rows[:1], 0.125, splits=2)
-    paged_rows.paged_rows(q, pages, pages, table, rows, 0.125, splits=1)
+    _pages(q, rows)
     one, every = (torch.empty(1, half),) * 2, (torch.empty(4096, half),) * 2
     place_chunks.place_chunks([(k[0], k[0])], [0], *one, k[0], k[0])
     rerotate_keys.rerotate_keys(k[0], *every)
@@ -119,12 +127,12 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--all", action="store_true")
-    parser.add_argument("--only-rows", action="store_true", help="row attention without extras, and nothing else")
+    parser.add_argument("--only", choices=("rows", "pages"), help="row attention without extras, or that over pages")
     arguments = parser.parse_args()
     _compile_only(arguments.capability)
     dtype = getattr(torch, arguments.dtype)
     _offer(arguments.capability, dtype, arguments.all)
-    _call(dtype, arguments.dim, arguments.only_rows)
+    _call(dtype, arguments.dim, arguments.only)
 
 
 if __name__ == "__main__":

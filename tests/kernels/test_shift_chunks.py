@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fused_kv_kernels import ChunkShift, rotation_tables, shift_chunks
+from fused_kv_kernels import ChunkShift, ShiftStack, rotation_tables, shift_chunks
 from fused_kv_kernels.reference import rerotate_keys_reference
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
@@ -43,7 +43,10 @@ def _compare(
         want[1, :, at : at + count] += change[1]
         at += count + 1
     got, tables = layer.to(device), rotation_tables(torch.tensor(deltas), inv_freq)
+    stacked = got.clone()
     shift_chunks(shifts, 2, *(table.to(device) for table in tables), *got)
+    ShiftStack(shifts, *(table.to(device) for table in tables)).add(2, *stacked)
+    assert torch.equal(stacked, got)
     torch.testing.assert_close(got.cpu().float(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
@@ -76,4 +79,5 @@ def test_triton_equals_the_formula(
 def test_no_shift_changes_nothing() -> None:
     layer = torch.ones(2, 1, 4, 8)
     shift_chunks([], 0, torch.empty(0, 4), torch.empty(0, 4), layer[0], layer[1])
+    ShiftStack([], torch.empty(0, 4), torch.empty(0, 4)).add(0, layer[0], layer[1])
     assert torch.equal(layer, torch.ones(2, 1, 4, 8))

@@ -14,13 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from .combine import combine
-from .configs import block_dim, few_rows, many_rows, multiprocessors, prune
+from .configs import FEW_ROWS, block_dim, few_rows, many_rows, multiprocessors, prune
 from .products import dot, precision
 from .splits import choose_splits
 
 __all__ = ["row_attention"]
 
-_FEW_ROWS = 64
 _LOG2_E = 1.4426950408889634
 
 
@@ -195,7 +194,7 @@ def row_attention(
     if out.numel() == 0:
         return out, lse
     packed = rows * group
-    is_few = packed <= _FEW_ROWS
+    is_few = packed <= FEW_ROWS
     # In float32 there is no matrix instruction that is exact enough, so larger blocks only spill registers.
     block_m = max(16, triton.next_power_of_2(packed)) if is_few and q.dtype != torch.float32 else 16
     if not is_few:
