@@ -79,7 +79,7 @@ def report_to_html(report: Mapping[str, Any], trace: PromptTrace | None = None) 
 
 
 def _summary(report: Mapping[str, Any]) -> str:
-    share = report["cached_tokens"] / report["prompt_tokens"] if report["prompt_tokens"] else 0.0
+    share = report["reused_tokens"] / max(report["prompt_tokens"], 1)
     loaded = ", ".join(f"{nbytes / 1e6:.1f} MB from {escape(tier)}" for tier, nbytes in report["bytes_loaded"].items())
     missing = len(report["unmatched"])
     details = [
@@ -89,7 +89,7 @@ def _summary(report: Mapping[str, Any]) -> str:
         f"{report['completion_tokens']} tokens answered",
     ]
     return (
-        f'<p class="big"><b>{share:.0%}</b> of {report["prompt_tokens"]:,} prompt tokens came from stored KV; '
+        f'<p class="big"><b>{share:.0%}</b> of {report["prompt_tokens"]:,} prompt tokens came from the stored KV of chunks; '
         f"first token after <b>{report['ttft_s']:.3f} s</b></p><div>{'; '.join(details)}</div>"
     )
 
