@@ -28,6 +28,7 @@ from fused_kv_llm.model import LoadedModel, load_model
 from fused_kv_llm.model.embedded import embedded_model_folder
 from fused_kv_llm.offline import SentenceEmbedder
 from fused_kv_llm.offline.batches import PendingChunk
+from fused_kv_llm.offline.corpus import CONTEXT_CHUNKS
 from fused_kv_llm.offline.neighbours import find_neighbours
 from fused_kv_llm.offline.preprocess import BATCH_TOKENS
 
@@ -69,8 +70,11 @@ def predicted_factor(engine: FusedKVEngine, near: dict[str, tuple[str, ...]]) ->
     tokens = {text: len(engine.token_ids(text)) for text in near}
     plain = sum(prefill_flops(engine.loaded, count, header) for count in tokens.values())
     shifted = sum(
-        prefill_flops(engine.loaded, tokens[text], header + sum(tokens[other] for other in others))
+        prefill_flops(
+            engine.loaded, tokens[text], header + sum(tokens[other] for other in others[i : i + CONTEXT_CHUNKS])
+        )
         for text, others in near.items()
+        for i in range(0, len(others), CONTEXT_CHUNKS)
     )
     return (plain + shifted) / plain
 

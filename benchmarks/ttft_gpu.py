@@ -4,7 +4,11 @@
     python benchmarks/ttft_gpu.py --toy         # a tiny model on any machine: a check that it runs, not a measurement
 
 The weights are random: time does not depend on them. The words of the prompts are one token each, so that no tokenizer
-has to be fetched. Chunk KV comes from the memory tier (pinned, where there is a GPU) or from disk.
+has to be fetched. Chunk KV comes from disk, from the memory tier (pinned, where there is a GPU), or from the GPU's own
+memory: there the memory tier's tensors are moved to the device beforehand, which the engine has no tier for.
+
+Afterwards, decoding: milliseconds a token of plain transformers, of the engine, and of the engine's step recorded in a
+CUDA graph (:mod:`static_decode`), which the engine will do if it measures better.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +27,12 @@ import torch
 from environment import drop_page_cache, environment
 from rich.console import Console
 from rich.table import Table
+from static_decode import StaticDecoder
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from fused_kv_llm import FusedKVEngine
+from fused_kv_llm.config import DEFAULT_SELECTOR
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -33,6 +40,7 @@ import matplotlib.pyplot as plt
 RATIOS = (0.0, 0.15, 0.3)
 CHUNK_WORDS = 512
 QUESTION_WORDS = 32
+DECODED_TOKENS = 32
 SHAPE_7B = {
     "hidden_size": 3584,
     "intermediate_size": 18944,
@@ -87,8 +95,56 @@ def plain_s(model: Any, ids: list[int]) -> float:
     return time.perf_counter() - started
 
 
-def measure(engine: FusedKVEngine, kv_dir: Path, length: int, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure one prompt length: ingestion, then all configurations in turn, `repeats` rounds."""
+def move_to_device(engine: FusedKVEngine) -> None:
+    """Let the memory tier's chunks lie on the model's device."""
+    for chunk in engine.store._memory._chunks.values():
+        for name, tensor in chunk.tensors.items():
+            chunk.tensors[name] = tensor.to(engine.model.device)
+
+
+def decode_s(engine: FusedKVEngine, prompt: str, ids: list[int]) -> dict[str, float]:
+    """Return the median seconds a token, by who decodes."""
+    found: dict[str, float] = {}
+
+    def median_s(step: Callable[[int], Any]) -> float:
+        times = []
+        for token in range(DECODED_TOKENS):
+            started = time.perf_counter()
+            int(step(token + 2).argmax())
+            times.append(time.perf_counter() - started)
+        return statistics.median(times[2:])
+
+    def fused() -> Any:
+        return engine.prefill(prompt, recompute_ratio=0.0, max_tokens=DECODED_TOKENS + 1)[0]
+
+    def released(decoder: Any, decoded: Any) -> float:
+        seconds = median_s(decoder)
+        decoded.cache.release()
+        return seconds
+
+    eager = fused()
+    found["decode fused"] = released(lambda token: eager.append(engine.loaded, [token])[-1], eager)
+    if engine.model.device.type == "cuda":
+        static = fused()
+        found["decode fused, CUDA graph"] = released(StaticDecoder(engine.loaded, static, graph=True).append, static)
+    name = engine.model.config._attn_implementation
+    engine.model.set_attn_implementation("sdpa")
+    with torch.inference_mode():
+        cache = engine.model(torch.tensor([ids], device=engine.model.device), use_cache=True).past_key_values
+
+        def plain(token: int) -> Any:
+            row = torch.tensor([[token]], device=engine.model.device)
+            return engine.model(row, past_key_values=cache, use_cache=True).logits[0, -1]
+
+        found["decode plain"] = median_s(plain)
+    engine.model.set_attn_implementation(name)
+    return found
+
+
+def measure(
+    engine: FusedKVEngine, kv_dir: Path, length: int, args: argparse.Namespace
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Measure one prompt length: ingestion, then all configurations in turn, `repeats` rounds; then decoding."""
     words = args.words
     chunks = [random_words(CHUNK_WORDS, words, seed) for seed in range(length // CHUNK_WORDS)]
     prompt = "\n".join([*chunks, random_words(QUESTION_WORDS, words, 10**6 + length)])
@@ -102,6 +158,8 @@ def measure(engine: FusedKVEngine, kv_dir: Path, length: int, args: argparse.Nam
         if source == "disk":
             engine.store.drop_memory()
             drop_page_cache(kv_dir)
+        elif source == "GPU memory":
+            move_to_device(engine)
         report = engine.generate(prompt, max_tokens=1, recompute_ratio=ratio, selector=args.selector).report
         if keep:
             times.setdefault(f"fused {ratio:g}, {source}", []).append(report.ttft_s)
@@ -115,7 +173,8 @@ def measure(engine: FusedKVEngine, kv_dir: Path, length: int, args: argparse.Nam
         for ratio in RATIOS:
             # Reading once from disk puts the chunks into the memory tier; the first round also tunes the kernels.
             fused("disk", ratio, keep=turn > 0)
-            fused("memory", ratio, keep=turn > 0)
+            fused("pinned memory", ratio, keep=turn > 0)
+            fused("GPU memory", ratio, keep=turn > 0)
     plain = statistics.median(times["plain"])
     return [
         {
@@ -129,7 +188,7 @@ def measure(engine: FusedKVEngine, kv_dir: Path, length: int, args: argparse.Nam
             "stages_s": reports[name].seconds if name in reports else None,
         }
         for name, found in times.items()
-    ]
+    ], [{"prompt_tokens": len(ids), "what": n, "token_s": s} for n, s in decode_s(engine, prompt, ids).items()]
 
 
 def print_table(rows: list[dict[str, Any]], title: str) -> None:
@@ -149,7 +208,9 @@ def draw(rows: list[dict[str, Any]], path: Path, title: str) -> None:
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     for name in dict.fromkeys(row["what"] for row in rows):
         points = sorted((row["prompt_tokens"], 1000 * row["ttft_s"]) for row in rows if row["what"] == name)
-        style = {"plain": "k-"}.get(name, "--" if name.endswith("disk") else "-")
+        style = {"plain": "k-"}.get(
+            name, "--" if name.endswith("disk") else ":" if name.endswith("GPU memory") else "-"
+        )
         axes.plot(*zip(*points, strict=True), style, marker="o", label=name)
     axes.set_yscale("log")
     axes.set_xlabel("prompt length (tokens)")
@@ -164,7 +225,7 @@ def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384, 32768])
-    parser.add_argument("--selector", default="middle_layers")
+    parser.add_argument("--selector", default=DEFAULT_SELECTOR)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--toy", action="store_true", help="a tiny model at 1K and 2K tokens, on whatever there is")
     parser.add_argument("--out", type=Path, default=None)
@@ -187,16 +248,21 @@ def main() -> None:
             preprocessing="none", store_misses=False, wrap=False,
         )  # fmt: skip
         rows: list[dict[str, Any]] = []
+        decoding: list[dict[str, Any]] = []
         for length in args.lengths:
-            rows += measure(engine, Path(kv_dir), length, args)
+            first_tokens, next_tokens = measure(engine, Path(kv_dir), length, args)
+            rows += first_tokens
+            decoding += next_tokens
             print(f"{length} tokens measured", flush=True)
         engine.close()
     stamp = environment()
     shape = "a tiny model" if args.toy else "a random model of Qwen2.5-7B's shape"
     title = f"{shape}, {str(dtype).removeprefix('torch.')}, {stamp['gpu'] or stamp['cpu']}, selector {args.selector}"
     print_table(rows, title)
+    for row in decoding:
+        print(f"{row['prompt_tokens']} tokens, {row['what']}: {1000 * row['token_s']:.2f} ms a token")
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    result = {"environment": stamp, "selector": args.selector, "rows": rows}
+    result = {"environment": stamp, "selector": args.selector, "toy": args.toy, "rows": rows, "decoding": decoding}
     args.out.with_suffix(".json").write_text(json.dumps(result, indent=1))
     draw(rows, args.out.with_suffix(".png"), title)
 

@@ -15,7 +15,7 @@ def test_the_difference_is_kept_to_half_a_step(tokens: int, size: float, seed: i
     torch.manual_seed(seed)
     change = size * torch.randn(2, 3, tokens, 8)
     zero = torch.zeros_like(change)
-    side = context_shift((zero, zero), (change, -change))
+    side = context_shift((zero, zero), [(change, -change)])
     for name, want in (("keys", change), ("values", -change)):
         step = want.abs().amax(-1, keepdim=True) / 127
         assert bool(((side[name] * side[f"{name}_scale"] - want).abs() <= 0.501 * step).all())
@@ -23,9 +23,18 @@ def test_the_difference_is_kept_to_half_a_step(tokens: int, size: float, seed: i
 
 def test_no_difference_stays_none() -> None:
     same = torch.randn(2, 3, 5, 8)
-    side = context_shift((same, same), (same, same))
+    side = context_shift((same, same), [(same, same)])
     assert not side["keys"].any()
     assert not side["values"].any()
+
+
+def test_several_contexts_are_averaged() -> None:
+    plain, *forms = ((torch.randn(2, 3, 5, 8), torch.randn(2, 3, 5, 8)) for _ in range(4))
+    side = context_shift(plain, forms)
+    for index, name in enumerate(("keys", "values")):
+        want = torch.stack([form[index] for form in forms]).mean(0) - plain[index]
+        step = want.abs().amax(-1, keepdim=True) / 127
+        assert bool(((side[name] * side[f"{name}_scale"] - want).abs() <= 0.51 * step).all())
 
 
 def test_the_first_place_gets_nothing_and_later_ones_more() -> None:

@@ -63,12 +63,13 @@ class FusedKVLLM(LangChainFusedKV, BaseLLM):
         See above.
     store_misses : bool
         Whether chunks whose stored KV could not be used are stored again.
-    memory_bytes : int
-        Budget of the store's memory tier.
+    memory_bytes, disk_bytes, policy, kv_dtype, remote
+        The store's budgets (``"20GB"``), what makes room, the dtype it stores, and its remote tier: see
+        :class:`fused_kv_llm.FusedKVEngine`.
     preprocessing : {"similar", "none"}
         Whether chunks are prefilled after the chunks most similar to them.
     num_neighbours : int
-        How many similar chunks.
+        How many similar chunks, three before a chunk at a time.
     embedder : Embeddings or None
         What says which are similar; None is all-MiniLM-L6-v2.
 

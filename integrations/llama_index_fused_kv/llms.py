@@ -63,7 +63,7 @@ class FusedKVLLM(FusedKVModel, CustomLLM):
         Strings before which the answer ends.
     dtype, device : str or None
         None chooses by the hardware.
-    tenant, store_misses, memory_bytes
+    tenant, store_misses, memory_bytes, disk_bytes, policy, kv_dtype, remote
         See :class:`fused_kv_llm.FusedKVEngine`.
     system_prompt, callback_manager, output_parser, pydantic_program_mode
         LlamaIndex's own.

@@ -9,29 +9,35 @@ from __future__ import annotations
 
 from .batched_rows import batched_row_attention
 from .dispatch import UnsupportedOperandsError
+from .elementwise import gated_silu, rms_norm, rotate_rows_
 from .kv_deviation import kv_deviation
 from .native import why_not_native
 from .paged_rows import paged_row_attention
 from .pages import PageTable, SharedPages
-from .place_chunks import place_chunks
+from .place_chunks import ChunkStack, place_chunks
 from .rotate import rerotate_keys, rotation_tables
 from .row_attention import RowPlan, row_attention
-from .shift_chunks import ChunkShift, shift_chunks
+from .shift_chunks import ChunkShift, ShiftStack, shift_chunks
 from .token_scores import token_scores
 from .transfer import TransferPlan, transfer_deviation
 
 __all__ = [
     "ChunkShift",
+    "ChunkStack",
     "PageTable",
     "RowPlan",
     "SharedPages",
+    "ShiftStack",
     "TransferPlan",
     "UnsupportedOperandsError",
     "batched_row_attention",
+    "gated_silu",
     "kv_deviation",
     "paged_row_attention",
     "place_chunks",
     "rerotate_keys",
+    "rms_norm",
+    "rotate_rows_",
     "rotation_tables",
     "row_attention",
     "shift_chunks",

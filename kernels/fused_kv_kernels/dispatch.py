@@ -6,9 +6,11 @@ error that names the operator, the dtype, the shapes and the device; there is no
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +22,9 @@ _VARIABLE = "FUSED_KV_KERNELS"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LARGEST_DIM = 256
 _LARGEST_GROUP = 16
+# Triton generates no code for what came before Turing; bfloat16 came with Ampere.
+_LEAST_CAPABILITY = (7, 5)
+_BFLOAT16_CAPABILITY = (8, 0)
 
 
 class UnsupportedOperandsError(ValueError):
@@ -32,13 +37,15 @@ def _describe(operands: dict[str, Tensor]) -> str:
     )
 
 
-def use_triton(op: str, **operands: Tensor) -> bool:
+def use_triton(op: str, *indices: Tensor | None, **operands: Tensor) -> bool:
     """Whether an operator runs in Triton on these tensors.
 
     Parameters
     ----------
     op : str
         The operator's name, for messages.
+    *indices : Tensor or None
+        Positions, lengths and tables it reads; they must be where the operands are.
     **operands : Tensor
         The floating tensors it computes with, by name.
 
@@ -61,20 +68,23 @@ def use_triton(op: str, **operands: Tensor) -> bool:
     on_cuda = any(x.device.type == "cuda" for x in operands.values())
     if wanted == "torch" or (wanted == "auto" and not on_cuda):
         return False
-    reason = _why_not(operands)
+    reason = _why_not(operands, [x for x in indices if x is not None])
     if reason:
         msg = f"{op} cannot run in Triton, {reason} ({_describe(operands)}). {_VARIABLE}=torch runs it in plain torch."
         raise UnsupportedOperandsError(msg)
     return True
 
 
-def _why_not(operands: dict[str, Tensor]) -> str | None:
+def _why_not(operands: dict[str, Tensor], indices: list[Tensor]) -> str | None:
     tensors = list(operands.values())
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     groups = operands["q"].shape[-3] / operands["k"].shape[-3] if {"q", "k"} <= operands.keys() else 1.0
     reasons = {
         "which is not installed": importlib.util.find_spec("triton") is None,
         "because its tensors are on different devices": len({x.device for x in tensors}) > 1,
+        f"because its positions are on {indices[0].device if indices else None}": any(
+            x.device != tensors[0].device for x in indices
+        ),
         "which needs a CUDA device, or TRITON_INTERPRET=1 to be tested without one": not interpreted
         and any(x.device.type != "cuda" for x in tensors),
         "because its tensors must all be float32, all bfloat16 or all float16": len({x.dtype for x in tensors}) > 1
@@ -86,9 +96,37 @@ def _why_not(operands: dict[str, Tensor]) -> str | None:
         f"because query heads must be 1 to {_LARGEST_GROUP} times as many as key heads": groups % 1 != 0
         or groups > _LARGEST_GROUP,
     }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+    return next((reason for reason, holds in reasons.items() if holds), None) or _too_old(tensors[0])
 
 
-def triton_op(name: str) -> Any:
-    """Return the function of an operator in Triton; importing this package does not import Triton."""
-    return getattr(importlib.import_module(f"fused_kv_kernels.triton_ops.{name}"), name)
+def _too_old(x: Tensor) -> str | None:
+    if x.device.type != "cuda" or torch.version.hip is not None:
+        return None
+    has = torch.cuda.get_device_capability(x.device)
+    least = _BFLOAT16_CAPABILITY if x.dtype == torch.bfloat16 else _LEAST_CAPABILITY
+    if has >= least:
+        return None
+    needs = f"which needs compute capability {least[0]}.{least[1]} for {str(x.dtype).removeprefix('torch.')}"
+    return f"{needs}, and {x.device} has {has[0]}.{has[1]}"
+
+
+def triton_op(name: str, device: torch.device) -> Callable[..., Any]:
+    """Return the function of an operator in Triton; importing this package does not import Triton.
+
+    Parameters
+    ----------
+    name : str
+        The operator's, which is its file's.
+    device : torch.device
+        Where its tensors are: Triton launches on the current device, wherever its arguments lie.
+    """
+    run: Callable[..., Any] = getattr(importlib.import_module(f"fused_kv_kernels.triton_ops.{name}"), name)
+    if device.type != "cuda":
+        return run
+
+    @functools.wraps(run)
+    def on_device(*args: Any, **kwargs: Any) -> Any:
+        with torch.cuda.device(device):
+            return run(*args, **kwargs)
+
+    return on_device

@@ -47,7 +47,8 @@ def kv_deviation(
         "stored_keys": stored_keys,
         "stored_values": stored_values,
     }
-    if use_triton("KV deviation", **operands):
-        found: Tensor = triton_op("kv_deviation")(**operands, fresh_rows=fresh_rows, stored_rows=stored_rows)
+    if use_triton("KV deviation", fresh_rows, stored_rows, **operands):
+        run = triton_op("kv_deviation", fresh_keys.device)
+        found: Tensor = run(**operands, fresh_rows=fresh_rows, stored_rows=stored_rows)
         return found
     return kv_deviation_reference(**operands, fresh_rows=fresh_rows, stored_rows=stored_rows)

@@ -56,7 +56,7 @@ def paged_row_attention(
             "do not fit together"
         )
         raise ValueError(msg)
-    if use_triton("paged row attention", q=q, k=page_keys, v=page_values):
-        out, lse = triton_op("paged_rows")(q, page_keys, page_values, table, q_positions, scale)
+    if use_triton("paged row attention", q_positions, table.pages, q=q, k=page_keys, v=page_values):
+        out, lse = triton_op("paged_rows", q.device)(q, page_keys, page_values, table, q_positions, scale)
         return out, lse
     return paged_row_attention_reference(q, page_keys, page_values, table, q_positions, scale)

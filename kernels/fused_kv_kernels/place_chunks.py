@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from .dispatch import UnsupportedOperandsError, triton_op, use_triton
-from .native import native_place_chunks, supports
-from .rotate import rerotate_keys
+from .native import chunk_table, native_place_chunks, supports
+from .rotate import rotate_in_torch
 
-__all__ = ["place_chunks"]
+__all__ = ["ChunkStack", "place_chunks"]
 
 
 def place_chunks(
@@ -61,11 +61,48 @@ def place_chunks(
         place_chunks([(keys, values) for keys, values in whole], *operands[1:], interleaved=interleaved)
         return
     tensors = [tensor for pair in chunks for tensor in pair]
-    rows_dense = all(t.stride(1) == t.shape[2] for t in (*tensors, layer_keys, layer_values))
-    if rows_dense and not interleaved and supports(*tensors, layer_keys, layer_values):
-        native_place_chunks(*operands)
+    if not interleaved and _native_takes(*tensors, layer_keys, layer_values):
+        table = chunk_table([(keys[None], values[None]) for keys, values in chunks], starts)
+        native_place_chunks(table, len(chunks), 0, *operands[2:])
         return
     _in_torch(*operands, interleaved)
+
+
+class ChunkStack:
+    """Several layers of several chunks, to be placed layer by layer.
+
+    What is the same in all layers is worked out once: with tens of chunks that takes as long as placing them.
+
+    Parameters
+    ----------
+    chunks : sequence of (Tensor, Tensor)
+        Keys and values ``[L, Hkv, T, D]`` of every chunk, all in one floating dtype.
+    starts : sequence of int
+        Where each chunk begins in a layer.
+    cos, sin : Tensor
+        float32 ``[len(chunks), rotary / 2]``, as :func:`place_chunks` takes them.
+    """
+
+    def __init__(
+        self, chunks: Sequence[tuple[Tensor, Tensor]], starts: Sequence[int], cos: Tensor, sin: Tensor
+    ) -> None:
+        self.chunks, self.starts, self.cos, self.sin = list(chunks), list(starts), cos, sin
+        tensors = [part[0] for pair in chunks for part in pair]
+        self._table = chunk_table(self.chunks, starts) if chunks and _native_takes(*tensors) else None
+
+    def place(self, layer: int, layer_keys: Tensor, layer_values: Tensor) -> None:
+        """Write layer `layer` of the stack into a layer of a cache, ``[Hkv, N, D]`` each."""
+        there = {"layer_keys": layer_keys, "layer_values": layer_values}
+        if self._table is not None and not use_triton("chunk placement", **there) and _native_takes(*there.values()):
+            count = len(self.chunks)
+            native_place_chunks(self._table, count, layer, self.cos, self.sin, layer_keys, layer_values)
+            return
+        chunks = [(keys[layer], values[layer]) for keys, values in self.chunks]
+        place_chunks(chunks, self.starts, self.cos, self.sin, layer_keys, layer_values)
+
+
+def _native_takes(*tensors: Tensor) -> bool:
+    return all(t.stride(1) == t.shape[2] for t in tensors) and supports(*tensors)
 
 
 def _in_triton(
@@ -88,8 +125,13 @@ def _in_triton(
     if len(dtypes) > 1 or (dtypes == {torch.int8}) != (scales is not None) or not dense:
         msg = f"chunk placement needs chunks of one dtype with dense rows, and scales for int8 (got {dtypes})"
         raise UnsupportedOperandsError(msg)
-    triton_op("place_chunks")(
-        there(chunks), starts, cos.to(device), sin.to(device), layer_keys, layer_values,
+    for keys, values in scales or ():
+        if {keys.dtype, values.dtype} != {torch.float16} or keys.stride(2) != 1 or values.stride(1) != 1:
+            msg = f"chunk placement needs dense float16 scales (got {keys.dtype} and {values.dtype})"
+            raise UnsupportedOperandsError(msg)
+    cos, sin = (table.to(device, torch.float32).contiguous() for table in (cos, sin))
+    triton_op("place_chunks", device)(
+        there(chunks), starts, cos, sin, layer_keys, layer_values,
         None if scales is None else there(scales), interleaved,
     )  # fmt: skip
 
@@ -106,7 +148,7 @@ def _in_torch(
     # All chunks are rotated in one go: chunk by chunk, dispatching would cost more than rotating.
     lengths = torch.tensor([keys.shape[1] for keys, _ in chunks], device=cos.device)
     tables = (cos.repeat_interleave(lengths, dim=0), sin.repeat_interleave(lengths, dim=0))
-    moved = rerotate_keys(torch.cat([keys for keys, _ in chunks], dim=1).to(layer_keys.device), *tables, interleaved)
+    moved = rotate_in_torch(torch.cat([keys for keys, _ in chunks], dim=1).to(layer_keys.device), *tables, interleaved)
     begin = 0
     for (keys, values), start in zip(chunks, starts, strict=True):
         end = begin + keys.shape[1]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .pages import HIDDEN, PageTable
 from .reference import batched_row_attention_reference
-from .rotate import rerotate_keys
+from .rotate import rotate_in_torch
 
 __all__ = ["paged_row_attention_reference"]
 
@@ -41,7 +41,7 @@ def paged_row_attention_reference(
         return part[table.pages].transpose(1, 2).reshape(batch, part.shape[1], pages * table.page_size, part.shape[3])
 
     cos, sin = (part.repeat_interleave(table.page_size, dim=1)[:, None] for part in (table.cos, table.sin))
-    keys = rerotate_keys(gathered(page_keys), cos, sin)
+    keys = rotate_in_torch(gathered(page_keys), cos, sin)
     # What a request does not see stands beyond all that it asks from.
     beyond = torch.iinfo(torch.int64).max
     stands = table.positions.masked_fill(table.positions == HIDDEN, beyond)

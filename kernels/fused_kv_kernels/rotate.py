@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["rerotate_keys", "rotation_tables"]
+from .dispatch import UnsupportedOperandsError, triton_op, use_triton
+
+__all__ = ["rerotate_keys", "rotate_in_torch", "rotation_tables"]
 
 
 def rotation_tables(deltas: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
@@ -36,7 +38,7 @@ def rerotate_keys(keys: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
     keys : Tensor
         ``[..., T, D]`` in any floating dtype.
     cos, sin : Tensor
-        float32 ``[T, rotary / 2]`` with ``rotary <= D``.
+        float32 ``[T, rotary / 2]`` with ``rotary <= D``, or ``[1, rotary / 2]`` for all keys alike.
     interleaved : bool
         Whether dimensions ``2 i`` and ``2 i + 1`` form a pair; without it, ``i`` and ``i + rotary / 2`` do.
 
@@ -44,7 +46,24 @@ def rerotate_keys(keys: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
     -------
     Tensor
         ``[..., T, D]``, float32: the caller rounds once, when it writes the keys where they belong.
+
+    Raises
+    ------
+    UnsupportedOperandsError
+        If no kernel takes the tensors on their device.
     """
+    if not use_triton("key re-rotation", cos, sin, keys=keys):
+        return rotate_in_torch(keys, cos, sin, interleaved)
+    if cos.dim() != 2 or cos.shape != sin.shape or cos.shape[0] not in (1, keys.shape[-2]):
+        msg = f"key re-rotation needs one angle for each key, or one for all (keys {list(keys.shape)}, "
+        raise UnsupportedOperandsError(f"{msg}cos {list(cos.shape)}, sin {list(sin.shape)})")
+    tables = (table.float().contiguous() for table in (cos, sin))
+    rotated: Tensor = triton_op("rerotate_keys", keys.device)(keys, *tables, interleaved)
+    return rotated
+
+
+def rotate_in_torch(keys: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Do what :func:`rerotate_keys` does, on every device; `cos` and `sin` may have any shape that broadcasts."""
     wide = keys.float()
     half = cos.shape[-1]
     moved = torch.empty_like(wide)

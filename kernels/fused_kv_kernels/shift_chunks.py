@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from .native import native_shift_chunks, supports
-from .rotate import rerotate_keys
+from .dispatch import triton_op, use_triton
+from .native import native_shift_chunks, shift_table, supports
+from .rotate import rotate_in_torch
 
-__all__ = ["ChunkShift", "shift_chunks"]
+__all__ = ["ChunkShift", "ShiftStack", "shift_chunks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,18 +66,65 @@ def shift_chunks(
         their keys have been rotated by.
     layer_keys, layer_values : Tensor
         ``[Hkv, N, D]``.
+
+    Raises
+    ------
+    UnsupportedOperandsError
+        If no kernel takes the tensors on their device.
     """
     if not shifts:
         return
     layer = (layer_keys, layer_values)
-    parts = [part for shift in shifts for part in (*shift.keys, *shift.values)]
-    cpu = all(part.is_contiguous() and part.device.type == "cpu" for part in parts)
-    if cpu and supports(*layer) and all(t.stride(1) == t.shape[2] for t in layer):
-        native_shift_chunks(shifts, layer_idx, cos, sin, layer_keys, layer_values)
+    if use_triton("chunk shift", cos, sin, layer_keys=layer_keys, layer_values=layer_values):
+        run = triton_op("shift_chunks", layer_keys.device)
+        run(shifts, layer_idx, cos.float().contiguous(), sin.float().contiguous(), *layer)
+        return
+    if _on_cpu(shifts) and _native_takes(*layer):
+        native_shift_chunks(shift_table(shifts), layer_idx, _weights(shifts), cos, sin, *layer)
         return
     for number, shift in enumerate(shifts):
         span = slice(shift.start, shift.start + shift.num_tokens)
         keys, values = (part.to(layer_keys.device) for part in shift.difference(layer_idx))
-        turned = rerotate_keys(keys, cos[number : number + 1], sin[number : number + 1])
+        turned = rotate_in_torch(keys, cos[number : number + 1], sin[number : number + 1])
         layer_keys[:, span] += turned.to(layer_keys.dtype)
         layer_values[:, span] += values.to(layer_values.dtype)
+
+
+class ShiftStack:
+    """Shifts of several chunks, to be added layer by layer.
+
+    What is the same in all layers is worked out once: with tens of chunks that takes as long as adding them.
+
+    Parameters
+    ----------
+    shifts : sequence of ChunkShift
+        All of the same layers.
+    cos, sin : Tensor
+        float32 ``[len(shifts), rotary / 2]``, as :func:`shift_chunks` takes them.
+    """
+
+    def __init__(self, shifts: Sequence[ChunkShift], cos: Tensor, sin: Tensor) -> None:
+        self.shifts, self.cos, self.sin = list(shifts), cos, sin
+        self._table = shift_table(self.shifts) if shifts and _on_cpu(shifts) else None
+        self._weights = _weights(shifts)
+
+    def add(self, layer_idx: int, layer_keys: Tensor, layer_values: Tensor) -> None:
+        """Add one layer of the shifts to a layer of a cache, ``[Hkv, N, D]`` each, in place."""
+        layer = {"layer_keys": layer_keys, "layer_values": layer_values}
+        if self._table is not None and not use_triton("chunk shift", **layer) and _native_takes(*layer.values()):
+            native_shift_chunks(self._table, layer_idx, self._weights, self.cos, self.sin, **layer)
+            return
+        shift_chunks(self.shifts, layer_idx, self.cos, self.sin, **layer)
+
+
+def _on_cpu(shifts: Sequence[ChunkShift]) -> bool:
+    parts = (part for shift in shifts for part in (*shift.keys, *shift.values))
+    return all(part.is_contiguous() and part.device.type == "cpu" for part in parts)
+
+
+def _native_takes(*layer: Tensor) -> bool:
+    return all(part.stride(1) == part.shape[2] for part in layer) and supports(*layer)
+
+
+def _weights(shifts: Sequence[ChunkShift]) -> Tensor:
+    return torch.tensor([shift.weight for shift in shifts])

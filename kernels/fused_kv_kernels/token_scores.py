@@ -37,9 +37,9 @@ def token_scores(q: Tensor, k: Tensor, q_positions: Tensor, scale: float) -> Ten
     UnsupportedOperandsError
         If no kernel takes the tensors on their device.
     """
-    if use_triton("token scores", q=q, k=k):
+    if use_triton("token scores", q_positions, q=q, k=k):
         in_layers = (q, k) if q.dim() == 4 else (q[None], k[None])
-        found: Tensor = triton_op("token_scores")(*in_layers, q_positions, scale)
+        found: Tensor = triton_op("token_scores", q.device)(*in_layers, q_positions, scale)
         return found
     if q.dim() == 4:
         return torch.stack([token_scores(*layer, q_positions, scale) for layer in zip(q, k, strict=True)]).mean(0)

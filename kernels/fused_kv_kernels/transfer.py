@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .dispatch import triton_op, use_triton
 from .native import native_transfer, supports
-from .rotate import rerotate_keys
+from .rotate import rotate_in_torch
 
 __all__ = ["TransferPlan", "transfer_deviation"]
 
@@ -62,8 +63,19 @@ def transfer_deviation(
         ``[Hkv, R, D]``.
     layer_keys, layer_values : Tensor
         ``[Hkv, N, D]``, changed in place.
+
+    Raises
+    ------
+    UnsupportedOperandsError
+        If no kernel takes the tensors on their device.
     """
     stored = (layer_keys, layer_values)
+    operands = {"fresh_keys": fresh_keys, "fresh_values": fresh_values}
+    operands |= {"layer_keys": layer_keys, "layer_values": layer_values}
+    indices = (plan.selected, plan.fresh_rows, plan.spans, plan.weights, plan.cos, plan.sin)
+    if use_triton("deviation transfer", *indices, **operands):
+        triton_op("transfer_deviation", layer_keys.device)(plan, *operands.values())
+        return
     dense = all(t.stride(1) == t.shape[2] for t in stored)
     if dense and supports(fresh_keys, fresh_values, *stored):
         native_transfer(plan, fresh_keys, fresh_values, layer_keys, layer_values)
@@ -79,10 +91,10 @@ def transfer_deviation(
         return fresh.index_select(1, plan.fresh_rows).float() - layer.index_select(1, plan.selected).float()
 
     to_zero = (plan.cos[plan.selected], -plan.sin[plan.selected])
-    keys = summed(rerotate_keys(deviation(fresh_keys, layer_keys), *to_zero))
+    keys = summed(rotate_in_torch(deviation(fresh_keys, layer_keys), *to_zero))
     values = summed(deviation(fresh_values, layer_values))
     for chunk, (start, stop) in enumerate(plan.spans.tolist()):
-        turned = rerotate_keys(
+        turned = rotate_in_torch(
             keys[:, chunk : chunk + 1].expand(-1, stop - start, -1), plan.cos[start:stop], plan.sin[start:stop]
         )
         layer_keys[:, start:stop] += turned.to(layer_keys.dtype)

@@ -27,7 +27,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
 _LOWEST_TEMPERATURE = 1e-3
 
 DEFAULT_PREPROCESSING = "similar"
-DEFAULT_NEIGHBOURS = 3
+DEFAULT_NEIGHBOURS = 9
 DEFAULT_RATIO = 0.15
 DEFAULT_SELECTOR = "sink_attention"
 DEFAULT_MEMORY_BYTES = 2 * 2**30

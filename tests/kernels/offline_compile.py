@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
-from fused_kv_kernels import PageTable, SharedPages
+from fused_kv_kernels import ChunkShift, PageTable, SharedPages, TransferPlan
 from fused_kv_kernels.triton_ops import configs
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -64,22 +64,44 @@ def _compile_only(capability: int) -> None:
     )
 
 
-def _offer(capability: int, every: bool) -> None:
+def _offer(capability: int, dtype: torch.dtype, every: bool) -> None:
     generation = {9: "hopper", 8: "ampere"}.get(capability // 10, "default")
     configs._generation = lambda: generation
     if not every:
         for table in (configs._MANY, configs._FEW):
             table[generation] = table[generation][:1]
-        configs._exact = lambda: ()
+        # Only float32 takes these; it takes no others.
+        configs._exact = lambda: configs._EXACT[-1:] if dtype == torch.float32 else ()
 
 
-def _call(dtype: torch.dtype, dim: int, only_rows: bool) -> None:
-    from fused_kv_kernels.triton_ops import kv_deviation, paged_rows, place_chunks, row_attention, token_scores
+def _pages(q: torch.Tensor, rows: torch.Tensor) -> None:
+    from fused_kv_kernels.triton_ops import paged_rows
+
+    dim = q.shape[3]
+    table = PageTable([[SharedPages(range(10), 600, 5, 5)]], [[11]], 64, torch.ones(dim // 2))
+    pages = torch.empty(12, 4, 64, dim, dtype=q.dtype)
+    paged_rows.paged_rows(q[:, :, :1], pages, pages, table, rows[:1], 0.125, splits=2)
+    paged_rows.paged_rows(q, pages, pages, table, rows, 0.125, splits=1)
+
+
+def _call(dtype: torch.dtype, dim: int, only: str | None) -> None:
+    from fused_kv_kernels.triton_ops import (
+        kv_deviation,
+        place_chunks,
+        rerotate_keys,
+        row_attention,
+        shift_chunks,
+        token_scores,
+        transfer_deviation,
+    )
 
     q, k = torch.empty(1, 28, 640, dim, dtype=dtype), torch.empty(1, 4, 4096, dim, dtype=dtype)
     rows = torch.arange(640)
+    if only == "pages":
+        _pages(q, rows)
+        return
     row_attention.row_attention(q, k, k, rows, 0.125, splits=1)
-    if only_rows:
+    if only == "rows":
         return
     row_attention.row_attention(q[:, :, :1], k, k, rows[:1], 0.125, splits=8)
     stands, lengths = torch.arange(4096), torch.tensor([4000])
@@ -87,12 +109,14 @@ def _call(dtype: torch.dtype, dim: int, only_rows: bool) -> None:
     row_attention.row_attention(q, k, k, rows, 0.125, **extras, splits=1)
     token_scores.token_scores(q, k, rows, 0.125, splits=4)
     half = dim // 2
-    shared = [[SharedPages(range(10), 600, 5, 5)]]
-    table = PageTable(shared, [[11]], 64, torch.ones(half))
-    pages = torch.empty(12, 4, 64, dim, dtype=dtype)
-    paged_rows.paged_rows(q[:, :, :1], pages, pages, table, rows[:1], 0.125, splits=2)
-    paged_rows.paged_rows(q, pages, pages, table, rows, 0.125, splits=1)
-    place_chunks.place_chunks([(k[0], k[0])], [0], torch.empty(1, half), torch.empty(1, half), k[0], k[0])
+    _pages(q, rows)
+    one, every = (torch.empty(1, half),) * 2, (torch.empty(4096, half),) * 2
+    place_chunks.place_chunks([(k[0], k[0])], [0], *one, k[0], k[0])
+    rerotate_keys.rerotate_keys(k[0], *every)
+    bytes_ = (torch.empty(2, 4, 99, dim, dtype=torch.int8), torch.empty(2, 4, 99, 1))
+    shift_chunks.shift_chunks([ChunkShift(5, slice(1, 99), 0.5, bytes_, bytes_)], 1, *one, k[0], k[0])
+    plan = TransferPlan(rows, rows, torch.tensor([[0, 4000]]), torch.ones(1), *every)
+    transfer_deviation.transfer_deviation(plan, q[0, :4], q[0, :4], k[0], k[0])
     kv_deviation.kv_deviation(k[0], k[0], k[0], k[0], rows, rows)
 
 
@@ -103,11 +127,12 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--all", action="store_true")
-    parser.add_argument("--only-rows", action="store_true", help="row attention without extras, and nothing else")
+    parser.add_argument("--only", choices=("rows", "pages"), help="row attention without extras, or that over pages")
     arguments = parser.parse_args()
     _compile_only(arguments.capability)
-    _offer(arguments.capability, arguments.all)
-    _call(getattr(torch, arguments.dtype), arguments.dim, arguments.only_rows)
+    dtype = getattr(torch, arguments.dtype)
+    _offer(arguments.capability, dtype, arguments.all)
+    _call(dtype, arguments.dim, arguments.only)
 
 
 if __name__ == "__main__":

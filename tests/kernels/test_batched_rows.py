@@ -120,6 +120,18 @@ def test_strided_operands(device: torch.device) -> None:
     assert_near(out, batched_row_attention_reference(q, k, v, positions, 0.125)[0], torch.float32)
 
 
+def test_strided_positions(device: torch.device) -> None:
+    """Positions may be a slice with a step, or a column of a table."""
+    q, k, v, positions = _tensors((2, 4, 2, 64, 90, list(range(0, 90, 11))), torch.float32, device)
+    want, _ = batched_row_attention_reference(q, k, v, positions, 0.125)
+    step = torch.arange(90, device=device)[::11]
+    assert step.stride(0) == 11
+    assert_near(row_attention(q, k, v, RowPlan(step, 90), 0.125), want, torch.float32)
+    columns = torch.stack((positions, positions), dim=1).T
+    stands = torch.arange(0, 180, device=device)[::2] // 2
+    assert_near(batched_row_attention(q, k, v, columns, 0.125, kv_positions=stands)[0], want, torch.float32)
+
+
 def test_no_rows(device: torch.device) -> None:
     q, k, v, positions = _tensors((1, 3, 1, 16, 10, []), torch.float32, device)
     out, lse = batched_row_attention(q, k, v, positions, 1.0)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fused_kv_kernels.dispatch import UnsupportedOperandsError, use_triton
+from fused_kv_kernels.dispatch import UnsupportedOperandsError, triton_op, use_triton
 
 
 def test_plain_torch_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,6 +46,60 @@ def test_operands_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
         use_triton("row attention", q=q, k=k)
     with pytest.raises(UnsupportedOperandsError, match="last axis"):
         use_triton("row attention", q=torch.zeros(1, 1, 16, 4).transpose(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "taken"),
+    [
+        ((9, 0), torch.bfloat16, True),
+        ((8, 0), torch.bfloat16, True),
+        ((7, 5), torch.float16, True),
+        ((7, 5), torch.bfloat16, False),
+        ((7, 0), torch.float16, False),
+    ],
+    ids=str,
+)
+def test_devices_that_are_too_old(
+    capability: tuple[int, int], dtype: torch.dtype, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On tensors that claim to be on a GPU."""
+    monkeypatch.delenv("FUSED_KV_KERNELS", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    with FakeTensorMode():
+        q = torch.empty(1, 1, 1, 16, dtype=dtype, device="cuda:0")
+        if taken:
+            assert use_triton("row attention", q=q)
+            return
+        name = str(dtype).removeprefix("torch.")
+        pattern = rf"for {name}, and cuda:0 has {capability[0]}\.{capability[1]} .*q: {name} \[1, 1, 1, 16\] on cuda:0"
+        with pytest.raises(UnsupportedOperandsError, match=pattern):
+            use_triton("row attention", q=q)
+
+
+def test_positions_are_where_the_operands_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FUSED_KV_KERNELS", raising=False)
+    with FakeTensorMode():
+        q = torch.empty(1, 1, 1, 16, device="cuda:0")
+        with pytest.raises(UnsupportedOperandsError, match="its positions are on cpu"):
+            use_triton("row attention", torch.arange(1), None, q=q)
+
+
+def test_kernels_are_launched_on_their_tensors_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current device, which need not be the one that the tensors are on."""
+    entered: list[object] = []
+
+    @contextlib.contextmanager
+    def guard(device: object) -> Iterator[None]:
+        entered.append(device)
+        yield
+        entered.append("left")
+
+    monkeypatch.setattr(torch.cuda, "device", guard)
+    from fused_kv_kernels.triton_ops import kv_deviation as room
+
+    monkeypatch.setattr(room, "kv_deviation", lambda: entered.append("ran"))
+    triton_op("kv_deviation", torch.device("cuda:1"))()
+    assert entered == [torch.device("cuda:1"), "ran", "left"]
 
 
 def test_importing_the_package_imports_neither_triton_nor_the_engine() -> None:

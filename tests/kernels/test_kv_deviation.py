@@ -17,7 +17,8 @@ def test_equals_reference(heads: int, tokens: int, dim: int, dtype: torch.dtype,
     stored = [torch.randn(heads, 60, dim, generator=generator).to(device, dtype) for _ in range(2)]
     fresh = [torch.randn(heads, 50, dim, generator=generator).to(device, dtype) for _ in range(2)]
     fresh_rows = torch.randperm(50, generator=generator)[:tokens].sort().values.to(device)
-    stored_rows = torch.randperm(60, generator=generator)[:tokens].sort().values.to(device)
+    # A column of a table, as torch.nonzero gives it.
+    stored_rows = torch.randperm(60, generator=generator)[:tokens].sort().values.to(device)[:, None].repeat(1, 2)[:, 0]
     got = kv_deviation(*fresh, *stored, fresh_rows, stored_rows)
     want = kv_deviation_reference(*(x.float() for x in (*fresh, *stored)), fresh_rows, stored_rows)
     assert_near(got, want, dtype)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fused_kv_kernels import place_chunks, rotation_tables
+from fused_kv_kernels import ChunkStack, place_chunks, rotation_tables
 from fused_kv_kernels.reference import rerotate_keys_reference
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -62,4 +62,28 @@ def test_a_chunk_that_does_not_move_keeps_every_bit(dtype: torch.dtype) -> None:
 def test_no_chunks_change_nothing() -> None:
     layer = torch.ones(2, 1, 4, 8)
     place_chunks([], [], torch.empty(0, 4), torch.empty(0, 4), layer[0], layer[1])
+    assert torch.equal(layer, torch.ones(2, 1, 4, 8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cut", [slice(None), slice(2, 7)])
+def test_a_stack_places_every_layer_as_single_layers_are(dtype: torch.dtype, cut: slice) -> None:
+    generator = torch.Generator().manual_seed(1)
+    chunks = []
+    for tokens in (9, 12):
+        keys, values = torch.randn(2, 3, 2, tokens, 16, generator=generator).to(dtype)
+        chunks.append((keys[..., cut, :], values[..., cut, :]))
+    starts, tables = [1, 15], rotation_tables(torch.tensor([5, -300]), _inv_freq(16))
+    stack = ChunkStack(chunks, starts, *tables)
+    for layer in (2, 0, 1):
+        got, want = torch.zeros(2, 2, 2, 30, 16, dtype=dtype)
+        stack.place(layer, got[0], got[1])
+        place_chunks([(keys[layer], values[layer]) for keys, values in chunks], starts, *tables, want[0], want[1])
+        assert torch.equal(got, want)
+        assert bool(got.any())
+
+
+def test_an_empty_stack_places_nothing() -> None:
+    layer = torch.ones(2, 1, 4, 8)
+    ChunkStack([], [], torch.empty(0, 4), torch.empty(0, 4)).place(0, layer[0], layer[1])
     assert torch.equal(layer, torch.ones(2, 1, 4, 8))

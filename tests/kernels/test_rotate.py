@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tolerance import TOLERANCE, assert_near
 
-from fused_kv_kernels import rerotate_keys, rotation_tables
+from fused_kv_kernels import UnsupportedOperandsError, rerotate_keys, rotation_tables
 from fused_kv_kernels.reference import rerotate_keys_reference
 
 INV_FREQ = 1.0 / (10000.0 ** (torch.arange(0, 32, 2, dtype=torch.float32) / 32))
@@ -56,3 +57,32 @@ def test_attention_depends_only_on_distance() -> None:
     before = (q * k).sum(-1)
     after = (rerotate_keys(q, *tables) * rerotate_keys(k, *tables)).sum(-1)
     torch.testing.assert_close(after, before, atol=1e-4, rtol=1e-4)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    tokens=st.integers(0, 70),
+    shape=st.sampled_from([(64, 64), (80, 80), (96, 32), (128, 128), (256, 256)]),
+    interleaved=st.booleans(),
+    alike=st.booleans(),
+    dtype=st.sampled_from(list(TOLERANCE)),
+)
+def test_triton_equals_reference(
+    tokens: int, shape: tuple[int, int], interleaved: bool, alike: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Keys as the engine has them: a slice of longer ones, one angle each or one for all."""
+    dim, rotary = shape
+    generator = torch.Generator().manual_seed(tokens)
+    keys = torch.randn(2, 3, tokens + 4, dim, generator=generator).to(device, dtype)[:, :, 1 : tokens + 1]
+    inv_freq = 1.0 / (10000.0 ** (torch.arange(0, rotary, 2, dtype=torch.float32) / rotary))
+    deltas = torch.randint(-9000, 9000, (1 if alike else tokens,), generator=generator)
+    got = rerotate_keys(keys, *(table.to(device) for table in rotation_tables(deltas, inv_freq)), interleaved)
+    want = rerotate_keys_reference(keys.float().cpu(), deltas.expand(tokens), inv_freq, interleaved)
+    assert got.dtype == torch.float32
+    assert_near(got, want, torch.float32)
+
+
+def test_triton_refuses_other_angles(device: torch.device) -> None:
+    keys, tables = torch.zeros(2, 7, 32, device=device), torch.zeros(2, 3, 16, device=device)
+    with pytest.raises(UnsupportedOperandsError, match=r"one angle for each key.*\[3, 16\]"):
+        rerotate_keys(keys, *tables)

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fused_kv_kernels import ChunkShift, rotation_tables, shift_chunks
+from fused_kv_kernels import ChunkShift, ShiftStack, rotation_tables, shift_chunks
 from fused_kv_kernels.reference import rerotate_keys_reference
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=4),
-    cut=st.integers(0, 3),
-    deltas=st.lists(st.integers(-3000, 3000), min_size=4, max_size=4),
-    shape=st.sampled_from([(1, 16, 16), (3, 64, 64), (2, 80, 32)]),
-    dtype=st.sampled_from(list(TOLERANCE)),
-)
-def test_equals_the_formula(
-    lengths: list[int], cut: int, deltas: list[int], shape: tuple[int, int, int], dtype: torch.dtype
+def _compare(
+    lengths: list[int],
+    cut: int,
+    deltas: list[int],
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
     heads, dim, rotary = shape
     inv_freq = 1.0 / (10000.0 ** (torch.arange(0, rotary, 2, dtype=torch.float32) / rotary))
@@ -44,11 +42,42 @@ def test_equals_the_formula(
         want[0, :, at : at + count] += rerotate_keys_reference(change[0], turns, inv_freq)
         want[1, :, at : at + count] += change[1]
         at += count + 1
-    shift_chunks(shifts, 2, *rotation_tables(torch.tensor(deltas), inv_freq), layer[0], layer[1])
-    torch.testing.assert_close(layer.float(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    got, tables = layer.to(device), rotation_tables(torch.tensor(deltas), inv_freq)
+    stacked = got.clone()
+    shift_chunks(shifts, 2, *(table.to(device) for table in tables), *got)
+    ShiftStack(shifts, *(table.to(device) for table in tables)).add(2, *stacked)
+    assert torch.equal(stacked, got)
+    torch.testing.assert_close(got.cpu().float(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=4),
+    cut=st.integers(0, 3),
+    deltas=st.lists(st.integers(-3000, 3000), min_size=4, max_size=4),
+    shape=st.sampled_from([(1, 16, 16), (3, 64, 64), (2, 80, 32)]),
+    dtype=st.sampled_from(list(TOLERANCE)),
+)
+def test_equals_the_formula(
+    lengths: list[int], cut: int, deltas: list[int], shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    _compare(lengths, cut, deltas, shape, dtype, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(
+    ("lengths", "shape"),
+    [([70, 1, 33], (2, 64, 64)), ([5], (1, 80, 80)), ([0, 40], (3, 96, 32)), ([32], (1, 256, 256))],
+    ids=["three_chunks", "dim_80", "partial_rotary_and_an_empty_one", "dim_256"],
+)
+def test_triton_equals_the_formula(
+    lengths: list[int], shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+) -> None:
+    _compare(lengths, 2, [5, -3000, 800], shape, dtype, device)
 
 
 def test_no_shift_changes_nothing() -> None:
     layer = torch.ones(2, 1, 4, 8)
     shift_chunks([], 0, torch.empty(0, 4), torch.empty(0, 4), layer[0], layer[1])
+    ShiftStack([], torch.empty(0, 4), torch.empty(0, 4)).add(0, layer[0], layer[1])
     assert torch.equal(layer, torch.ones(2, 1, 4, 8))

@@ -71,7 +71,7 @@ def test_triton_equals_reference(
     generator = torch.Generator().manual_seed(keys)
     q = torch.randn(2, q_heads, len(rows), dim, generator=generator).to(device, dtype)
     k = torch.randn(2, kv_heads, keys, dim, generator=generator).to(device, dtype)
-    positions = torch.tensor(rows, device=device)
+    positions = torch.tensor(rows, device=device)[:, None].repeat(1, 2)[:, 0]
     got = token_scores(q, k, positions, dim**-0.5)
     layers = [token_scores_reference(a.float(), b.float(), positions, dim**-0.5) for a, b in zip(q, k, strict=True)]
     assert_near(got * keys, torch.stack(layers).mean(0) * keys, dtype)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -36,6 +39,42 @@ def _formula(
     return keys, values
 
 
+def _compare(
+    lengths: list[int],
+    choose: Callable[[list[int]], list[int]],
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    heads, dim, rotary = shape
+    edges = torch.tensor([0, *lengths]).cumsum(0)
+    # One position of fresh text between two chunks.
+    spans = torch.stack((edges[:-1], edges[1:]), dim=1) + torch.arange(len(lengths))[:, None] + 2
+    inside = [at for start, stop in spans.tolist() for at in range(start, stop)]
+    chosen = choose(inside)
+    count = int(spans[-1, 1]) + 1
+    rows = sorted({*chosen, 0, count - 1})
+    generator = torch.Generator().manual_seed(count)
+    layer = torch.randn(2, heads, count, dim, generator=generator).to(dtype)
+    fresh = torch.randn(2, heads, len(rows), dim, generator=generator).to(dtype)
+    tables = {
+        "selected": torch.tensor(chosen),
+        "fresh_rows": torch.tensor([rows.index(at) for at in chosen]),
+        "spans": spans,
+        "weights": torch.linspace(0.02, 0.1, len(lengths)),
+        "cos": rotation_tables(torch.arange(count), _inv_freq(rotary))[0],
+        "sin": rotation_tables(torch.arange(count), _inv_freq(rotary))[1],
+    }
+    want = _formula(TransferPlan(**tables), fresh, layer, _inv_freq(rotary))
+    untouched = [at for at in range(count) if at not in inside]
+    got = layer.to(device)
+    plan = TransferPlan(**{name: table.to(device) for name, table in tables.items()})
+    transfer_deviation(plan, *fresh.to(device), *got)
+    for part, expected in zip(got.cpu(), want, strict=True):
+        torch.testing.assert_close(part.float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    assert torch.equal(got.cpu()[:, :, untouched], layer[:, :, untouched])
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 12), min_size=1, max_size=4),
@@ -46,29 +85,19 @@ def _formula(
 def test_equals_the_formula(
     lengths: list[int], data: st.DataObject, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
-    heads, dim, rotary = shape
-    edges = torch.tensor([0, *lengths]).cumsum(0)
-    # One position of fresh text between two chunks.
-    spans = torch.stack((edges[:-1], edges[1:]), dim=1) + torch.arange(len(lengths))[:, None] + 2
-    inside = [at for start, stop in spans.tolist() for at in range(start, stop)]
-    chosen = sorted(data.draw(st.sets(st.sampled_from(inside), min_size=1)))
-    count = int(spans[-1, 1]) + 1
-    rows = sorted({*chosen, 0, count - 1})
-    generator = torch.Generator().manual_seed(count)
-    layer = torch.randn(2, heads, count, dim, generator=generator).to(dtype)
-    fresh = torch.randn(2, heads, len(rows), dim, generator=generator).to(dtype)
-    plan = TransferPlan(
-        selected=torch.tensor(chosen),
-        fresh_rows=torch.tensor([rows.index(at) for at in chosen]),
-        spans=spans,
-        weights=torch.linspace(0.02, 0.1, len(lengths)),
-        cos=rotation_tables(torch.arange(count), _inv_freq(rotary))[0],
-        sin=rotation_tables(torch.arange(count), _inv_freq(rotary))[1],
-    )
-    want = _formula(plan, fresh, layer, _inv_freq(rotary))
-    untouched = [at for at in range(count) if at not in inside]
-    before = layer.clone()
-    transfer_deviation(plan, fresh[0], fresh[1], layer[0], layer[1])
-    for got, expected in zip(layer, want, strict=True):
-        torch.testing.assert_close(got.float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-    assert torch.equal(layer[:, :, untouched], before[:, :, untouched])
+    def choose(inside: list[int]) -> list[int]:
+        return sorted(data.draw(st.sets(st.sampled_from(inside), min_size=1)))
+
+    _compare(lengths, choose, shape, dtype, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(
+    ("lengths", "step", "shape"),
+    [([40, 7, 33], 3, (2, 64, 64)), ([5], 1, (1, 80, 80)), ([1, 20, 1], 8, (3, 96, 32)), ([18, 18], 17, (1, 256, 256))],
+    ids=["three_chunks", "all_selected", "partial_rotary", "dim_256"],
+)
+def test_triton_equals_the_formula(
+    lengths: list[int], step: int, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+) -> None:
+    _compare(lengths, lambda inside: inside[::step], shape, dtype, device)

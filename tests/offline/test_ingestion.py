@@ -42,20 +42,22 @@ def test_batches_hold_every_chunk_once_within_the_limit(lengths: list[int], limi
 @given(contexts=st.lists(st.sets(st.integers(0, 9), max_size=4), min_size=1, max_size=10), limit=st.integers(1, 40))
 def test_contexts_of_a_batch_fit_together(contexts: list[set[int]], limit: int) -> None:
     sizes = {str(i): i + 1 for i in range(10)}
-    chunks = [PendingChunk(str(i), str(i), (1,), tuple(map(str, sorted(c - {i})))) for i, c in enumerate(contexts)]
+    chunks = [PendingChunk(str(i), str(i), (1,), (tuple(map(str, sorted(c - {i}))),)) for i, c in enumerate(contexts)]
     ordered = walk_neighbours(chunks)
     assert sorted(c.key for c in ordered) == sorted(c.key for c in chunks)
     found = list(batches(ordered, 100, sizes, limit))
     assert [c for b in found for c in b] == ordered
     for batch in found:
-        together = {text for chunk in batch for text in chunk.context}
+        together = {text for chunk in batch for text in chunk.neighbours}
         assert len(batch) == 1 or sum(sizes[text] for text in together) <= limit
 
 
 def test_chunks_that_share_neighbours_come_close_together() -> None:
     """Two separate groups, given in turns, come one after the other."""
     chunks = [
-        PendingChunk("", f"{g}{i}", (1,), tuple(f"{g}{j}" for j in range(4) if j != i)) for i in range(4) for g in "ab"
+        PendingChunk("", f"{g}{i}", (1,), (tuple(f"{g}{j}" for j in range(4) if j != i),))
+        for i in range(4)
+        for g in "ab"
     ]
     assert "".join(chunk.text[0] for chunk in walk_neighbours(chunks)) == "aaaabbbb"
 
@@ -128,7 +130,7 @@ def test_it_refuses_before_computing_when_the_disk_cannot_hold_the_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with make_engine(tmp_path) as engine:
-        monkeypatch.setattr(engine.store, "free_bytes", lambda: 1000)
+        monkeypatch.setattr(engine.store, "free_bytes", lambda spare_bytes: 1000)
         monkeypatch.setattr(Ingestor, "_prefill", lambda *_: pytest.fail("computed although the disk is full"))
         with pytest.raises(StoreFullError, match=r"Nothing was written: free some space"):
             engine.build_kv_cache(SHORT[:2], progress=False)
@@ -239,7 +241,9 @@ def test_misses_are_ingested_in_the_background(tmp_path: Path) -> None:
 
 def test_an_unexpected_error_does_not_end_background_ingestion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with make_engine(tmp_path) as engine:
-        monkeypatch.setattr(engine.store, "free_bytes", lambda: (_ for _ in ()).throw(RuntimeError("the disk is gone")))
+        monkeypatch.setattr(
+            engine.store, "free_bytes", lambda spare_bytes: (_ for _ in ()).throw(RuntimeError("the disk is gone"))
+        )
         engine.prefetch(SHORT[:2])
         engine.generate(rag_prompt(SHORT[:2]), max_tokens=2)
         engine.wait_for_background()

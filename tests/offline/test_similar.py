@@ -104,6 +104,20 @@ def test_the_shift_is_what_neighbours_change(tmp_path: Path) -> None:
         assert float((got - change).abs().max()) < 0.01 * float(change.abs().max())
 
 
+def test_three_neighbours_at_a_time_and_the_mean_over_the_contexts(tmp_path: Path) -> None:
+    found = {}
+    for name, near in {"both": SHORT[1:6], "first": SHORT[1:4], "second": SHORT[4:6]}.items():
+        with make_engine(tmp_path / name, num_neighbours=5) as engine:
+            engine.build_kv_cache(SHORT[:1], neighbours={SHORT[0]: near}, progress=False)
+            side = engine.store.sides.read(str(engine.chunk_id(SHORT[0])), CONTEXT_SHIFT)
+            assert side is not None
+            found[name] = side["keys"] * side["keys_scale"]
+    step = {name: keys.abs().amax(-1, keepdim=True) / 127 for name, keys in found.items()}
+    rounding = 0.51 * (step["both"] + (step["first"] + step["second"]) / 2) + 1e-6
+    assert bool(((found["both"] - (found["first"] + found["second"]) / 2).abs() <= rounding).all())
+    assert not torch.allclose(found["both"], found["first"], rtol=0.2)
+
+
 def test_a_shift_that_a_killed_ingestion_left_out_is_made_up_for(tmp_path: Path) -> None:
     graph = {text: [other for other in SHORT[:3] if other != text] for text in SHORT[:3]}
     with make_engine(tmp_path) as engine:

@@ -62,14 +62,14 @@ class FakeCuda:
         monkeypatch.setattr(torch.cuda, "stream", stream)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Computation())
         monkeypatch.setattr(loading, "copy_stream", CopyStream)
-        place = loading.ChunkLoader._place
+        place = loading.ChunkLoader._place_on_device
 
         def logged(loader: loading.ChunkLoader, layer_idx: int) -> None:
             assert self.on_side
             place(loader, layer_idx)
             self.log.append(("placed", layer_idx))
 
-        monkeypatch.setattr(loading.ChunkLoader, "_place", logged)
+        monkeypatch.setattr(loading.ChunkLoader, "_place_on_device", logged)
 
 
 def test_no_stream_without_a_gpu() -> None:

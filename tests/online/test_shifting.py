@@ -14,6 +14,7 @@ from models import smollm2_tokenizer, tiny_model
 from fused_kv_kernels.reference import rerotate_keys_reference
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.context_shift import CONTEXT_SHIFT, place_weight
+from fused_kv_llm.errors import FusedKVWarning
 from fused_kv_llm.report import FusionReport
 
 from .reference_fusion import stitched_kv
@@ -92,3 +93,34 @@ def test_what_a_selector_sees_includes_the_side_files(engine: FusedKVEngine) -> 
     )
     report = engine.prefill(prompt, recompute_ratio=0.2, selector="prophetkv")[1]
     assert report.selection_bytes == sum(report.bytes_loaded.values()) + sides
+
+
+@pytest.mark.parametrize("memory_bytes", [0, 1 << 24])
+def test_shifts_read_by_layers_and_kept_ones_give_the_same(tmp_path: Path, memory_bytes: int) -> None:
+    options = {"preprocessing": "similar", "embedder": Unused(), "store_misses": False, "memory_bytes": memory_bytes}
+    model = tiny_model(num_hidden_layers=6)
+    with FusedKVEngine(model, tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, **options) as engine:
+        engine.build_kv_cache(SHORT[:4], neighbours=GRAPH, progress=False)
+        for ratio in (0.0, 0.2):
+            engine.store.drop_memory()
+            logits = [engine.prefill(rag_prompt(SHORT[:4]), recompute_ratio=ratio)[0].logits for _ in range(3)]
+            assert torch.equal(logits[0], logits[1])
+            assert torch.equal(logits[0], logits[2])
+
+
+def test_a_damaged_shift_costs_the_chunk_and_nothing_else(tmp_path: Path) -> None:
+    options = {"preprocessing": "similar", "embedder": Unused(), "store_misses": False}
+    with FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, **options) as engine:
+        engine.build_kv_cache(SHORT[:4], neighbours=GRAPH, progress=False)
+        key = str(engine.chunk_id(SHORT[2]))
+        (side,) = (path for path in tmp_path.rglob(f"*{CONTEXT_SHIFT}*") if key in str(path))
+        raw = bytearray(side.read_bytes())
+        raw[-1] ^= 1
+        side.write_bytes(raw)
+        prompt = rag_prompt(SHORT[:4])
+        with pytest.warns(FusedKVWarning, match="checksum"):
+            fused, report = engine.prefill(prompt, recompute_ratio=0.0)
+        assert (report.chunks_found, report.chunks_missed) == (3, 1)
+        assert bool(fused.logits.isfinite().all())
+        again = engine.prefill(prompt, recompute_ratio=0.0)[0]
+        assert torch.equal(fused.logits, again.logits)

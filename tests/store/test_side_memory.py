@@ -62,3 +62,17 @@ def test_what_cannot_be_loaded_is_not_kept(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="damaged"):
         memory.read(path, fail)
     assert memory.nbytes == 0
+
+
+def test_a_file_is_worth_keeping_when_it_is_asked_for_again(tmp_path: Path) -> None:
+    memory = SideMemory(100)
+    path = tmp_path / "a"
+    path.write_bytes(b"1234")
+    assert [memory.is_wanted(path) for _ in range(3)] == [False, True, True]
+    memory.forget_all()
+    assert not memory.is_wanted(path)
+    memory.read(path, Loads(path))
+    assert memory.is_wanted(path)
+    assert [SideMemory(0).is_wanted(path) for _ in range(2)] == [False, False]
+    nothing = SideMemory(0)
+    assert [nothing.is_wanted(path) for _ in range(3)] == [False, False, False]

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+from .elementwise import native_gated_silu, native_rms_norm, native_rotate_rows, takes_rows
 from .library import native_library, why_not_native
 from .operators import (
+    Table,
+    chunk_table,
     native_place_chunks,
     native_row_attention,
     native_shift_chunks,
     native_token_scores,
     native_transfer,
     row_attention_scratch,
+    shift_table,
     supports,
 )
 
 __all__ = [
+    "Table",
+    "chunk_table",
+    "native_gated_silu",
     "native_library",
     "native_place_chunks",
+    "native_rms_norm",
+    "native_rotate_rows",
     "native_row_attention",
     "native_shift_chunks",
     "native_token_scores",
     "native_transfer",
     "row_attention_scratch",
+    "shift_table",
     "supports",
+    "takes_rows",
     "why_not_native",
 ]

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from platformdirs import user_cache_dir
 
-__all__ = ["native_library", "why_not_native"]
+__all__ = ["loaded_library", "native_library", "why_not_native"]
 
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
 _FEATURES = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"})
@@ -36,20 +36,33 @@ def native_library() -> ctypes.CDLL | None:
     ``FUSED_KV_KERNELS=torch`` turns them off. A processor that could run them but for a missing compiler is
     reported with a warning, once.
     """
-    with _lock:
-        return _load()[0]
+    return _loaded()[0]
+
+
+def loaded_library() -> ctypes.CDLL:
+    """Return the native operators where they are known to be available."""
+    library = native_library()
+    if library is None:
+        msg = "the native CPU operators are not available here"
+        raise RuntimeError(msg)
+    return library
 
 
 def why_not_native() -> str | None:
     """Return why torch does the work of the native operators, or None if it does not."""
+    return _loaded()[1]
+
+
+def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
+    # Asked at every call: whoever sets the variable to compare must not get the native operators all the same.
+    if os.environ.get("FUSED_KV_KERNELS") == "torch":
+        return None, "FUSED_KV_KERNELS=torch"
     with _lock:
-        return _load()[1]
+        return _load()
 
 
 @functools.lru_cache(maxsize=1)
 def _load() -> tuple[ctypes.CDLL | None, str | None]:
-    if os.environ.get("FUSED_KV_KERNELS") == "torch":
-        return None, "FUSED_KV_KERNELS=torch"
     missing = sorted(_FEATURES - _processor_features())
     if missing:
         return None, f"the processor lacks {', '.join(missing)}"
@@ -134,9 +147,15 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.fkv_token_scores.restype = None
     library.fkv_token_scores.argtypes = [pointer] * 7 + [real, threads]
     library.fkv_place_chunks.restype = None
-    library.fkv_place_chunks.argtypes = [pointer, number, *[pointer] * 4, *[number] * 5, threads]
+    library.fkv_place_chunks.argtypes = [pointer, number, number, *[pointer] * 4, *[number] * 5, threads]
     library.fkv_shift_chunks.restype = None
-    library.fkv_shift_chunks.argtypes = [pointer, number, *[pointer] * 5, *[number] * 5, threads]
+    library.fkv_shift_chunks.argtypes = [pointer, number, number, *[pointer] * 5, *[number] * 5, threads]
+    library.fkv_rms_norm.restype = None
+    library.fkv_rms_norm.argtypes = [*[pointer] * 3, number, number, real, threads]
+    library.fkv_gated_silu.restype = None
+    library.fkv_gated_silu.argtypes = [*[pointer] * 3, *[number] * 4, threads]
+    library.fkv_rotate_rows.restype = None
+    library.fkv_rotate_rows.argtypes = [*[pointer] * 5, number, number, threads]
     library.fkv_transfer.restype = None
     library.fkv_transfer.argtypes = [*[pointer] * 8, number, *[pointer] * 4, *[number] * 5, threads]
     return library

@@ -9,21 +9,27 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .library import int64_array, native_library, num_threads
+from .library import int64_array, loaded_library, native_library, num_threads
 
 if TYPE_CHECKING:
     from fused_kv_kernels.shift_chunks import ChunkShift
     from fused_kv_kernels.transfer import TransferPlan
 
 __all__ = [
+    "Table",
+    "chunk_table",
     "native_place_chunks",
     "native_row_attention",
     "native_shift_chunks",
     "native_token_scores",
     "native_transfer",
     "row_attention_scratch",
+    "shift_table",
     "supports",
 ]
+
+Table = ctypes.Array[ctypes.c_int64]
+"""Numbers and addresses, as the operators take what does not change from layer to layer."""
 
 _LARGEST_DIM = 1024
 
@@ -35,14 +41,6 @@ def supports(*tensors: Tensor) -> bool:
         and all(t.stride(-1) == 1 and t.shape[-1] % 2 == 0 and t.shape[-1] <= _LARGEST_DIM for t in tensors)
         and native_library() is not None
     )
-
-
-def _library() -> ctypes.CDLL:
-    library = native_library()
-    if library is None:
-        msg = "the native CPU operators are not available here"
-        raise RuntimeError(msg)
-    return library
 
 
 def _layer(layer_keys: Tensor, layer_values: Tensor, cos: Tensor) -> tuple[int, ...]:
@@ -75,7 +73,7 @@ def native_row_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, sca
     batch, q_heads, rows, dim = q.shape
     positions = positions.to(torch.int64).contiguous()
     out = torch.empty(batch, rows, q_heads, dim, dtype=q.dtype).transpose(1, 2)
-    _library().fkv_row_attention(
+    loaded_library().fkv_row_attention(
         q.data_ptr(),
         k.data_ptr(),
         v.data_ptr(),
@@ -96,7 +94,7 @@ def native_row_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, sca
 def row_attention_scratch(k: Tensor) -> int:
     """Return the bytes of working memory that :func:`native_row_attention` needs for keys ``[B, Hkv, N, D]``."""
     batch, heads, num_keys, dim = k.shape
-    return int(_library().fkv_row_attention_scratch(batch, heads, num_keys, dim))
+    return int(loaded_library().fkv_row_attention_scratch(batch, heads, num_keys, dim))
 
 
 def native_token_scores(q: Tensor, k: Tensor, positions: Tensor, scale: float) -> Tensor:
@@ -119,7 +117,7 @@ def native_token_scores(q: Tensor, k: Tensor, positions: Tensor, scale: float) -
     """
     positions = positions.to(torch.int64).contiguous()
     out = torch.empty(k.shape[1])
-    _library().fkv_token_scores(
+    loaded_library().fkv_token_scores(
         q.data_ptr(),
         k.data_ptr(),
         positions.data_ptr(),
@@ -133,26 +131,24 @@ def native_token_scores(q: Tensor, k: Tensor, positions: Tensor, scale: float) -
     return out
 
 
-def native_place_chunks(
-    chunks: Sequence[tuple[Tensor, Tensor]],
-    starts: Sequence[int],
-    cos: Tensor,
-    sin: Tensor,
-    layer_keys: Tensor,
-    layer_values: Tensor,
-) -> None:
-    """Rotate and copy chunks into a layer of a cache, as :func:`fused_kv_kernels.place_chunks` does."""
+def chunk_table(chunks: Sequence[tuple[Tensor, Tensor]], starts: Sequence[int]) -> Table:
+    """Return how :func:`native_place_chunks` takes keys and values ``[L, Hkv, T, D]``; they must outlive it."""
     flat = [
         number
         for (keys, values), start in zip(chunks, starts, strict=True)
-        for number in (keys.data_ptr(), values.data_ptr(), keys.stride(0), values.stride(0), keys.shape[1], start)
-    ]
-    _library().fkv_place_chunks(
-        int64_array(*flat),
-        len(chunks),
-        cos.data_ptr(),
-        sin.data_ptr(),
-        *_layer(layer_keys, layer_values, cos),
+        for number in (
+            keys.data_ptr(), values.data_ptr(), *keys.stride()[:2], *values.stride()[:2], keys.shape[2], start,
+        )
+    ]  # fmt: skip
+    return int64_array(*flat)
+
+
+def native_place_chunks(
+    table: Table, count: int, layer: int, cos: Tensor, sin: Tensor, layer_keys: Tensor, layer_values: Tensor
+) -> None:
+    """Rotate and copy one layer of `count` chunks into a cache, as :func:`fused_kv_kernels.place_chunks` does."""
+    loaded_library().fkv_place_chunks(
+        table, count, layer, cos.data_ptr(), sin.data_ptr(), *_layer(layer_keys, layer_values, cos)
     )
 
 
@@ -161,7 +157,7 @@ def native_transfer(
 ) -> None:
     """Correct one layer in place, as :func:`fused_kv_kernels.transfer_deviation` does."""
     bounds = plan.bounds
-    _library().fkv_transfer(
+    loaded_library().fkv_transfer(
         fresh_keys.data_ptr(),
         fresh_values.data_ptr(),
         int64_array(*fresh_keys.stride()[:2], *fresh_values.stride()[:2]),
@@ -177,22 +173,25 @@ def native_transfer(
     )
 
 
-def native_shift_chunks(
-    shifts: Sequence[ChunkShift], layer_idx: int, cos: Tensor, sin: Tensor, layer_keys: Tensor, layer_values: Tensor
-) -> None:
-    """Add shifts to a layer in place, as :func:`fused_kv_kernels.shift_chunks` does."""
-    heads, _, dim = layer_keys.shape
+def shift_table(shifts: Sequence[ChunkShift]) -> Table:
+    """Return how :func:`native_shift_chunks` takes shifts; their tensors must outlive it."""
     flat: list[int] = []
     for shift in shifts:
-        rows, first = shift.keys[0].shape[2], shift.inside.start
-        before = layer_idx * heads * rows + first
+        first, dim = shift.inside.start, shift.keys[0].shape[3]
         for whole, scale in (shift.keys, shift.values):
-            flat += [whole.data_ptr() + before * dim, scale.data_ptr() + before * scale.element_size()]
-        flat += [rows, shift.num_tokens, shift.start]
-    weights = torch.tensor([shift.weight for shift in shifts])
-    _library().fkv_shift_chunks(
-        int64_array(*flat),
-        len(shifts),
+            flat += [whole.data_ptr() + first * dim, scale.data_ptr() + first * scale.element_size()]
+        flat += [shift.keys[0].shape[2], shift.num_tokens, shift.start]
+    return int64_array(*flat)
+
+
+def native_shift_chunks(
+    table: Table, layer: int, weights: Tensor, cos: Tensor, sin: Tensor, layer_keys: Tensor, layer_values: Tensor
+) -> None:
+    """Add one layer of shifts to a cache, as :func:`fused_kv_kernels.shift_chunks` does."""
+    loaded_library().fkv_shift_chunks(
+        table,
+        weights.shape[0],
+        layer,
         weights.data_ptr(),
         cos.data_ptr(),
         sin.data_ptr(),

@@ -5,6 +5,11 @@ namespace {
 
 using namespace fkv;
 
+struct Chunk {
+    const uint16_t *keys, *values;
+    int64_t key_layer, key_head, value_layer, value_head, rows, start;
+};
+
 void rotate_row(const uint16_t *source, uint16_t *target, const float *cosine, const float *sine, int64_t half,
                 int64_t dim) {
     for (int64_t column = 0; column < half; column += kLanes) {
@@ -22,21 +27,24 @@ void rotate_row(const uint16_t *source, uint16_t *target, const float *cosine, c
 
 extern "C" {
 
-// A chunk is six numbers: addresses of its keys and of its values, elements from head to head in both, its rows, and
-// the row of the cache where it begins. Rows are dense everywhere. cosines and sines: float32 [chunks, half].
-void fkv_place_chunks(const int64_t *chunks, int64_t count, const float *cosines, const float *sines, uint16_t *keys,
-                      uint16_t *values, int64_t key_head, int64_t value_head, int64_t heads, int64_t dim, int64_t half,
-                      int threads) {
+// A chunk is eight numbers: addresses of its keys and of its values, elements from layer to layer and from head to head
+// in keys and in values, its rows, and the row of the cache where it begins. Rows are dense everywhere. cosines and
+// sines: float32 [chunks, half].
+void fkv_place_chunks(const int64_t *chunks, int64_t count, int64_t layer, const float *cosines,
+                      const float *sines, uint16_t *keys, uint16_t *values, int64_t key_head, int64_t value_head,
+                      int64_t heads, int64_t dim, int64_t half, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t task = 0; task < count * heads; ++task) {
-        const int64_t *chunk = chunks + task / heads * 6, head = task % heads;
-        const auto *from_keys = reinterpret_cast<const uint16_t *>(chunk[0]) + head * chunk[2];
-        const auto *from_values = reinterpret_cast<const uint16_t *>(chunk[1]) + head * chunk[3];
+        Chunk chunk;
+        std::memcpy(&chunk, chunks + task / heads * 8, sizeof chunk);
+        const int64_t head = task % heads;
+        const uint16_t *from_keys = chunk.keys + layer * chunk.key_layer + head * chunk.key_head;
+        const uint16_t *from_values = chunk.values + layer * chunk.value_layer + head * chunk.value_head;
         const float *cosine = cosines + task / heads * half, *sine = sines + task / heads * half;
-        uint16_t *to_keys = keys + head * key_head + chunk[5] * dim;
-        for (int64_t row = 0; row < chunk[4]; ++row)
+        uint16_t *to_keys = keys + head * key_head + chunk.start * dim;
+        for (int64_t row = 0; row < chunk.rows; ++row)
             rotate_row(from_keys + row * dim, to_keys + row * dim, cosine, sine, half, dim);
-        std::memcpy(values + head * value_head + chunk[5] * dim, from_values, chunk[4] * dim * sizeof *from_values);
+        std::memcpy(values + head * value_head + chunk.start * dim, from_values, chunk.rows * dim * sizeof *from_values);
     }
 }
 }

@@ -21,53 +21,65 @@ struct Shape {
 
 struct Workspace {
     std::vector<uint32_t> queries, weights;
-    std::vector<float> scores, sums, maximum, total, factor;
+    std::vector<float> scores, sums, highest, maximum, total, factor;
     std::vector<int64_t> limits;
 
     // Matrix products read whole tiles: unused rows stay zero.
     Workspace(int64_t dim, int64_t padded)
         : queries(kRowBlock * dim / 2), weights(kRowBlock * kKeyBlock / 2), scores(kRowBlock * kKeyBlock),
-          sums(kRowBlock * padded), maximum(kRowBlock), total(kRowBlock), factor(kRowBlock), limits(kRowBlock) {}
+          sums(kRowBlock * padded), highest(2 * kLanes), maximum(2 * kLanes), total(kRowBlock * kLanes), factor(2 * kLanes), limits(kRowBlock) {}
 };
 
 inline void keep(uint16_t *target, __m512 weight) {
     _mm256_storeu_si256(reinterpret_cast<__m256i *>(target), (__m256i)_mm512_cvtneps_pbh(weight));
 }
 
-// Turns the scores of one row over `width` keys, of which it sees `limit`, into weights; updates its running state.
-void weigh(Workspace &space, int64_t row, int64_t limit, int64_t width, float scale) {
+// The highest score of one row over the first `limit` keys.
+inline float highest_score(const float *scores, int64_t limit) {
+    __m512 highest = _mm512_set1_ps(kMinusInfinity);
+    int64_t column = 0;
+    for (; column + kLanes <= limit; column += kLanes) highest = _mm512_max_ps(highest, _mm512_loadu_ps(scores + column));
+    const __mmask16 rest = first_lanes(limit - column);
+    if (rest) highest = _mm512_mask_max_ps(highest, rest, highest, _mm512_loadu_ps(scores + column));
+    return _mm512_reduce_max_ps(highest);
+}
+
+// Updates the running maximum of all rows, and what their sums so far have to be multiplied by.
+inline void rescale(Workspace &space, int64_t count, float scale) {
+    for (int64_t row = 0; row < count; row += kLanes) {
+        const __m512 before = _mm512_loadu_ps(space.maximum.data() + row);
+        const __m512 after = _mm512_max_ps(before, _mm512_mul_ps(_mm512_loadu_ps(space.highest.data() + row), _mm512_set1_ps(scale)));
+        const __mmask16 same = _mm512_cmp_ps_mask(before, after, _CMP_EQ_OQ);
+        // Of a row without keys so far the difference is not a number: the second operand is taken.
+        const __m512 power = _mm512_max_ps(_mm512_sub_ps(before, after), _mm512_set1_ps(-200.0f));
+        const __m512 factor = _mm512_mask_mov_ps(exp2_register(power), same, _mm512_set1_ps(1.0f));
+        _mm512_storeu_ps(space.factor.data() + row, factor);
+        _mm512_storeu_ps(space.maximum.data() + row, after);
+    }
+}
+
+// Turns the scores of one row over the first `limit` of `width` keys into weights, and adds them up.
+inline void weigh(Workspace &space, int64_t row, int64_t limit, int64_t width, float scale) {
     const float *scores = space.scores.data() + row * kKeyBlock;
     auto *weights = reinterpret_cast<uint16_t *>(space.weights.data()) + row * kKeyBlock;
-    space.factor[row] = 1.0f;
-    limit = std::clamp<int64_t>(limit, 0, width);
-    const int64_t whole = limit / kLanes * kLanes;
-    const __mmask16 rest = first_lanes(limit - whole);
+    const __m512 scaled = _mm512_set1_ps(scale), shift = _mm512_set1_ps(space.maximum[row]);
+    float *total = space.total.data() + row * kLanes;
+    __m512 sum = _mm512_mul_ps(_mm512_loadu_ps(total), _mm512_set1_ps(space.factor[row]));
     int64_t column = 0;
-    if (limit > 0) {
-        __m512 highest = _mm512_set1_ps(kMinusInfinity);
-        for (; column < whole; column += kLanes) highest = _mm512_max_ps(highest, _mm512_loadu_ps(scores + column));
-        if (rest) highest = _mm512_mask_max_ps(highest, rest, highest, _mm512_loadu_ps(scores + column));
-        const float before = space.maximum[row];
-        const float after = std::max(before, scale * _mm512_reduce_max_ps(highest));
-        const __m512 scaled = _mm512_set1_ps(scale), shift = _mm512_set1_ps(after);
-        __m512 sum = _mm512_setzero_ps();
-        for (column = 0; column < whole; column += kLanes) {
-            const __m512 weight = exp2_register(_mm512_fmsub_ps(_mm512_loadu_ps(scores + column), scaled, shift));
-            sum = _mm512_add_ps(sum, weight);
-            keep(weights + column, weight);
-        }
-        if (rest) {
-            const __m512 score = _mm512_maskz_loadu_ps(rest, scores + column);
-            const __m512 weight = _mm512_maskz_mov_ps(rest, exp2_register(_mm512_fmsub_ps(score, scaled, shift)));
-            sum = _mm512_add_ps(sum, weight);
-            keep(weights + column, weight);
-            column += kLanes;
-        }
-        const float factor = before == after ? 1.0f : std::exp2(before - after);
-        space.factor[row] = factor;
-        space.maximum[row] = after;
-        space.total[row] = space.total[row] * factor + _mm512_reduce_add_ps(sum);
+    for (; column + kLanes <= limit; column += kLanes) {
+        const __m512 weight = exp2_register(_mm512_fmsub_ps(_mm512_loadu_ps(scores + column), scaled, shift));
+        sum = _mm512_add_ps(sum, weight);
+        keep(weights + column, weight);
     }
+    const __mmask16 rest = first_lanes(limit - column);
+    if (rest) {
+        const __m512 score = _mm512_maskz_loadu_ps(rest, scores + column);
+        const __m512 weight = _mm512_maskz_mov_ps(rest, exp2_register(_mm512_fmsub_ps(score, scaled, shift)));
+        sum = _mm512_add_ps(sum, weight);
+        keep(weights + column, weight);
+        column += kLanes;
+    }
+    _mm512_storeu_ps(total, sum);
     for (; column < kKeyBlock; column += kLanes) keep(weights + column, _mm512_setzero_ps());
 }
 
@@ -110,6 +122,7 @@ void fkv_row_attention(const uint16_t *q, const uint16_t *k, const uint16_t *v, 
             std::memset(packed_values + (head * value_rows + first / 2 + pairs) * padded, 0, (kPanel / 2 - pairs) * padded * 4);
         }
         Workspace space(s.dim, padded);
+        int64_t seen[kRowBlock];
         const TileState tiles(s.dim % 32 == 0);
         // The last rows see most keys: they come first, so that the threads end together.
 #pragma omp for schedule(dynamic, 1)
@@ -123,9 +136,10 @@ void fkv_row_attention(const uint16_t *q, const uint16_t *k, const uint16_t *v, 
                             q + batch * q_strides[0] + q_head * q_strides[1] + at * q_strides[2], s.dim * 2);
                 space.limits[row] = positions[at] + 1;
                 space.maximum[row] = kMinusInfinity;
-                space.total[row] = 0.0f;
+                
             }
             std::fill(space.sums.begin(), space.sums.end(), 0.0f);
+            std::fill(space.total.begin(), space.total.end(), 0.0f);
             const int64_t end = space.limits[count - 1];
             const uint32_t *head_keys = packed_keys + head * panels * panel_words;
             const uint32_t *head_values = packed_values + head * value_rows * padded;
@@ -140,7 +154,12 @@ void fkv_row_attention(const uint16_t *q, const uint16_t *k, const uint16_t *v, 
                         product(space.queries.data(), s.dim / 2, panel, kPanel, s.dim / 2, space.scores.data() + at,
                                 kKeyBlock, nullptr, count, kPanel);
                 }
-                for (int64_t row = 0; row < count; ++row) weigh(space, row, space.limits[row] - start, width, log2_scale);
+                for (int64_t row = 0; row < count; ++row) {
+                    seen[row] = std::clamp<int64_t>(space.limits[row] - start, 0, width);
+                    space.highest[row] = highest_score(space.scores.data() + row * kKeyBlock, seen[row]);
+                }
+                rescale(space, count, log2_scale);
+                for (int64_t row = 0; row < count; ++row) weigh(space, row, seen[row], width, log2_scale);
                 const uint32_t *value_pairs = head_values + start / 2 * padded;
                 if (tiles.active())
                     tile_product(space.weights.data(), kKeyBlock / 2, value_pairs, padded, round_up(width, 32) / 2,
@@ -152,7 +171,7 @@ void fkv_row_attention(const uint16_t *q, const uint16_t *k, const uint16_t *v, 
             for (int64_t row = 0; row < count; ++row) {
                 const int64_t at = (first + row) / groups, q_head = kv_head * groups + (first + row) % groups;
                 uint16_t *target = out + batch * out_strides[0] + q_head * out_strides[1] + at * out_strides[2];
-                const __m512 share = _mm512_set1_ps(1.0f / space.total[row]);
+                const __m512 share = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(_mm512_loadu_ps(space.total.data() + row * kLanes)));
                 for (int64_t column = 0; column < s.dim; column += kLanes) {
                     const __m512 value = _mm512_mul_ps(_mm512_loadu_ps(space.sums.data() + row * padded + column), share);
                     _mm256_mask_storeu_epi16(target + column, first_lanes(s.dim - column),

@@ -39,16 +39,16 @@ void shift_key(uint16_t *key, const int8_t *change, __m512 scale, const float *c
 
 extern "C" {
 
-// A shift is seven numbers: addresses of int8 keys and their float32 scales, of values and theirs (rows dense, one scale
-// a row), rows from head to head, rows to shift, and where they begin. weights [count], cosines and sines [count, half].
-void fkv_shift_chunks(const int64_t *shifts, int64_t count, const float *weights, const float *cosines,
+// A shift is seven numbers: addresses of int8 keys [layers, heads, head rows, dim] and their float32 scales, one a row,
+// of values and theirs (all of the first row to shift), rows from head to head, rows to shift, and where they begin. weights [count], cosines and sines [count, half].
+void fkv_shift_chunks(const int64_t *shifts, int64_t count, int64_t layer, const float *weights, const float *cosines,
                       const float *sines, uint16_t *keys, uint16_t *values, int64_t key_head, int64_t value_head,
                       int64_t heads, int64_t dim, int64_t half, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t task = 0; task < count * heads; ++task) {
         Shift shift;
         std::memcpy(&shift, shifts + task / heads * 7, sizeof shift);
-        const int64_t head = task % heads, chunk = task / heads, first = head * shift.head_rows;
+        const int64_t head = task % heads, chunk = task / heads, first = (layer * heads + head) * shift.head_rows;
         for (int64_t row = 0; row < shift.rows; ++row) {
             uint16_t *key = keys + head * key_head + (shift.start + row) * dim;
             uint16_t *value = values + head * value_head + (shift.start + row) * dim;

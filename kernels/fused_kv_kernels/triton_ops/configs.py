@@ -13,7 +13,20 @@ from typing import Any
 import torch
 import triton
 
-__all__ = ["block_dim", "few_rows", "is_interpreted", "many_rows", "multiprocessors", "prune", "score_blocks"]
+__all__ = [
+    "FEW_ROWS",
+    "block_dim",
+    "few_rows",
+    "is_interpreted",
+    "many_rows",
+    "multiprocessors",
+    "page_blocks",
+    "prune",
+    "score_blocks",
+]
+
+# Up to so many packed rows, one block holds them all.
+FEW_ROWS = 64
 
 # (BLOCK_M, BLOCK_N, warps, stages). Compiled for compute capability 9.0 and 8.0 at 128 dimensions, these spill no or
 # hardly any registers; blocks twice as large for their warps spill hundreds.
@@ -94,9 +107,22 @@ def score_blocks(dtype: torch.dtype) -> dict[str, int]:
     """Return the one shape that kernels without values use: ``BLOCK_M``, ``BLOCK_N``, warps and stages."""
     if is_interpreted():
         return {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 4, "num_stages": 1}
+    if _generation() == "default":
+        return {"BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 4, "num_stages": 1}
     if dtype == torch.float32:
         return {"BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
     return {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2}
+
+
+def page_blocks(dtype: torch.dtype, dim: int, packed: int) -> dict[str, int]:
+    """Return the one shape that attention over pages uses for so many packed rows: ``BLOCK_M``, warps and stages."""
+    block = max(16, min(FEW_ROWS, triton.next_power_of_2(packed)))
+    if is_interpreted():
+        return {"BLOCK_M": block, "num_warps": 4, "num_stages": 1}
+    # A second stage of float32 pages of 256 dimensions is more than an A100 has.
+    if dtype == torch.float32 or _generation() == "default":
+        return {"BLOCK_M": 16, "num_warps": 8, "num_stages": 1}
+    return {"BLOCK_M": block, "num_warps": 8 if dim > 128 else 4, "num_stages": 2}
 
 
 def block_dim(dim: int) -> int:

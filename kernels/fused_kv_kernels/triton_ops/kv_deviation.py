@@ -28,14 +28,19 @@ def _deviation_kernel(
     fresh = tl.load(fresh_rows + token, mask=is_token, other=0).to(tl.int64)[:, None]
     stored = tl.load(stored_rows + token, mask=is_token, other=0).to(tl.int64)[:, None]
     total = tl.zeros((BLOCK_T,), dtype=tl.float32)
-    for head in range(0, heads):
-        new_k = tl.load(fresh_k + head * stride_fkh + fresh * stride_fkt + dims[None, :], mask=inside, other=0.0)
-        old_k = tl.load(stored_k + head * stride_skh + stored * stride_skt + dims[None, :], mask=inside, other=0.0)
-        new_v = tl.load(fresh_v + head * stride_fvh + fresh * stride_fvt + dims[None, :], mask=inside, other=0.0)
-        old_v = tl.load(stored_v + head * stride_svh + stored * stride_svt + dims[None, :], mask=inside, other=0.0)
+    for _ in range(0, heads):
+        new_k = tl.load(fresh_k + fresh * stride_fkt + dims[None, :], mask=inside, other=0.0)
+        old_k = tl.load(stored_k + stored * stride_skt + dims[None, :], mask=inside, other=0.0)
+        new_v = tl.load(fresh_v + fresh * stride_fvt + dims[None, :], mask=inside, other=0.0)
+        old_v = tl.load(stored_v + stored * stride_svt + dims[None, :], mask=inside, other=0.0)
         gap_k = new_k.to(tl.float32) - old_k.to(tl.float32)
         gap_v = new_v.to(tl.float32) - old_v.to(tl.float32)
         total += tl.sum(gap_k * gap_k + gap_v * gap_v, 1)
+        # Stepping on, rather than multiplying: many heads of a long cache are more than 32 bits apart.
+        fresh_k += stride_fkh
+        fresh_v += stride_fvh
+        stored_k += stride_skh
+        stored_v += stride_svh
     tl.store(out + token, tl.sqrt(total), mask=is_token)
 
 
@@ -52,9 +57,10 @@ def kv_deviation(
     tokens = fresh_rows.shape[0]
     out = torch.empty(tokens, dtype=torch.float32, device=fresh_keys.device)
     if tokens:
+        rows = (fresh_rows.contiguous(), stored_rows.contiguous())
         tensors = (fresh_keys, fresh_values, stored_keys, stored_values)
         _deviation_kernel[(triton.cdiv(tokens, _BLOCK_T),)](
-            *tensors, fresh_rows, stored_rows, out, *(stride for x in tensors for stride in x.stride()[:2]),
+            *tensors, *rows, out, *(stride for x in tensors for stride in x.stride()[:2]),
             tokens, heads, D=dim, BLOCK_D=block_dim(dim), BLOCK_T=_BLOCK_T, num_warps=4,
         )  # fmt: skip
     return out

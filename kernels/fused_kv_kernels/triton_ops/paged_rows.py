@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .combine import combine
-from .configs import block_dim, is_interpreted, multiprocessors
+from .configs import FEW_ROWS, block_dim, multiprocessors, page_blocks
 from .products import dot, precision
 from .splits import choose_splits
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["paged_rows"]
 
-_FEW_ROWS = 64
 _LOG2_E = 1.4426950408889634
 
 
@@ -143,6 +142,7 @@ def paged_rows(
     tuple of Tensor
         ``[B, Hq, R, D]``, laid out ``[B, R, Hq, D]`` in memory, and the log-sum-exp, float32 ``[B, Hq, R]``.
     """
+    q_positions = q_positions if q_positions.stride(-1) == 1 else q_positions.contiguous()
     batch, q_heads, rows, dim = q.shape
     kv_heads, page_size = page_keys.shape[1], page_keys.shape[2]
     group, half, num_pages = q_heads // kv_heads, table.cos.shape[-1], table.pages.shape[1]
@@ -151,9 +151,8 @@ def paged_rows(
     if out.numel() == 0:
         return out, lse
     packed = rows * group
-    exact = q.dtype == torch.float32 and not is_interpreted()
-    block_m = 16 if exact else max(16, min(_FEW_ROWS, triton.next_power_of_2(packed)))
-    blocks = triton.cdiv(packed, block_m)
+    shape = page_blocks(q.dtype, dim, packed)
+    blocks = triton.cdiv(packed, shape["BLOCK_M"])
     if splits is None:
         splits = choose_splits(blocks * batch * kv_heads, num_pages * page_size, multiprocessors(q.device))
     part_out, part_lse = out[None], lse[None]
@@ -167,8 +166,8 @@ def paged_rows(
         0 if q_positions.dim() == 1 else q_positions.stride(0),
         rows, num_pages, kv_heads, splits, scale * _LOG2_E,
         GROUP=group, D=dim, BLOCK_D=block_dim(dim), HALF=half, BLOCK_HALF=block_dim(half),
-        REST=rest, BLOCK_REST=block_dim(max(rest, 1)), PAGE=page_size, BLOCK_M=block_m, SKIP=packed > _FEW_ROWS,
-        PRECISION=precision(q.dtype), num_warps=8 if exact else 4, num_stages=2,
+        REST=rest, BLOCK_REST=block_dim(max(rest, 1)), PAGE=page_size, SKIP=packed > FEW_ROWS,
+        PRECISION=precision(q.dtype), **shape,
     )  # fmt: skip
     if splits > 1:
         combine(part_out, part_lse, out, lse)

@@ -106,7 +106,7 @@ def place_chunks(
     device = layer_keys.device
     heads, _, dim = layer_keys.shape
     half = cos.shape[-1]
-    table, total, aligned = _table(chunks, starts, scales)
+    table, total, aligned = _table(chunks, starts, scales, pin=device.type == "cuda")
     if total == 0:
         return
     rest = dim - 2 * half
@@ -121,12 +121,15 @@ def place_chunks(
 
 
 def _table(
-    chunks: Sequence[tuple[Tensor, Tensor]], starts: Sequence[int], scales: Sequence[tuple[Tensor, Tensor]] | None
+    chunks: Sequence[tuple[Tensor, Tensor]],
+    starts: Sequence[int],
+    scales: Sequence[tuple[Tensor, Tensor]] | None,
+    pin: bool,
 ) -> tuple[Tensor, int, bool]:
     """Return a row for each chunk and then the chunk of each block, how many blocks, and whether loads may be wide.
 
     A row holds the addresses of keys, values and their scales, tokens, start, the strides of the heads of all four,
-    and the chunk's first block.
+    and the chunk's first block. From pinned memory it travels beside the computation.
     """
     rows: list[tuple[int, ...]] = []
     chunk_of: list[int] = []
@@ -139,4 +142,5 @@ def _table(
         rows.append((keys.data_ptr(), values.data_ptr(), *addresses, tokens, start, *sides))
         chunk_of += [index] * triton.cdiv(tokens, _BLOCK_T)
     aligned = all(row[at] % 16 == 0 for row in rows for at in (0, 1, 6, 7))
-    return torch.tensor([*(cell for row in rows for cell in row), *chunk_of]), len(chunk_of), aligned
+    cells = torch.tensor([*(cell for row in rows for cell in row), *chunk_of], pin_memory=pin)
+    return cells, len(chunk_of), aligned

@@ -14,13 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from .combine import combine
-from .configs import block_dim, few_rows, many_rows, multiprocessors, prune
+from .configs import FEW_ROWS, block_dim, few_rows, many_rows, multiprocessors, prune
 from .products import dot, precision
 from .splits import choose_splits
 
 __all__ = ["row_attention"]
 
-_FEW_ROWS = 64
 _LOG2_E = 1.4426950408889634
 
 
@@ -183,6 +182,10 @@ def row_attention(
         and the log-sum-exp of the scores, float32 ``[B, Hq, R]``. A row that sees no key is zero, its log-sum-exp
         minus infinity; so are rows beyond a sequence's length.
     """
+    q_positions = _dense(q_positions)
+    kv_positions, q_lengths, kv_lengths = (
+        None if x is None else _dense(x) for x in (kv_positions, q_lengths, kv_lengths)
+    )
     batch, q_heads, rows, dim = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
     group = q_heads // kv_heads
@@ -191,7 +194,7 @@ def row_attention(
     if out.numel() == 0:
         return out, lse
     packed = rows * group
-    is_few = packed <= _FEW_ROWS
+    is_few = packed <= FEW_ROWS
     # In float32 there is no matrix instruction that is exact enough, so larger blocks only spill registers.
     block_m = max(16, triton.next_power_of_2(packed)) if is_few and q.dtype != torch.float32 else 16
     if not is_few:
@@ -219,6 +222,11 @@ def row_attention(
     if splits > 1:
         combine(part_out, part_lse, out, lse)
     return out, lse
+
+
+def _dense(positions: Tensor) -> Tensor:
+    """Return positions whose last axis can be stepped through one by one."""
+    return positions if positions.stride(-1) == 1 else positions.contiguous()
 
 
 def _batch_stride(positions: Tensor | None) -> int:

@@ -132,6 +132,7 @@ def token_scores(q: Tensor, k: Tensor, q_positions: Tensor, scale: float, splits
     Tensor
         float32 ``[N]``: mean over rows, heads and layers. Equal in every run: nothing is added atomically.
     """
+    q_positions = q_positions.contiguous()
     layers, q_heads, rows, dim = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
     group = q_heads // kv_heads

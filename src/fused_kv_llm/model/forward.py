@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache
 from fused_kv_kernels import RowPlan, row_attention
 from fused_kv_llm.model.attention import AttentionPass, no_mask
 from fused_kv_llm.model.cache import BatchCache
+from fused_kv_llm.model.last_row import last_row_only
 from fused_kv_llm.model.loading import LoadedModel
 
 __all__ = [
@@ -111,7 +112,8 @@ def forward_rows(
     Tensor
         float32 ``[keep, vocabulary]``; `keep` 0 means all rows.
     """
-    output = loaded.model(**_inputs(loaded, ids, positions, cache, state), logits_to_keep=keep)
+    with last_row_only(keep == 1):
+        output = loaded.model(**_inputs(loaded, ids, positions, cache, state), logits_to_keep=keep)
     logits: Tensor = output.logits
     return logits[0].float()
 

@@ -11,9 +11,11 @@ import torch
 
 from fused_kv_llm.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from fused_kv_llm.model.attention import attach_attention
+from fused_kv_llm.model.cpu_layers import attach_cpu_layers
 from fused_kv_llm.model.embedded import EMBEDDED_MODELS, embedded_model_folder
 from fused_kv_llm.model.fingerprint import fingerprint_files, fingerprint_tokenizer
 from fused_kv_llm.model.geometry import Geometry, check_model_type, read_geometry
+from fused_kv_llm.model.last_row import attach_last_row
 
 __all__ = ["LoadedModel", "choose_device", "choose_dtype", "has_native_bfloat16", "load_model"]
 
@@ -165,6 +167,9 @@ def load_model(
     geometry = read_geometry(network, model_id)
     network.eval()
     attach_attention(network)
+    attach_last_row(network)
+    if chosen_device.type == "cpu":
+        attach_cpu_layers(network)
     return LoadedModel(
         model=network,
         tokenizer=tokenizer,

@@ -18,8 +18,8 @@ class PendingChunk:
     text : str
     token_ids : tuple of int
         Stand-alone ids.
-    context : tuple of str
-        Similar chunks to stand before it, the nearest one first.
+    contexts : tuple of tuple of str
+        What is to stand before it, one context after another: similar chunks, the nearest one first.
     replaces : tuple of str
         Keys of its KV with other neighbours, to be deleted once the new one is written.
     """
@@ -27,8 +27,13 @@ class PendingChunk:
     key: str
     text: str
     token_ids: tuple[int, ...]
-    context: tuple[str, ...] = ()
+    contexts: tuple[tuple[str, ...], ...] = ()
     replaces: tuple[str, ...] = ()
+
+    @property
+    def neighbours(self) -> tuple[str, ...]:
+        """The similar chunks of all contexts, the nearest one first."""
+        return tuple(text for context in self.contexts for text in context)
 
 
 def walk_neighbours(chunks: Sequence[PendingChunk]) -> list[PendingChunk]:
@@ -44,7 +49,7 @@ def walk_neighbours(chunks: Sequence[PendingChunk]) -> list[PendingChunk]:
             chunk = waiting.pop(stack.pop(), None)
             if chunk is not None:
                 ordered.append(chunk)
-                stack.extend(chunk.context)
+                stack.extend(chunk.neighbours)
     return ordered
 
 
@@ -66,11 +71,11 @@ def batches(
     batch: list[PendingChunk] = []
     tokens, context = 0, set[str]()
     for chunk in chunks:
-        together = context | set(chunk.context)
+        together = context | set(chunk.neighbours)
         too_many = tokens + len(chunk.token_ids) > max_tokens
         if batch and (too_many or sum(num_tokens[text] for text in together) > max_context_tokens):
             yield batch
-            batch, tokens, together = [], 0, set(chunk.context)
+            batch, tokens, together = [], 0, set(chunk.neighbours)
         batch.append(chunk)
         tokens, context = tokens + len(chunk.token_ids), together
     if batch:

@@ -18,9 +18,12 @@ from .batches import PendingChunk
 from .embedder import Embedder
 from .neighbours import GivenNeighbours, find_neighbours, given_neighbours
 
-__all__ = ["CorpusPlanner", "Similarity"]
+__all__ = ["CONTEXT_CHUNKS", "CorpusPlanner", "Similarity"]
 
 _STACK_LEVEL = 5
+
+CONTEXT_CHUNKS = 3
+"""Neighbours that stand before a chunk at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,11 +140,13 @@ class CorpusPlanner:
         self,
         text: str,
         ids: Mapping[str, tuple[int, ...]],
-        context: tuple[str, ...],
+        contexts: tuple[tuple[str, ...], ...],
         replaces: tuple[str, ...] = (),
     ) -> PendingChunk:
-        key = chunk_key(self._identity, ids[text], [ids[other] for other in context])
-        return PendingChunk(key, text, ids[text], context, tuple(old for old in replaces if old != key))
+        # An empty sequence stands between contexts: the same chunks grouped otherwise are other contexts.
+        before = [part for context in contexts for part in ((), *(ids[other] for other in context))][1:]
+        key = chunk_key(self._identity, ids[text], before)
+        return PendingChunk(key, text, ids[text], contexts, tuple(old for old in replaces if old != key))
 
     def _is_half(self, rows: Sequence[ChunkRow]) -> bool:
         """Whether a stored chunk had neighbours, and what they change is not stored."""
@@ -149,7 +154,7 @@ class CorpusPlanner:
 
     def _contexts(
         self, texts: Sequence[str], ids: dict[str, tuple[int, ...]], given: GivenNeighbours | None
-    ) -> dict[str, tuple[str, ...]]:
+    ) -> dict[str, tuple[tuple[str, ...], ...]]:
         similarity = self._similarity
         if similarity is None:
             return dict.fromkeys(texts, ())
@@ -161,18 +166,24 @@ class CorpusPlanner:
             found = find_neighbours(texts, list(ids), similarity.count, similarity.embedder, similarity.vectors_path)
         return {text: self._fitting(text, found[text], ids) for text in texts}
 
-    def _fitting(self, text: str, nearest: Sequence[str], ids: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
-        """Return as many of the nearest as fit before the chunk, the nearest one first.
+    def _fitting(
+        self, text: str, nearest: Sequence[str], ids: Mapping[str, tuple[int, ...]]
+    ) -> tuple[tuple[str, ...], ...]:
+        """Return contexts of three neighbours each, as many of them as fit before the chunk, the nearest one first.
 
         That order measured closer to full prefill than the nearest one last.
         """
-        room, fitting = self._max_tokens - len(ids[text]), list[str]()
-        for other in nearest:
-            room -= len(ids[other])
-            if room <= 0:
-                break
-            fitting.append(other)
-        return tuple(fitting)
+        contexts = []
+        for begin in range(0, len(nearest), CONTEXT_CHUNKS):
+            room, fitting = self._max_tokens - len(ids[text]), list[str]()
+            for other in nearest[begin : begin + CONTEXT_CHUNKS]:
+                room -= len(ids[other])
+                if room <= 0:
+                    break
+                fitting.append(other)
+            if fitting:
+                contexts.append(tuple(fitting))
+        return tuple(contexts)
 
     def _token_ids(self, texts: Sequence[str], report: IngestReport) -> dict[str, tuple[int, ...]]:
         ids: dict[str, tuple[int, ...]] = {}

@@ -1,8 +1,8 @@
 """Ingestion: prefill chunks and store their KV.
 
 A chunk's KV is ``KV(chunk | header)``, prefilled after the rendered chat header. FusionRAG's offline stage (section
-3.1, equation 10) prefills it once more, after the KV of the chunks most similar to it: what that changes is stored
-beside it (:mod:`fused_kv_llm.context_shift`).
+3.1, equation 10) prefills it once more, after the KV of the chunks most similar to it. Here that is done after several
+contexts of similar chunks, and what they change on average is stored beside it (:mod:`fused_kv_llm.context_shift`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from torch import Tensor
 
 from fused_kv_llm.chunk import ChunkKV
 from fused_kv_llm.context_shift import CONTEXT_SHIFT, context_shift
-from fused_kv_llm.errors import StoreFullError
+from fused_kv_llm.errors import ConfigError, StoreFullError
 from fused_kv_llm.model import LoadedModel, PackedChunk, PrefixKV, prefill_packed
 from fused_kv_llm.prompt import content_hash
 from fused_kv_llm.report import IngestReport
 from fused_kv_llm.store import KVStore
+from fused_kv_llm.store.quantize import stored_bytes_per_token
 
 from .batches import PendingChunk, batches, walk_neighbours
 from .corpus import CorpusPlanner
@@ -116,13 +117,20 @@ class Ingestor:
         return report
 
     def _check_space(self, pending: Sequence[PendingChunk]) -> None:
-        per_token = self._loaded.geometry.kv_bytes_per_token(self._loaded.dtype)
+        geometry = self._loaded.geometry
+        shape = geometry.num_layers, geometry.num_kv_heads, geometry.head_dim
+        storage = str(self._loaded.dtype).removeprefix("torch.") if self._store.kv_dtype == "auto" else None
+        per_token = stored_bytes_per_token(storage or self._store.kv_dtype, *shape)
         needed = per_token * sum(len(chunk.token_ids) for chunk in pending)
-        free = self._store.free_bytes()
-        if needed and needed + _SPARE_DISK_BYTES > free:
+        # Context shifts are stored in eight bits.
+        shifted = sum(len(chunk.token_ids) for chunk in pending if chunk.contexts)
+        needed += stored_bytes_per_token("int8", *shape) * shifted
+        free = self._store.free_bytes(_SPARE_DISK_BYTES)
+        if needed > free:
             raise StoreFullError(
                 f"The KV of {len(pending)} chunks takes {needed / 1e9:.2f} GB ({per_token} bytes a token), but only "
-                f"{free / 1e9:.2f} GB are free. Nothing was written: free some space, or ingest fewer chunks."
+                f"{free / 1e9:.2f} GB are free. Nothing was written: free some space, raise disk_bytes or give the "
+                "store a remote tier, or ingest fewer chunks."
             )
 
     def _prefill_all(self, pending: Sequence[PendingChunk], report: IngestReport, advance: Advance) -> None:
@@ -148,15 +156,15 @@ class Ingestor:
         if not pending:
             return
         own = {chunk.text: chunk.token_ids for chunk in pending}
-        others = {text for chunk in pending for text in chunk.context} - own.keys()
+        others = {text for chunk in pending for text in chunk.neighbours} - own.keys()
         ids_of = {**own, **self._planner.ids_of(others)}
         num_tokens = {text: len(ids) for text, ids in ids_of.items()}
         budget_tokens = _PLAIN_KV_BYTES // self._loaded.geometry.kv_bytes_per_token(self._loaded.dtype)
-        plain = PlainKVCache(prefill_plain, _PLAIN_KV_BYTES if any(chunk.context for chunk in pending) else 0)
+        plain = PlainKVCache(prefill_plain, _PLAIN_KV_BYTES if any(chunk.contexts for chunk in pending) else 0)
         writer = BackgroundWriter(self._write, written)
         try:
             for batch in batches(walk_neighbours(pending), BATCH_TOKENS, num_tokens, budget_tokens):
-                at_hand = plain.get(text for chunk in batch for text in (chunk.text, *chunk.context))
+                at_hand = plain.get(text for chunk in batch for text in (chunk.text, *chunk.neighbours))
                 for chunk, shift in zip(batch, self._shifts(batch, at_hand), strict=True):
                     writer.submit(chunk, at_hand[chunk.text], shift)
         finally:
@@ -167,19 +175,18 @@ class Ingestor:
         self, batch: Sequence[PendingChunk], plain: Mapping[str, ChunkKV]
     ) -> Iterator[dict[str, Tensor] | None]:
         """Yield what its neighbours change in each chunk; None for a chunk without."""
-        packed = [
-            PackedChunk(chunk.token_ids, tuple(plain[text] for text in chunk.context))
-            for chunk in batch
-            if chunk.context
-        ]
-        shifted = iter(self._prefill(packed)) if packed else iter(())
+        shifted: dict[str, list[ChunkKV]] = {chunk.text: [] for chunk in batch}
+        for turn in range(max(len(chunk.contexts) for chunk in batch)):
+            ready = [chunk for chunk in batch if turn < len(chunk.contexts)]
+            contexts = [tuple(plain[text] for text in chunk.contexts[turn]) for chunk in ready]
+            packed = [PackedChunk(chunk.token_ids, context) for chunk, context in zip(ready, contexts, strict=True)]
+            for chunk, kv in zip(ready, self._prefill(packed), strict=True):
+                shifted[chunk.text].append(kv)
         for chunk in batch:
-            if not chunk.context:
-                yield None
-                continue
-            before, after = plain[chunk.text], next(shifted)
+            before, after = plain[chunk.text], shifted.pop(chunk.text)
             with torch.inference_mode():
-                yield context_shift((before.keys, before.values), (after.keys, after.values))
+                forms = [(kv.keys, kv.values) for kv in after]
+                yield context_shift((before.keys, before.values), forms) if forms else None
 
     def _prefill(self, chunks: Sequence[PackedChunk]) -> list[ChunkKV]:
         with self._lock:
@@ -189,5 +196,10 @@ class Ingestor:
         on_cpu = ChunkKV(kv.keys.cpu(), kv.values.cpu(), kv.token_ids, kv.position)
         nbytes = self._store.put(chunk.key, self._identity, chunk.text, content_hash(chunk.text), on_cpu)
         if shift is not None:
-            nbytes += self._store.sides.put(chunk.key, CONTEXT_SHIFT, shift)
+            try:
+                nbytes += self._store.sides.put(chunk.key, CONTEXT_SHIFT, shift, by_rows=True)
+            except ConfigError:
+                # Otherwise the chunk was evicted, by another process that needed its room.
+                if self._store.contains([chunk.key]):
+                    raise
         return nbytes

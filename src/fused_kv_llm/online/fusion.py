@@ -168,7 +168,7 @@ def _loading(
         # Of the chunks themselves an anchor probe needs nothing.
         first = () if isinstance(view, View) and view.anchors is not None else view.layers
         loader = ChunkLoader(placements, loaded.geometry, cache, executor, first)
-    shift = ContextShift(placements, request.prefix_tokens, cache, loaded.geometry, sides)
+    shift = ContextShift(placements, request.prefix_tokens, cache, loaded.geometry, sides, first)
 
     def fill(layer_idx: int) -> None:
         loader(layer_idx)
@@ -179,6 +179,7 @@ def _loading(
         yield loader, shift
     finally:
         loader.cancel()
+        shift.close()
         cache.filler = None
 
 

@@ -8,13 +8,13 @@ layers that come next run beside the computation too (:mod:`.device_copy`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from fused_kv_kernels import place_chunks, rotation_tables
+from fused_kv_kernels import ChunkStack, place_chunks, rotation_tables
 from fused_kv_llm.model import FusedCache, Geometry
 
 from .device_copy import CopyStream, copy_stream
@@ -22,13 +22,13 @@ from .device_copy import CopyStream, copy_stream
 if TYPE_CHECKING:
     from .request import Placement
 
-__all__ = ["ChunkLoader", "layer_groups"]
+__all__ = ["LAYERS_PER_READ", "ChunkLoader", "layer_groups"]
 
-_LAYERS_PER_READ = 4
+LAYERS_PER_READ = 4
 _LAYERS_AHEAD = 2
 
 
-def layer_groups(num_layers: int, first: Iterable[int] = ()) -> list[range]:
+def layer_groups(num_layers: int, first: Iterable[int] = (), at_once: int = LAYERS_PER_READ) -> list[range]:
     """Return the runs of layers to read, in the order they are needed.
 
     Parameters
@@ -36,18 +36,20 @@ def layer_groups(num_layers: int, first: Iterable[int] = ()) -> list[range]:
     num_layers : int
     first : iterable of int
         Layers a probe scores before anything else is needed.
+    at_once : int
+        Most layers of a run.
 
     Returns
     -------
     list of range
-        Disjoint, covering all layers, at most four layers each.
+        Disjoint, covering all layers.
     """
     early = sorted(set(first))
     remaining = [layer for layer in range(num_layers) if layer not in early]
     groups: list[range] = []
     for run in (early, remaining):
         for layer in run:
-            if groups and groups[-1].stop == layer and len(groups[-1]) < _LAYERS_PER_READ and layer != run[0]:
+            if groups and groups[-1].stop == layer and len(groups[-1]) < at_once and layer != run[0]:
                 groups[-1] = range(groups[-1].start, layer + 1)
             else:
                 groups.append(range(layer, layer + 1))
@@ -86,23 +88,26 @@ class ChunkLoader:
         self._placements = placements
         self._cache = cache
         self.bytes_filled = 0
-        self._reads: dict[tuple[int, int], tuple[int, Future[tuple[Tensor, Tensor]]]] = {}
         self._starts = [placement.segment.start for placement in placements]
         deltas = torch.tensor([placement.delta for placement in placements], dtype=torch.int64)
         tables = rotation_tables(deltas, geometry.inv_freq)
         self._cos, self._sin = (table.to(cache.keys.device) for table in tables)
         # On a GPU, after the tables: their copies are waited for.
         self._side = copy_stream(cache.keys.device)
-        self._order = [layer for group in layer_groups(geometry.num_layers, first_layers) for layer in group]
+        # Layers that are views into memory need not be taken a few at a time.
+        at_once = geometry.num_layers if all(map(_is_at_hand, placements)) else LAYERS_PER_READ
+        groups = layer_groups(geometry.num_layers, first_layers, at_once)
+        self._group_of = {layer: group for group in groups for layer in group}
         self._seen: set[int] = set()
         self._nbytes: dict[int, int] = {}
-        for group in layer_groups(geometry.num_layers, first_layers):
-            for index, placement in enumerate(placements):
-                if placement.stored.tier == "memory":
-                    continue
-                read = executor.submit(placement.stored.read_layers, group.start, group.stop)
-                for layer in group:
-                    self._reads[index, layer] = (layer - group.start, read)
+        # Of one group only: chunks that are stored compressed are copies here.
+        self._stack: tuple[range, ChunkStack] | None = None
+        self._reads = {
+            (index, group.start): executor.submit(placement.stored.read_layers, group.start, group.stop)
+            for group in groups
+            for index, placement in enumerate(placements)
+            if placement.stored.tier != "memory"
+        }
 
     def __call__(self, layer_idx: int) -> None:
         """Put one layer's chunk KV in place, waiting for it if need be.
@@ -116,57 +121,77 @@ class ChunkLoader:
             return
         if self._side is None:
             self._place(layer_idx)
-            self.bytes_filled += self._nbytes[layer_idx]
-            return
-        if not self._side.is_placed(layer_idx):
-            self._side.place(layer_idx, self._place, again=layer_idx in self._seen)
-        self.bytes_filled += self._nbytes[layer_idx]
+        else:
+            if not self._side.is_placed(layer_idx):
+                self._side.place(layer_idx, self._place_on_device, again=layer_idx in self._seen)
+            self._side.wait(layer_idx)
         self._seen.add(layer_idx)
-        self._side.wait(layer_idx)
-        self._run_ahead(self._side)
+        self.bytes_filled += self._nbytes[layer_idx]
+        if self._side is not None:
+            self._run_ahead(self._side)
 
     def _run_ahead(self, side: CopyStream) -> None:
         """Queue the copies of the layers that come next, as far as they have been read."""
-        coming = [layer for layer in self._order if layer not in self._seen][:_LAYERS_AHEAD]
+        coming = [layer for layer in self._group_of if layer not in self._seen][:_LAYERS_AHEAD]
         for layer in coming:
-            reads = (self._reads.get((index, layer)) for index in range(len(self._placements)))
+            group = self._group_of[layer].start
+            reads = (self._reads.get((index, group)) for index in range(len(self._placements)))
             if side.is_placed(layer):
                 continue
-            if not all(read is None or read[1].done() for read in reads):
+            if not all(read is None or read.done() for read in reads):
                 return
-            side.place(layer, self._place)
+            side.place(layer, self._place_on_device)
 
     def _place(self, layer_idx: int) -> None:
+        """Put one layer's chunk KV in place, and note its bytes."""
+        group = self._group_of[layer_idx]
+        if self._stack is None or self._stack[0] != group:
+            parts = [self._read(index, group) for index in range(len(self._placements))]
+            chunks = [self._inside(index, part) for index, part in enumerate(parts)]
+            self._stack = group, ChunkStack(chunks, self._starts, self._cos, self._sin)
+            nbytes = sum(keys.nbytes + values.nbytes for keys, values in parts)
+            self._nbytes.update(dict.fromkeys(group, nbytes // len(group)))
+        layer_keys, layer_values = self._cache.keys[layer_idx, 0], self._cache.values[layer_idx, 0]
+        self._stack[1].place(layer_idx - group.start, layer_keys, layer_values)
+
+    def _place_on_device(self, layer_idx: int) -> None:
         """Put one layer's chunk KV in place on the current stream, and note its bytes."""
-        device = self._cache.keys.device
+        device, group = self._cache.keys.device, self._group_of[layer_idx]
         chunks, nbytes = [], 0
-        for index, placement in enumerate(self._placements):
-            start = placement.segment.chunk_start
-            keys, values = self._layer(index, placement, layer_idx)
+        for index in range(len(self._placements)):
+            part = range(layer_idx, layer_idx + 1) if (index, group.start) not in self._reads else group
+            keys, values = (both[layer_idx - part.start] for both in self._read(index, part))
             nbytes += keys.nbytes + values.nbytes
             # A part of a chunk is not contiguous: only whole ones are copied without a detour.
-            keys, values = (part.to(device, non_blocking=True) for part in (keys, values))
-            chunks.append(
-                (keys[:, start : start + placement.num_tokens], values[:, start : start + placement.num_tokens])
-            )
+            moved = keys.to(device, non_blocking=True), values.to(device, non_blocking=True)
+            chunks.append(self._inside(index, moved))
         layer_keys, layer_values = self._cache.keys[layer_idx, 0], self._cache.values[layer_idx, 0]
         place_chunks(chunks, self._starts, self._cos, self._sin, layer_keys, layer_values)
         self._nbytes[layer_idx] = nbytes
 
-    def _layer(self, index: int, placement: Placement, layer_idx: int) -> tuple[Tensor, Tensor]:
-        queued = self._reads.get((index, layer_idx))
+    def _inside(self, index: int, parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the tokens ``[..., T, D]`` of a chunk that stand in the prompt."""
+        segment = self._placements[index].segment
+        span = slice(segment.chunk_start, segment.chunk_start + self._placements[index].num_tokens)
+        return parts[0][..., span, :], parts[1][..., span, :]
+
+    def _read(self, index: int, group: range) -> tuple[Tensor, Tensor]:
+        """Return keys and values ``[len(group), Hkv, T, D]`` of a whole chunk, waiting for them if need be."""
+        queued = self._reads.get((index, group.start))
         if queued is None:
-            keys, values = placement.stored.read_layers(layer_idx, layer_idx + 1)
-            return keys[0], values[0]
-        row, read = queued
-        keys, values = read.result()
-        return keys[row], values[row]
+            return self._placements[index].stored.read_layers(group.start, group.stop)
+        return queued.result()
 
     def cancel(self) -> None:
         """Drop reads that have not begun and wait for those that have, so that files can be closed."""
-        reads = {id(read): read for _, read in self._reads.values()}
-        for read in reads.values():
+        for read in self._reads.values():
             if not read.cancel():
                 read.exception()
         if self._side is not None:
             self._side.finish()
+
+
+def _is_at_hand(placement: Placement) -> bool:
+    """Whether a chunk's layers need no reading, and no decompression."""
+    stored = placement.stored
+    return stored.tier == "memory" and not stored.is_compressed

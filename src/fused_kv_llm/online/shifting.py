@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fused_kv_kernels import ChunkShift, rotation_tables, shift_chunks
+from fused_kv_kernels import ChunkShift, ShiftStack, rotation_tables
 from fused_kv_llm.context_shift import CONTEXT_SHIFT, place_weight
 from fused_kv_llm.model import FusedCache, Geometry
-from fused_kv_llm.store.sides import SideFiles
+from fused_kv_llm.store.sides import SideFiles, SideReader
 
+from .loading import LAYERS_PER_READ, layer_groups
 from .request import Placement
 
 __all__ = ["ContextShift"]
@@ -20,7 +21,8 @@ __all__ = ["ContextShift"]
 class ContextShift:
     """Adds every chunk's context shift to its stored KV, layer by layer, after the loader has put it in place.
 
-    Side files are read when the first layer is due: a probe that sees only anchors needs none of them.
+    Side files are opened when the first layer is due, since a probe that sees only anchors needs none of them, and
+    read some layers at a time.
 
     Parameters
     ----------
@@ -32,6 +34,8 @@ class ContextShift:
     geometry : Geometry
     sides : SideFiles
         Where the shifts are; a chunk without one, stored without neighbours, stays as it is.
+    first_layers : sequence of int
+        Layers that are needed first.
 
     Attributes
     ----------
@@ -46,39 +50,65 @@ class ContextShift:
         cache: FusedCache,
         geometry: Geometry,
         sides: SideFiles,
+        first_layers: Sequence[int] = (),
     ) -> None:
         self._placements = placements
         self._prefix_tokens = prefix_tokens
         self._cache = cache
         self._geometry = geometry
         self._sides = sides
-        self._read_shifts: tuple[list[ChunkShift], Tensor, Tensor] | None = None
+        self._first_layers = first_layers
+        self._group_of: dict[int, range] = {}
+        self._readers: dict[str, SideReader] = {}
+        self._stack: tuple[range, ShiftStack] | None = None
         self.bytes_read = 0
 
     def __call__(self, layer_idx: int) -> None:
-        """Shift one layer's chunk KV, which has just been put in place."""
-        if self._read_shifts is None:
-            self._read_shifts = self._read()
-        shifts, cos, sin = self._read_shifts
-        keys, values = self._cache.keys[layer_idx, 0], self._cache.values[layer_idx, 0]
-        shift_chunks(shifts, layer_idx, cos, sin, keys, values)
+        """Shift one layer's chunk KV, which has just been put in place.
 
-    def _read(self) -> tuple[list[ChunkShift], Tensor, Tensor]:
-        found: dict[str, dict[str, Tensor] | None] = {}
+        Raises
+        ------
+        ChunkDamagedError
+            If a side file turns out to be damaged.
+        """
+        if not self._group_of:
+            self._open()
+        group = self._group_of[layer_idx]
+        if self._stack is None or self._stack[0] != group:
+            self._stack = group, self._read(group)
+        keys, values = self._cache.keys[layer_idx, 0], self._cache.values[layer_idx, 0]
+        self._stack[1].add(layer_idx - group.start, keys, values)
+
+    def close(self) -> None:
+        """Close the side files."""
+        for reader in self._readers.values():
+            reader.close()
+
+    def _open(self) -> None:
+        for key in dict.fromkeys(placement.stored.key for placement in self._placements if self._weight(placement) > 0):
+            reader = self._sides.open(key, CONTEXT_SHIFT)
+            if reader is not None:
+                self._readers[key] = reader
+        num_layers = self._geometry.num_layers
+        at_once = num_layers if all(reader.in_memory for reader in self._readers.values()) else LAYERS_PER_READ
+        groups = layer_groups(num_layers, self._first_layers, at_once)
+        self._group_of = {layer: group for group in groups for layer in group}
+
+    def _weight(self, placement: Placement) -> float:
+        return place_weight(placement.segment.start - self._prefix_tokens, placement.stored.num_tokens)
+
+    def _read(self, group: range) -> ShiftStack:
+        parts = {key: reader.read(group.start, group.stop) for key, reader in self._readers.items()}
+        self.bytes_read += sum(tensor.nbytes for side in parts.values() for tensor in side.values())
         shifts, deltas = [], []
         for placement in self._placements:
-            weight = place_weight(placement.segment.start - self._prefix_tokens, placement.stored.num_tokens)
-            key = placement.stored.key
-            if weight > 0 and key not in found:
-                found[key] = self._sides.read(key, CONTEXT_SHIFT)
-                self.bytes_read += sum(part.nbytes for part in (found[key] or {}).values())
-            side = found.get(key)
+            side, weight = parts.get(placement.stored.key), self._weight(placement)
             if weight > 0 and side is not None:
                 shifts.append(_shift(placement, side, weight))
                 deltas.append(placement.delta)
         cos, sin = rotation_tables(torch.tensor(deltas, dtype=torch.int64), self._geometry.inv_freq)
         device = self._cache.keys.device
-        return shifts, cos.to(device), sin.to(device)
+        return ShiftStack(shifts, cos.to(device), sin.to(device))
 
 
 def _shift(placement: Placement, side: dict[str, Tensor], weight: float) -> ChunkShift:

@@ -15,6 +15,8 @@ __all__ = ["SideMemory"]
 _Tensors = dict[str, torch.Tensor]
 _Signature = tuple[int, int, int]
 
+_REMEMBERED = 65536
+
 
 class SideMemory:
     """The least recently used go first; thread-safe.
@@ -31,6 +33,7 @@ class SideMemory:
         self._max_bytes = max_bytes
         self._nbytes = 0
         self._kept: OrderedDict[str, tuple[_Signature, _Tensors, int]] = OrderedDict()
+        self._asked: OrderedDict[str, None] = OrderedDict()
         self._lock = threading.Lock()
 
     def read(self, path: Path, load: Callable[[], _Tensors]) -> _Tensors:
@@ -54,6 +57,22 @@ class SideMemory:
         self._keep(name, signature, tensors)
         return tensors
 
+    def is_wanted(self, path: Path) -> bool:
+        """Return whether a file is kept, or was asked about before: then it is worth keeping.
+
+        A file that is used once costs no memory that way.
+        """
+        name = str(path)
+        with self._lock:
+            if name in self._kept:
+                return True
+            if name in self._asked:
+                return self._max_bytes > 0
+            self._asked[name] = None
+            while len(self._asked) > _REMEMBERED:
+                self._asked.popitem(last=False)
+            return False
+
     def _keep(self, name: str, signature: _Signature, tensors: _Tensors) -> None:
         nbytes = sum(tensor.nbytes for tensor in tensors.values())
         if nbytes > self._max_bytes:
@@ -74,6 +93,7 @@ class SideMemory:
         """Keep nothing of what was read so far."""
         with self._lock:
             self._kept.clear()
+            self._asked.clear()
             self._nbytes = 0
 
     @property

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from io import FileIO
 from pathlib import Path
 
 import torch
@@ -20,10 +22,11 @@ from fused_kv_llm.store.index import ChunkIndex
 from fused_kv_llm.store.layout import StoreFolder, check_name
 from fused_kv_llm.store.pieces import read_pieces
 from fused_kv_llm.store.side_memory import SideMemory
-from fused_kv_llm.store.tensor_file import DTYPES, byte_view, encode_tensors, read_tensor_file
+from fused_kv_llm.store.side_reader import SideReader
+from fused_kv_llm.store.tensor_file import DTYPES, TensorFile, byte_view, encode_tensors, read_tensor_file
 from fused_kv_llm.store.writer import ChunkWriter
 
-__all__ = ["SIDE_FORMAT", "SideFiles", "encode_side", "read_side", "read_side_file"]
+__all__ = ["SIDE_FORMAT", "SideFiles", "SideReader", "encode_side", "read_side", "read_side_file"]
 
 SIDE_FORMAT = "fused_kv_llm.side"
 _ATTEMPTS = 5
@@ -73,7 +76,7 @@ class SideFiles:
         """Whether the chunk has a side file of that name."""
         return self._path(key, name).is_file() or self._is_remote(key, name)
 
-    def put(self, key: str, name: str, tensors: Mapping[str, torch.Tensor]) -> int:
+    def put(self, key: str, name: str, tensors: Mapping[str, torch.Tensor], *, by_rows: bool = False) -> int:
         """Write a side file, replacing an old one.
 
         Parameters
@@ -84,6 +87,8 @@ class SideFiles:
             What it is, and every parameter it depends on: letters, digits, ``_``, ``-`` and ``.``.
         tensors : mapping of str to torch.Tensor
             Floating point, integer or boolean, any shape, any device.
+        by_rows : bool
+            Whether :meth:`open` should be able to read some rows of the tensors' first axes, all equally long.
 
         Returns
         -------
@@ -98,7 +103,7 @@ class SideFiles:
             It cannot be written, or the store is closed or read-only; nothing is left behind then.
         """
         self._check_writable()
-        parts = encode_side(key, name, tensors, self._cipher)
+        parts = encode_side(key, name, tensors, self._cipher, by_rows=by_rows)
         for _ in range(_ATTEMPTS):
             nbytes = self._writer.write_side(key, name, parts)
             if nbytes is not None:
@@ -128,6 +133,25 @@ class SideFiles:
             self._damage.discard_side(key, name, f"it cannot be read ({error})")
         return None
 
+    def open(self, key: str, name: str) -> SideReader | None:
+        """Open a side file to read some rows of its tensors at a time; close it afterwards.
+
+        One that this process opens for the second time is read whole, and kept while the budget lasts.
+
+        Returns
+        -------
+        SideReader or None
+            None where :meth:`read` returns None.
+        """
+        if not self._memory.is_wanted(self._path(key, name)):
+            # A file that cannot be used is told of, and dealt with, where it is read whole.
+            with suppress(ChunkDamagedError, OSError):
+                source = _open_by_rows(self._folder, key, name, self._cipher)
+                if source is not None:
+                    return SideReader(key, name, source)
+        tensors = self.read(key, name)
+        return None if tensors is None else SideReader(key, name, tensors)
+
     def _path(self, key: str, name: str) -> Path:
         return Path(self._folder.chunk_path(key, name))
 
@@ -136,7 +160,9 @@ class SideFiles:
         return place is not None and not place.on_disk and name in self._index.ledger.sides(key)
 
 
-def encode_side(key: str, name: str, tensors: Mapping[str, torch.Tensor], cipher: Cipher | None) -> list[memoryview]:
+def encode_side(
+    key: str, name: str, tensors: Mapping[str, torch.Tensor], cipher: Cipher | None, *, by_rows: bool = False
+) -> list[memoryview]:
     """Lay out a side file in memory.
 
     Parameters
@@ -149,6 +175,8 @@ def encode_side(key: str, name: str, tensors: Mapping[str, torch.Tensor], cipher
         Floating point, integer or boolean, any shape.
     cipher : Cipher or None
         Encrypts the tensors and their names.
+    by_rows : bool
+        Whether every row of the tensors' first axes, all equally long, is checked by itself.
 
     Raises
     ------
@@ -161,7 +189,12 @@ def encode_side(key: str, name: str, tensors: Mapping[str, torch.Tensor], cipher
         if tensor.dtype not in DTYPES.values():
             raise ConfigError(f"Tensor {tensor_name!r} is of dtype {tensor.dtype}; use one of {', '.join(DTYPES)}.")
     public = {"format": SIDE_FORMAT, "format_version": str(FORMAT_VERSION), "key": key, "name": check_name(name)}
-    return encode_tensors(public, {}, tensors, None, cipher)
+    rows = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors.values()} if by_rows else {None}
+    if len(rows) > 1 or 0 in rows:
+        raise ConfigError(
+            f"The tensors of the side file {name!r} have different numbers of rows: {sorted(map(str, rows))}."
+        )
+    return encode_tensors(public, {}, tensors, rows.pop(), cipher)
 
 
 def read_side(folder: StoreFolder, key: str, name: str, cipher: Cipher | None) -> dict[str, torch.Tensor]:
@@ -183,9 +216,7 @@ def read_side(folder: StoreFolder, key: str, name: str, cipher: Cipher | None) -
 
 def read_side_file(fd: int, key: str, name: str, cipher: Cipher | None) -> dict[str, torch.Tensor]:
     """Read and verify a side file that is open; raises as ``read_side``."""
-    file = read_tensor_file(fd, key, os.fstat(fd).st_size, str(FORMAT_VERSION), cipher)
-    if [file.metadata.get(field) for field in ("format", "key", "name")] != [SIDE_FORMAT, key, name]:
-        raise ChunkDamagedError(key, f"its side file {name!r} is another one's")
+    file = _header(fd, key, name, cipher)
     tensors = {}
     for part in file.parts:
         tensor = torch.empty(part.shape, dtype=part.dtype)
@@ -197,3 +228,21 @@ def read_side_file(fd: int, key: str, name: str, cipher: Cipher | None) -> dict[
             raise ChunkDamagedError(key, f"the checksum of {part.name!r} in its side file {name!r} does not match")
         tensors[part.name] = tensor
     return tensors
+
+
+def _header(fd: int, key: str, name: str, cipher: Cipher | None) -> TensorFile:
+    file = read_tensor_file(fd, key, os.fstat(fd).st_size, str(FORMAT_VERSION), cipher)
+    if [file.metadata.get(field) for field in ("format", "key", "name")] != [SIDE_FORMAT, key, name]:
+        raise ChunkDamagedError(key, f"its side file {name!r} is another one's")
+    return file
+
+
+def _open_by_rows(folder: StoreFolder, key: str, name: str, cipher: Cipher | None) -> tuple[FileIO, TensorFile] | None:
+    """Open a side file whose rows are checked one by one; None if its are not."""
+    with ExitStack() as stack:
+        file = stack.enter_context(FileIO(folder.open_chunk(key, name)))
+        header = _header(file.fileno(), key, name, cipher)
+        if any(len(part.digests) != part.shape[0] for part in header.parts):
+            return None
+        stack.pop_all()
+        return file, header

@@ -91,6 +91,11 @@ class StoredKV:
         """Bytes of all keys and values, as they are stored."""
         return self._source.header.nbytes
 
+    @property
+    def is_compressed(self) -> bool:
+        """Whether ``read_layers`` makes its tensors from something smaller, rather than giving views."""
+        return self._source.header.storage != str(self.dtype).removeprefix("torch.")
+
     def read_layers(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of layers ``start`` to ``stop - 1``, verified against their checksums.
 

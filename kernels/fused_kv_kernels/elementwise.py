@@ -1,0 +1,82 @@
+"""What stands between a decoder's matrix products: RMS norm, rotary positions, and the gate of its MLP.
+
+Torch makes several passes over the memory for each; beside sparse rows that shows: a tenth of a fused pass.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .native import native_gated_silu, native_rms_norm, native_rotate_rows, supports, takes_rows
+
+__all__ = ["gated_silu", "rms_norm", "rotate_rows_"]
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Return ``weight * x / sqrt(mean(x^2) + epsilon)``, the mean over the last dimension.
+
+    Computed in float32; the quotient is rounded to the dtype of `x` before it is multiplied, as transformers does.
+
+    Parameters
+    ----------
+    x : Tensor
+        ``[..., H]``.
+    weight : Tensor
+        ``[H]``.
+    epsilon : float
+
+    Returns
+    -------
+    Tensor
+        Like `x`.
+    """
+    if x.numel() and takes_rows(x, weight) and x.shape[-1] == weight.shape[0]:
+        return native_rms_norm(x, weight, epsilon)
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)).to(x.dtype)
+
+
+def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
+    """Return ``silu(gate) * up``, the first factor rounded to its dtype.
+
+    Parameters
+    ----------
+    gate, up : Tensor
+        ``[..., W]`` of one shape.
+
+    Returns
+    -------
+    Tensor
+        Like `gate`, dense.
+    """
+    if gate.numel() and gate.dim() > 1 and gate.shape == up.shape and takes_rows(gate, up):
+        return native_gated_silu(gate, up)
+    return torch.nn.functional.silu(gate) * up
+
+
+def rotate_rows_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn queries or keys to their positions, in place: ``x cos + rotate_half(x) sin``, products rounded.
+
+    Parameters
+    ----------
+    x : Tensor
+        ``[B, H, R, D]``, any strides but the last.
+    cos, sin : Tensor
+        ``[1 or B, R, rotary]``, half-split layout, in the dtype of `x`; columns from `rotary` on stay as they are.
+
+    Returns
+    -------
+    Tensor
+        `x`.
+    """
+    if x.numel() == 0:
+        return x
+    if supports(x) and takes_rows(cos, sin):
+        native_rotate_rows(x, cos, sin)
+        return x
+    rotary = cos.shape[-1]
+    turned, half = x[..., :rotary], rotary // 2
+    swapped = torch.cat((-turned[..., half:], turned[..., :half]), dim=-1)
+    x[..., :rotary] = turned * cos[:, None] + swapped * sin[:, None]
+    return x

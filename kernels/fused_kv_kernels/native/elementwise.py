@@ -1,0 +1,65 @@
+"""The native element-wise operators as functions of tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .library import int64_array, loaded_library, native_library, num_threads
+
+__all__ = ["native_gated_silu", "native_rms_norm", "native_rotate_rows", "takes_rows"]
+
+
+def takes_rows(*tensors: Tensor) -> bool:
+    """Return whether the element-wise operators take these: bfloat16 on the CPU, rows dense and evenly spaced."""
+    return all(
+        t.dtype == torch.bfloat16 and t.device.type == "cpu" and t.stride(-1) == 1 and _evenly_spaced(t)
+        for t in tensors
+    ) and (native_library() is not None)
+
+
+def _evenly_spaced(tensor: Tensor) -> bool:
+    """Return whether all dimensions but the last could be one."""
+    shape, stride = tensor.shape, tensor.stride()
+    return all(shape[i] == 1 or stride[i] == stride[i + 1] * shape[i + 1] for i in range(tensor.dim() - 2))
+
+
+def native_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Return :func:`fused_kv_kernels.rms_norm` of bfloat16 ``[..., H]``."""
+    x, out = x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
+    dim = x.shape[-1]
+    loaded_library().fkv_rms_norm(
+        x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // dim, dim, epsilon, num_threads()
+    )
+    return out
+
+
+def native_gated_silu(gate: Tensor, up: Tensor) -> Tensor:
+    """Return :func:`fused_kv_kernels.gated_silu` of bfloat16 ``[..., W]``."""
+    out = torch.empty(gate.shape, dtype=gate.dtype)
+    width = gate.shape[-1]
+    loaded_library().fkv_gated_silu(
+        gate.data_ptr(),
+        up.data_ptr(),
+        out.data_ptr(),
+        gate.numel() // width,
+        width,
+        gate.stride(-2),
+        up.stride(-2),
+        num_threads(),
+    )
+    return out
+
+
+def native_rotate_rows(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Turn bfloat16 ``[B, H, R, D]`` in place, as :func:`fused_kv_kernels.rotate_rows_` does."""
+    loaded_library().fkv_rotate_rows(
+        x.data_ptr(),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        int64_array(*x.shape[:3]),
+        int64_array(*x.stride()[:3]),
+        cos.shape[-1] // 2,
+        0 if cos.shape[0] == 1 else cos.stride(0),
+        num_threads(),
+    )

@@ -1,0 +1,60 @@
+"""Key re-rotation in Triton: keys are read once, in their own dtype, and written once, in float32."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["rerotate_keys"]
+
+_BLOCK_T = 32
+
+
+@triton.jit
+def _rerotate_kernel(
+    keys, cos, sin, out, stride_h, stride_t, stride_angle, tokens,
+    INTERLEAVED: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    REST: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Rotate one block of one head's keys."""
+    head = tl.program_id(1).to(tl.int64)
+    token = (tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
+    is_token = token < tokens
+    pairs = tl.arange(0, BLOCK_HALF)[None, :]
+    inside = is_token & (pairs < HALF)
+    x_at = pairs * 2 if INTERLEAVED else pairs
+    y_at = x_at + 1 if INTERLEAVED else x_at + HALF
+    from_row = keys + head * stride_h + token * stride_t
+    to_row = out + (head * tokens + token) * D
+    x = tl.load(from_row + x_at, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(from_row + y_at, mask=inside, other=0.0).to(tl.float32)
+    turn_x = tl.load(cos + token * stride_angle + pairs, mask=inside, other=1.0)
+    turn_y = tl.load(sin + token * stride_angle + pairs, mask=inside, other=0.0)
+    tl.store(to_row + x_at, x * turn_x - y * turn_y, mask=inside)
+    tl.store(to_row + y_at, y * turn_x + x * turn_y, mask=inside)
+    if REST > 0:
+        rest = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
+        kept = tl.load(from_row + rest, mask=is_token & (rest < D), other=0.0)
+        tl.store(to_row + rest, kept.to(tl.float32), mask=is_token & (rest < D))
+
+
+def rerotate_keys(keys: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotate keys by angles; see :func:`fused_kv_kernels.rerotate_keys`.
+
+    `cos` and `sin` are contiguous, float32 ``[T, rotary / 2]`` or ``[1, rotary / 2]``.
+    """
+    tokens, dim = keys.shape[-2:]
+    out = torch.empty(keys.shape, dtype=torch.float32, device=keys.device)
+    if out.numel() == 0:
+        return out
+    by_head = keys.reshape(-1, tokens, dim)
+    half = cos.shape[-1]
+    rest = dim - 2 * half
+    _rerotate_kernel[(triton.cdiv(tokens, _BLOCK_T), by_head.shape[0])](
+        by_head, cos, sin, out, *by_head.stride()[:2], 0 if cos.shape[0] == 1 else half, tokens,
+        INTERLEAVED=interleaved, D=dim, HALF=half, BLOCK_HALF=triton.next_power_of_2(half),
+        REST=rest, BLOCK_REST=triton.next_power_of_2(max(rest, 1)), BLOCK_T=_BLOCK_T, num_warps=4,
+    )  # fmt: skip
+    return out

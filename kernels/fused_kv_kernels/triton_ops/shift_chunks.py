@@ -1,0 +1,108 @@
+"""Shifting chunks in Triton: eight-bit differences are dequantised, turned and added, all chunks of a layer at once.
+
+As in :mod:`.place_chunks`, the addresses of the chunks' parts travel in a small table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .configs import block_dim
+
+if TYPE_CHECKING:
+    from fused_kv_kernels.shift_chunks import ChunkShift
+
+__all__ = ["shift_chunks"]
+
+_COLUMNS = 9
+_BLOCK_T = 32
+
+
+@triton.jit
+def _shift_kernel(
+    table, shifts, weights, cos, sin, layer_k, layer_v, stride_lkh, stride_lkt, stride_lvh, stride_lvt,
+    COLUMNS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    REST: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Shift one block of one chunk's tokens of one head."""
+    shift = tl.load(table + shifts * COLUMNS + tl.program_id(0))
+    head = tl.program_id(1).to(tl.int64)
+    entry = table + shift * COLUMNS
+    rows, first = tl.load(entry + 4), tl.load(entry + 5)
+    token = (tl.program_id(0) - tl.load(entry + 8)) * BLOCK_T + tl.arange(0, BLOCK_T)
+    is_token = token < tl.load(entry + 6)
+    source = head * rows + first + token
+    weight = tl.load(weights + shift)
+    scale_k = tl.load(tl.load(entry + 1).to(tl.pointer_type(tl.float32)) + source, mask=is_token, other=0.0)
+    scale_v = tl.load(tl.load(entry + 3).to(tl.pointer_type(tl.float32)) + source, mask=is_token, other=0.0)
+    scale_k, scale_v = (weight * scale_k)[:, None], (weight * scale_v)[:, None]
+    change_k = tl.load(entry).to(tl.pointer_type(tl.int8)) + source[:, None] * D
+    change_v = tl.load(entry + 2).to(tl.pointer_type(tl.int8)) + source[:, None] * D
+    target = (tl.load(entry + 7) + token)[:, None]
+    is_token = is_token[:, None]
+
+    dims = tl.arange(0, BLOCK_D)[None, :]
+    in_values = is_token & (dims < D)
+    value_at = layer_v + head * stride_lvh + target * stride_lvt + dims
+    value = tl.load(value_at, mask=in_values, other=0.0).to(tl.float32)
+    value += tl.load(change_v + dims, mask=in_values, other=0).to(tl.float32) * scale_v
+    tl.store(value_at, value.to(layer_v.dtype.element_ty), mask=in_values)
+
+    pairs = tl.arange(0, BLOCK_HALF)[None, :]
+    inside = is_token & (pairs < HALF)
+    key_at = layer_k + head * stride_lkh + target * stride_lkt
+    x = tl.load(change_k + pairs, mask=inside, other=0).to(tl.float32) * scale_k
+    y = tl.load(change_k + HALF + pairs, mask=inside, other=0).to(tl.float32) * scale_k
+    turn_x = tl.load(cos + shift * HALF + pairs, mask=pairs < HALF, other=1.0)
+    turn_y = tl.load(sin + shift * HALF + pairs, mask=pairs < HALF, other=0.0)
+    key_x = tl.load(key_at + pairs, mask=inside, other=0.0).to(tl.float32) + x * turn_x - y * turn_y
+    key_y = tl.load(key_at + HALF + pairs, mask=inside, other=0.0).to(tl.float32) + y * turn_x + x * turn_y
+    tl.store(key_at + pairs, key_x.to(layer_k.dtype.element_ty), mask=inside)
+    tl.store(key_at + HALF + pairs, key_y.to(layer_k.dtype.element_ty), mask=inside)
+    if REST > 0:
+        rest = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
+        in_rest = is_token & (rest < D)
+        kept = tl.load(key_at + rest, mask=in_rest, other=0.0).to(tl.float32)
+        kept += tl.load(change_k + rest, mask=in_rest, other=0).to(tl.float32) * scale_k
+        tl.store(key_at + rest, kept.to(layer_k.dtype.element_ty), mask=in_rest)
+
+
+def shift_chunks(
+    shifts: Sequence[ChunkShift], layer_idx: int, cos: Tensor, sin: Tensor, layer_keys: Tensor, layer_values: Tensor
+) -> None:
+    """Add the shifts of several chunks to one layer in place; see :func:`fused_kv_kernels.shift_chunks`.
+
+    The layer's bytes are copied to the device where they are not there; they are dequantised on it.
+    """
+    device = layer_keys.device
+    heads, _, dim = layer_keys.shape
+    half = cos.shape[-1]
+    rest = dim - 2 * half
+    # Held until the launch: a table of addresses keeps nothing alive.
+    parts = [
+        [part[layer_idx].to(device, non_blocking=True).contiguous() for part in (*shift.keys, *shift.values)]
+        for shift in shifts
+    ]
+    rows: list[int] = []
+    shift_of: list[int] = []
+    for index, (shift, layer) in enumerate(zip(shifts, parts, strict=True)):
+        addresses = [part.data_ptr() for part in layer]
+        rows += [*addresses, layer[0].shape[1], shift.inside.start, shift.num_tokens, shift.start, len(shift_of)]
+        shift_of += [index] * triton.cdiv(shift.num_tokens, _BLOCK_T)
+    if not shift_of:
+        return
+    pin = device.type == "cuda"
+    table = torch.tensor([*rows, *shift_of], pin_memory=pin).to(device, non_blocking=True)
+    weights = torch.tensor([shift.weight for shift in shifts], pin_memory=pin).to(device, non_blocking=True)
+    _shift_kernel[(len(shift_of), heads)](
+        table, len(shifts), weights, cos, sin, layer_keys, layer_values,
+        *layer_keys.stride()[:2], *layer_values.stride()[:2],
+        COLUMNS=_COLUMNS, D=dim, BLOCK_D=block_dim(dim), HALF=half, BLOCK_HALF=triton.next_power_of_2(half),
+        REST=rest, BLOCK_REST=triton.next_power_of_2(max(rest, 1)), BLOCK_T=_BLOCK_T, num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,91 @@
+"""Side files read some rows at a time: the tensors that were stored, verified, and nothing of damaged rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fused_kv_llm.errors import ChunkDamagedError, ConfigError, FusedKVWarning
+from fused_kv_llm.store import KVStore
+
+NAME, KEY = "rows", "0123456789abcdef" * 4
+
+
+def tensors(rows: int = 6) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randint(-127, 128, (rows, 2, 9, 4), generator=generator, dtype=torch.int8)
+    return {"whole": whole, "scale": torch.rand(rows, 2, 9, 1, generator=generator)}
+
+
+@pytest.mark.parametrize("secret", [None, KEY], ids=["plain", "encrypted"])
+@pytest.mark.parametrize("memory_bytes", [0, 1 << 20])
+def test_rows_are_those_that_were_stored(kv_dir: Path, make_chunk, secret: str | None, memory_bytes: int) -> None:
+    if secret:
+        pytest.importorskip("cryptography")
+    chunk, want = make_chunk(), tensors()
+    with KVStore(kv_dir, memory_bytes=memory_bytes, encryption_key=secret) as store:
+        chunk.put(store)
+        store.sides.put(chunk.key, NAME, want, by_rows=True)
+        for turn in range(3):
+            reader = store.sides.open(chunk.key, NAME)
+            assert reader is not None
+            # A file that is used once stays on the disk; the second use keeps it, if there is a budget.
+            assert reader.in_memory == (turn > 0 and memory_bytes > 0)
+            for start, stop in [(0, 2), (5, 6), (3, 3), (2, 6)]:
+                got = reader.read(start, stop)
+                assert got.keys() == want.keys()
+                assert all(torch.equal(got[name], want[name][start:stop]) for name in want)
+            reader.close()
+            reader.close()
+
+
+def test_a_file_checked_as_a_whole_is_read_whole(store: KVStore, make_chunk) -> None:
+    chunk, want = make_chunk(), tensors()
+    chunk.put(store)
+    store.sides.put(chunk.key, NAME, want)
+    reader = store.sides.open(chunk.key, NAME)
+    assert reader is not None
+    assert reader.in_memory
+    assert torch.equal(reader.read(1, 3)["whole"], want["whole"][1:3])
+
+
+def test_damaged_rows_raise_and_the_others_are_good(kv_dir: Path, store: KVStore, make_chunk) -> None:
+    chunk, want = make_chunk(), tensors()
+    chunk.put(store)
+    store.sides.put(chunk.key, NAME, want, by_rows=True)
+    (path,) = (path for path in kv_dir.rglob("*") if NAME in path.name)
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    reader = store.sides.open(chunk.key, NAME)
+    assert reader is not None
+    assert torch.equal(reader.read(0, 5)["scale"], want["scale"][:5])
+    with pytest.raises(ChunkDamagedError, match="checksum of 'scale'") as caught:
+        reader.read(4, 6)
+    assert caught.value.key == chunk.key
+    reader.close()
+
+
+def test_a_damaged_header_is_a_missing_file(kv_dir: Path, store: KVStore, make_chunk) -> None:
+    chunk = make_chunk()
+    chunk.put(store)
+    store.sides.put(chunk.key, NAME, tensors(), by_rows=True)
+    (path,) = (path for path in kv_dir.rglob("*") if NAME in path.name)
+    raw = bytearray(path.read_bytes())
+    raw[60] ^= 1
+    path.write_bytes(raw)
+    with pytest.warns(FusedKVWarning, match=NAME):
+        assert store.sides.open(chunk.key, NAME) is None
+    assert not path.exists()
+    assert store.sides.open(chunk.key, NAME) is None
+
+
+def test_tensors_with_different_rows_are_refused(store: KVStore, make_chunk) -> None:
+    chunk = make_chunk()
+    chunk.put(store)
+    with pytest.raises(ConfigError, match="different numbers of rows"):
+        store.sides.put(chunk.key, NAME, {"a": torch.zeros(2, 3), "b": torch.zeros(3, 3)}, by_rows=True)
+    with pytest.raises(ConfigError, match="different numbers of rows"):
+        store.sides.put(chunk.key, NAME, {"a": torch.tensor(1.0)}, by_rows=True)
