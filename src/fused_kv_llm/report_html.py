@@ -89,8 +89,8 @@ def _summary(report: Mapping[str, Any]) -> str:
         f"{report['completion_tokens']} tokens answered",
     ]
     return (
-        f'<p class="big"><b>{share:.0%}</b> of {report["prompt_tokens"]:,} prompt tokens came from the stored KV of chunks; '
-        f"first token after <b>{report['ttft_s']:.3f} s</b></p><div>{'; '.join(details)}</div>"
+        f'<p class="big"><b>{share:.0%}</b> of {report["prompt_tokens"]:,} prompt tokens came from the stored KV of '
+        f"chunks; first token after <b>{report['ttft_s']:.3f} s</b></p><div>{'; '.join(details)}</div>"
     )
 
 
