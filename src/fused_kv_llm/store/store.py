@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -242,6 +242,34 @@ class KVStore:
             self.discard(key, "its row in the index cannot be understood")
         return rows
 
+    def rows_by_rowid(self, rowids: Iterable[int]) -> dict[int, ChunkRow]:
+        """Return what the index knows about those of ``rowids`` (see `content_hashes`) that are stored."""
+        self._check_open()
+        rows, damaged = self._index.rows_by_rowid(rowids)
+        for key in damaged:
+            self.discard(key, "its row in the index cannot be understood")
+        return {rowid: row for rowid, row in rows.items() if row.key not in self._damage.ignored}
+
+    def content_hashes(self, identity: str, after_rowid: int = 0) -> Iterator[ContentRows]:
+        """Yield content hashes of an identity's chunks that were added after a ``rowid``, part by part, ascending.
+
+        Parameters
+        ----------
+        identity : str
+            ``KVIdentity.digest``.
+        after_rowid : int
+            The last ``rowid`` seen; 0 for all. A chunk that is stored anew gets a new one, and none is used twice.
+
+        Yields
+        ------
+        ContentRows
+            Arrays ``rowid, prefix, full, length``.
+        """
+        self._check_open()
+        while (found := self._index.content_hashes(identity, after_rowid)) is not None:
+            yield found
+            after_rowid = int(found.rowid[-1])
+
     def content_rows(self, identity: str, after_rowid: int = 0) -> tuple[ContentRows, list[str]]:
         """Return content hashes of an identity's chunks that were added after a ``rowid``.
 
@@ -478,16 +506,19 @@ class KVStore:
         counters.evicted_memory = self._memory.evictions
         return counters
 
-    def free_bytes(self) -> int:
-        """Return how many bytes can be written: what the disk has left, within the disk budget.
+    def free_bytes(self, spare_bytes: int = 0) -> int:
+        """Return how many bytes of new chunks the store can hold.
+
+        What the disk has left beyond some spare bytes. A disk budget limits it, except where evicted chunks go to a
+        remote tier.
 
         Raises
         ------
         StoreUnavailableError
             The disk does not say.
         """
-        free, limit = self._folder.free_bytes(), self._budget.limit_nbytes
-        return free if limit is None else min(free, limit)
+        free, limit = max(0, self._folder.free_bytes() - spare_bytes), self._budget.limit_nbytes
+        return min(free, limit) if limit is not None and self._promoter is None else free
 
     def close(self) -> None:
         """Stop prefetching, wait for its thread, close the index and empty the memory tier.
