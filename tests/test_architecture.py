@@ -30,6 +30,7 @@ FLOORS = [
         "cli",
         "cli_calibrate",
         "cli_layers",
+        "cli_options",
         "cli_store",
         "layer_profile",
         "integrations",

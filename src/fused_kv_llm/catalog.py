@@ -46,15 +46,17 @@ class ChunkCatalog:
         self._refresh()
         rows: dict[str, ChunkRow] = {}
 
-        def text_of(keys: Sequence[str]) -> dict[str, str]:
-            found = self._store.rows(keys)
-            rows.update(found)
-            # A key without a row was deleted since it was indexed.
-            self._index.remove([key for key in keys if key not in found])
-            return {key: row.text for key, row in found.items()}
+        keys: dict[int, str] = {}
 
-        matches = [match for match in self._index.find(text, text_of) if match.key in rows]
-        return matches, rows
+        def text_of(rowids: Sequence[int]) -> dict[int, str]:
+            found = self._store.rows_by_rowid(rowids)
+            rows.update((row.key, row) for row in found.values())
+            keys.update((rowid, row.key) for rowid, row in found.items())
+            # What has no row was deleted since it was indexed.
+            self._index.remove([rowid for rowid in rowids if rowid not in found])
+            return {rowid: row.text for rowid, row in found.items()}
+
+        return [Match(keys[rowid], start, end) for rowid, start, end in self._index.find(text, text_of)], rows
 
     def rows_of(self, texts: Sequence[str]) -> dict[str, list[ChunkRow]]:
         """Return the rows of whole chunks, by their text.
@@ -71,11 +73,11 @@ class ChunkCatalog:
         """
         self._refresh()
         wanted = [text for text in texts if is_indexable(text)]
-        keys = self._index.lookup([content_hash(text) for text in wanted])
-        rows = self._store.rows([key for found in keys for key in found])
+        rowids = self._index.lookup([content_hash(text) for text in wanted])
+        rows = self._store.rows_by_rowid([rowid for found in rowids for rowid in found])
         of_text = {
-            text: [rows[key] for key in found if key in rows and rows[key].text == text]
-            for text, found in zip(wanted, keys, strict=True)
+            text: [rows[rowid] for rowid in found if rowid in rows and rows[rowid].text == text]
+            for text, found in zip(wanted, rowids, strict=True)
         }
         return {text: found for text, found in of_text.items() if found}
 
@@ -87,7 +89,6 @@ class ChunkCatalog:
 
     def _refresh(self) -> None:
         with self._lock:
-            (rowids, prefix, full, length), keys = self._store.content_rows(self._identity, self._last_rowid)
-            if keys:
-                self._index.add(keys, prefix, full, length)
+            for rowids, prefix, full, length in self._store.content_hashes(self._identity, self._last_rowid):
+                self._index.add(rowids, prefix, full, length)
                 self._last_rowid = int(rowids[-1])

@@ -14,6 +14,7 @@ from rich.panel import Panel
 
 from fused_kv_llm.cli_calibrate import calibrate_app
 from fused_kv_llm.cli_layers import add_layers_command
+from fused_kv_llm.cli_options import DiskBytes, KvDtype, Policy, Remote
 from fused_kv_llm.cli_store import store_app
 from fused_kv_llm.config import DEFAULT_SELECTOR
 from fused_kv_llm.demo.terminal import FriendlyGroup, out, quiet_libraries
@@ -55,12 +56,17 @@ def ingest(
     dtype: Dtype = None,
     chunk_chars: ChunkChars = 1000,
     refresh: Annotated[bool, typer.Option(help="Prefill passages again whose similar passages have changed.")] = False,
+    kv_dtype: KvDtype = "auto",
+    disk_bytes: DiskBytes = None,
+    policy: Policy = "pgdsf",
+    remote: Remote = None,
 ) -> None:
     """Read files, split them into passages, and store the KV and the embedding of each passage.
 
     Running it again skips what is stored already and replaces the passages of files that have changed.
     """
-    _ingest(paths, kv_dir, model, dtype, chunk_chars, refresh=refresh).close()
+    store: dict[str, Any] = {"kv_dtype": kv_dtype, "disk_bytes": disk_bytes, "policy": policy, "remote": remote}
+    _ingest(paths, kv_dir, model, dtype, chunk_chars, refresh=refresh, **store).close()
 
 
 @app.command()
@@ -74,6 +80,9 @@ def ask(
     model: Annotated[str | None, typer.Option(help="Defaults to the model of the ingestion.")] = None,
     max_tokens: MaxTokens = 128,
     compare: Annotated[bool, typer.Option("--compare", help="Also answer without stored KV.")] = False,
+    disk_bytes: DiskBytes = None,
+    policy: Policy = "pgdsf",
+    remote: Remote = None,
 ) -> None:
     """Answer a question from the ingested files."""
     from fused_kv_llm.demo.embedder import MiniLM
@@ -90,6 +99,10 @@ def ask(
         recompute_ratio=ratio,
         selector=selector,
         max_tokens=max_tokens,
+        kv_dtype=index.info.kv_dtype,
+        disk_bytes=disk_bytes,
+        policy=policy,
+        remote=remote,
     ) as llm:
         _answer(Rag(index, llm, k=k), llm, question, compared=compare)
 
@@ -129,7 +142,14 @@ def demo(
 
 
 def _ingest(
-    paths: Sequence[Path], kv_dir: Path, model: str, dtype: str | None, chunk_chars: int, *, refresh: bool = False
+    paths: Sequence[Path],
+    kv_dir: Path,
+    model: str,
+    dtype: str | None,
+    chunk_chars: int,
+    *,
+    refresh: bool = False,
+    **store: Any,
 ) -> FusedKVLLM:
     from fused_kv_llm.demo.embedder import MiniLM
     from fused_kv_llm.demo.passages import read_passages
@@ -138,11 +158,12 @@ def _ingest(
     quiet_libraries()
     passages = read_passages(paths, chunk_chars=chunk_chars)
     out.print(f"{len(passages)} passages, files read: {len({passage.source for passage in passages})}")
-    llm = _load(model, kv_dir, dtype)
+    llm = _load(model, kv_dir, dtype, **store)
     report = llm.build_kv_cache([passage.text for passage in passages], refresh=refresh)
     out.print(report.summary(), highlight=False)
     with out.status("Embedding the passages"):
-        index = PassageIndex.update(kv_dir, passages, model=model, dtype=llm.engine.dtype, embedder=MiniLM())
+        made = {"model": model, "dtype": llm.engine.dtype, "kv_dtype": llm.engine.kv_dtype}
+        index = PassageIndex.update(kv_dir, passages, embedder=MiniLM(), **made)
     out.print(f"{len(index.passages)} passages can be asked about: fused-kv ask QUESTION --kv-dir {kv_dir}")
     return llm
 

@@ -10,6 +10,7 @@ import typer
 from rich.progress import track
 from rich.table import Table
 
+from fused_kv_llm.cli_options import KvDtype
 from fused_kv_llm.config import DEFAULT_SELECTOR
 from fused_kv_llm.demo.terminal import FriendlyGroup, out, quiet_libraries
 from fused_kv_llm.errors import CorpusError, MissingExtraError
@@ -39,6 +40,7 @@ def calibrate_ratio(
     selector: Annotated[list[str] | None, typer.Option(help="Selectors to try; may be repeated.")] = None,
     count: Annotated[int, typer.Option(min=1, help="Questions to make from the chunks if none are given.")] = 20,
     k: Annotated[int, typer.Option(min=1, help="Chunks in a prompt.")] = 5,
+    kv_dtype: KvDtype = "auto",
     picture: Annotated[Path | None, typer.Option(help="Where to draw the curve; beside the store by default.")] = None,
 ) -> None:
     """Compare fused answers with full prefill's on the store's own corpus and keep the ratio that meets the target."""
@@ -51,7 +53,7 @@ def calibrate_ratio(
         raise CorpusError(f"There is no KV store in {str(kv_dir)!r}: ingest the corpus first")
     quiet_libraries()
     asked = _read_questions(questions) if questions is not None else None
-    with FusedKVEngine(model, kv_dir=kv_dir, store_misses=False) as engine:
+    with FusedKVEngine(model, kv_dir=kv_dir, kv_dtype=kv_dtype, store_misses=False) as engine:
         result = calibrate(
             engine,
             asked,

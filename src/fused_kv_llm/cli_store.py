@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from fused_kv_llm.cli_options import DiskBytes, Policy, Remote
 from fused_kv_llm.demo.terminal import FriendlyGroup, err, out
 from fused_kv_llm.errors import ConfigError, CorpusError, IndexDamagedError
 
@@ -29,7 +30,6 @@ _UNSOUND = 1
 store_app = typer.Typer(cls=FriendlyGroup, no_args_is_help=True, help="Look after a KV store.")
 
 KvDir = Annotated[Path, typer.Option(help="Folder of the KV store.")]
-Remote = Annotated[str | None, typer.Option(help="URL of the remote tier, if the store has one.")]
 
 
 @store_app.command()
@@ -87,7 +87,7 @@ def evict(
     *,
     to: Annotated[str, typer.Option(help="Most bytes that stay on the disk, such as 20GB.")],
     kv_dir: KvDir = Path("./kv"),
-    policy: Annotated[str, typer.Option(help="Which chunks go first: lru, lfu, gdsf, pgdsf or reuse.")] = "pgdsf",
+    policy: Policy = "pgdsf",
     remote: Remote = None,
 ) -> None:
     """Evict the chunks of least value; with a remote tier they are copied there first."""
@@ -124,7 +124,7 @@ def import_chunks(
     archive: Annotated[Path, typer.Argument(help="What fused-kv store export wrote.")],
     *,
     kv_dir: KvDir = Path("./kv"),
-    disk_bytes: Annotated[str | None, typer.Option(help="Most bytes on the disk, such as 20GB.")] = None,
+    disk_bytes: DiskBytes = None,
 ) -> None:
     """Take the chunks of an archive into a store, which is created if there is none; every file is verified."""
     from fused_kv_llm.store import KVStore

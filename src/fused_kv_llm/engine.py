@@ -9,11 +9,11 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from fused_kv_llm.config import (
     check_preprocessing,
     check_ratio,
     check_seed,
+    parse_bytes,
 )
 from fused_kv_llm.context_shift import CONTEXT_SHIFT
 from fused_kv_llm.errors import ChunkDamagedError, CorpusError
@@ -43,7 +44,7 @@ from fused_kv_llm.online.selection import layer_scores, view_of
 from fused_kv_llm.prompt import ChatPrompt, PromptRenderer
 from fused_kv_llm.report import FusionReport, IngestReport
 from fused_kv_llm.selectors import Selector, View, resolve_selector
-from fused_kv_llm.store import KVStore
+from fused_kv_llm.store import DEFAULT_POLICY, KVStore
 from fused_kv_llm.telemetry import RequestSpan, stage_span
 
 __all__ = ["FusedKVEngine", "Messages"]
@@ -71,8 +72,15 @@ class FusedKVEngine:
         Which tokens to recompute: a key of ``selectors.SELECTORS`` or an object.
     dtype, device
         None decides by the hardware; :attr:`choice` says what was chosen.
-    memory_bytes : int
-        Budget of the store's memory tier.
+    memory_bytes, disk_bytes : int or str, disk_bytes may be None
+        Budgets of the store, such as ``"20GB"``: of its memory tier, and of its files (None: what the disk holds).
+    policy : str
+        Which chunks make room: a key of ``store.POLICIES``.
+    kv_dtype : str
+        Dtype in which keys and values are stored: ``"auto"`` is the model's own; see ``store.STORAGE_DTYPES``. Chunks
+        stored in another one are not found.
+    remote : str or None
+        URL of a remote tier (``redis://``, ``s3://``, ``file://``): evicted chunks go there and come back when needed.
     preprocessing : {"similar", "none"}
         Whether every chunk is prefilled once more after the chunks most similar to it (FusionRAG section 3.1): what
         that changes is stored beside its KV and brings it closer to what it would be at a later place in a prompt.
@@ -109,7 +117,11 @@ class FusedKVEngine:
         selector: str | Selector = DEFAULT_SELECTOR,
         dtype: str | torch.dtype | None = None,
         device: str | torch.device | None = None,
-        memory_bytes: int = DEFAULT_MEMORY_BYTES,
+        memory_bytes: int | str = DEFAULT_MEMORY_BYTES,
+        disk_bytes: int | str | None = None,
+        policy: str = DEFAULT_POLICY,
+        kv_dtype: str = "auto",
+        remote: str | None = None,
         preprocessing: str = DEFAULT_PREPROCESSING,
         num_neighbours: int = DEFAULT_NEIGHBOURS,
         embedder: Any | None = None,
@@ -118,7 +130,7 @@ class FusedKVEngine:
         wrap: bool = True,
     ) -> None:
         self.tenant, self.wrap, self.store_misses = tenant, wrap, store_misses
-        self.memory_bytes = memory_bytes
+        self.memory_bytes = parse_bytes(memory_bytes, "memory_bytes")
         self.preprocessing, self.num_neighbours = check_preprocessing(preprocessing, num_neighbours)
         self._similarity = (
             Similarity(num_neighbours, as_embedder(embedder), Path(kv_dir) / "vectors.sqlite")
@@ -129,7 +141,14 @@ class FusedKVEngine:
         if recompute_ratio != "auto":
             check_ratio(recompute_ratio)
         resolve_selector(selector)
-        self.store = KVStore(kv_dir, memory_bytes=memory_bytes)
+        self.store = KVStore(
+            kv_dir,
+            memory_bytes=memory_bytes,
+            disk_bytes=disk_bytes,
+            policy=policy,
+            kv_dtype=kv_dtype,
+            remote=remote,
+        )
         try:
             self.loaded = (
                 model
@@ -158,7 +177,7 @@ class FusedKVEngine:
         self._readers = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="fused-kv-read")
         self.renderer = PromptRenderer(self.loaded.tokenizer, wrap=self.wrap)
         self.identity = self._identify(self.tenant)
-        self.store.describe(self.identity, f"{self.model_id}, {self.dtype}, {self.preprocessing}")
+        self.store.describe(self.identity, ", ".join(self._description()))
         self._prefix = compute_prefix(self.loaded, tuple(self.renderer.header_ids))
         self._catalog = ChunkCatalog(self.store, self.identity)
         room = self.context_length - len(self._prefix.token_ids)
@@ -184,6 +203,10 @@ class FusedKVEngine:
         self._buffers = BufferPool(self.loaded.dtype, self.loaded.device)
         self._background = BackgroundIngestor(self._ingestor) if self.store_misses else None
 
+    def _description(self) -> list[str]:
+        stored = [] if self.kv_dtype == "auto" else [f"stored in {self.kv_dtype}"]
+        return [self.model_id, self.dtype, *stored, self.preprocessing]
+
     def _identify(self, tenant: str) -> str:
         ids = ",".join(map(str, self.renderer.header_ids))
         return KVIdentity(
@@ -193,6 +216,7 @@ class FusedKVEngine:
             rope=self.loaded.geometry.rope_digest,
             prefix=hashlib.sha256(ids.encode()).hexdigest(),
             preprocessing="none" if self._similarity is None else f"similar:{self._similarity.count}:{CONTEXT_SHIFT}",
+            kv_dtype=self.kv_dtype,
             tenant=tenant,
         ).digest
 
@@ -225,8 +249,13 @@ class FusedKVEngine:
 
     @property
     def dtype(self) -> str:
-        """Compute and storage dtype, for example ``"bfloat16"``."""
+        """Compute dtype, for example ``"bfloat16"``."""
         return str(self.loaded.dtype).removeprefix("torch.")
+
+    @property
+    def kv_dtype(self) -> str:
+        """Dtype in which keys and values are stored; ``"auto"`` is :attr:`dtype`."""
+        return "auto" if self.store.kv_dtype == self.dtype else self.store.kv_dtype
 
     @property
     def choice(self) -> str:
@@ -491,8 +520,8 @@ class FusedKVEngine:
         recompute_ratio: float | Literal["auto"] | None = None,
         selector: str | Selector | None = None,
         constraint: Constraint | None = None,
-    ) -> Iterator[Piece]:
-        """Answer a prompt, token by token.
+    ) -> Generator[Piece]:
+        """Answer a prompt, token by token; closing the generator gives its memory back.
 
         Parameters
         ----------
@@ -529,7 +558,10 @@ class FusedKVEngine:
         except BaseException:
             span.end()
             raise
-        return self._decode(fused, config, report, started, constraint, span)
+        pieces = self._decode(fused, config, report, started, constraint, span)
+        # Up to its first yield, so that closing it cleans up even if no piece was ever asked for.
+        next(pieces)
+        return cast("Generator[Piece]", pieces)
 
     def _decode(
         self,
@@ -539,12 +571,13 @@ class FusedKVEngine:
         started: float,
         constraint: Constraint | None,
         span: RequestSpan,
-    ) -> Iterator[Piece]:
+    ) -> Generator[Piece | None]:
         room = fused.cache.get_max_length() - fused.cache.length
         if room < config.max_tokens:
             config = GenerationConfig(room, config.temperature, config.top_p, config.stop, config.seed)
         decoding = span.start("decode")
         try:
+            yield None
             yield from decode(self.loaded, fused, config, report, started, self._model_lock, constraint)
         finally:
             fused.cache.release()

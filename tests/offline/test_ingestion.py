@@ -130,7 +130,7 @@ def test_it_refuses_before_computing_when_the_disk_cannot_hold_the_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with make_engine(tmp_path) as engine:
-        monkeypatch.setattr(engine.store, "free_bytes", lambda: 1000)
+        monkeypatch.setattr(engine.store, "free_bytes", lambda spare_bytes: 1000)
         monkeypatch.setattr(Ingestor, "_prefill", lambda *_: pytest.fail("computed although the disk is full"))
         with pytest.raises(StoreFullError, match=r"Nothing was written: free some space"):
             engine.build_kv_cache(SHORT[:2], progress=False)
@@ -241,7 +241,9 @@ def test_misses_are_ingested_in_the_background(tmp_path: Path) -> None:
 
 def test_an_unexpected_error_does_not_end_background_ingestion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with make_engine(tmp_path) as engine:
-        monkeypatch.setattr(engine.store, "free_bytes", lambda: (_ for _ in ()).throw(RuntimeError("the disk is gone")))
+        monkeypatch.setattr(
+            engine.store, "free_bytes", lambda spare_bytes: (_ for _ in ()).throw(RuntimeError("the disk is gone"))
+        )
         engine.prefetch(SHORT[:2])
         engine.generate(rag_prompt(SHORT[:2]), max_tokens=2)
         engine.wait_for_background()

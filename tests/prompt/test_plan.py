@@ -47,10 +47,12 @@ def planned(
 ) -> tuple[PromptPlan, dict[str, list[int]]]:
     hashes = [content_hash(text) for text in chunks.values()]
     index = ContentIndex()
-    index.add(list(chunks), [h.prefix for h in hashes], [h.full for h in hashes], [h.length for h in hashes])
+    keys = list(chunks)
+    index.add(range(len(keys)), [h.prefix for h in hashes], [h.full for h in hashes], [h.length for h in hashes])
     ids = {key: renderer.encode_chunk(text) for key, text in chunks.items()}
     rendered = renderer.render(prompt)
-    matches = index.find(rendered.text, lambda keys: {key: chunks[key] for key in keys})
+    found = index.find(rendered.text, lambda numbers: {number: chunks[keys[number]] for number in numbers})
+    matches = [Match(keys[number], start, end) for number, start, end in found]
     return plan_prompt(renderer.encode(rendered), matches, ids, min_tokens), ids
 
 

@@ -155,3 +155,19 @@ def test_opening_with_a_smaller_budget_makes_room_when_writing(kv_dir, chunks, n
         chunks[7].put(store)
         assert taken(kv_dir) <= 2 * nbytes
         assert store.free_bytes() <= min(2 * nbytes, os.statvfs(kv_dir).f_bavail * 10**9)
+
+
+def test_a_chunk_does_not_make_room_for_its_own_side_file(kv_dir, chunks, nbytes):
+    with KVStore(kv_dir, disk_bytes=3 * nbytes, memory_bytes=0) as store:
+        for chunk in chunks[:3]:
+            chunk.put(store)
+        cheap = chunks[3]
+        cheap.put(store)
+        for chunk in chunks[:3] * 5:
+            if stored := chunk.open(store):
+                stored.close()
+        # The others were used, so it is worth least.
+        assert store.sides.put(cheap.key, "x", {"x": torch.zeros(nbytes // 2, dtype=torch.uint8)}) > nbytes // 2
+        assert store.contains([cheap.key]) == {cheap.key}
+        assert store.sides.has(cheap.key, "x")
+        assert taken(kv_dir) == store.stats().tiers["disk"][1] <= 3 * nbytes

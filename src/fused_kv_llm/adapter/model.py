@@ -17,12 +17,14 @@ from fused_kv_llm.config import (
     DEFAULT_RATIO,
     DEFAULT_SELECTOR,
     check_ratio,
+    parse_bytes,
 )
 from fused_kv_llm.engine import FusedKVEngine
 from fused_kv_llm.errors import ConfigError, CorpusError
 from fused_kv_llm.offline import GivenNeighbours
 from fused_kv_llm.report import FusionReport, IngestReport
 from fused_kv_llm.selectors import resolve_selector
+from fused_kv_llm.store import DEFAULT_POLICY
 
 from .runtime import Runtime
 from .sharing import EngineLease, lease_engine
@@ -40,6 +42,10 @@ _ENGINE_OPTIONS = {
     "tenant": "tenant",
     "store_misses": "store_misses",
     "memory_bytes": "memory_bytes",
+    "disk_bytes": "disk_bytes",
+    "policy": "policy",
+    "kv_dtype": "kv_dtype",
+    "remote": "remote",
     "preprocessing": "preprocessing",
     "num_neighbours": "num_neighbours",
     "embedder": "embedder",
@@ -48,6 +54,14 @@ _ENGINE_OPTIONS = {
 
 def _ratio(value: Any) -> Any:
     return value if value == "auto" else check_ratio(value)
+
+
+def _memory(value: Any) -> int:
+    return parse_bytes(value, "memory_bytes")
+
+
+def _disk(value: Any) -> int | None:
+    return None if value is None else parse_bytes(value, "disk_bytes")
 
 
 class FusedKVModel(BaseModel):
@@ -74,7 +88,11 @@ class FusedKVModel(BaseModel):
     device: Any = Field(default=None, frozen=True)
     tenant: str = Field(default="", frozen=True)
     store_misses: bool = Field(default=True, frozen=True)
-    memory_bytes: int = Field(default=DEFAULT_MEMORY_BYTES, ge=0, frozen=True)
+    memory_bytes: Annotated[int, PlainValidator(_memory)] = Field(default=DEFAULT_MEMORY_BYTES, frozen=True)
+    disk_bytes: Annotated[int | None, PlainValidator(_disk)] = Field(default=None, frozen=True)
+    policy: str = Field(default=DEFAULT_POLICY, frozen=True)
+    kv_dtype: str = Field(default="auto", frozen=True)
+    remote: str | None = Field(default=None, frozen=True, repr=False)
     preprocessing: str = Field(default=DEFAULT_PREPROCESSING, frozen=True)
     num_neighbours: int = Field(default=DEFAULT_NEIGHBOURS, ge=1, frozen=True)
     embedder: Any = Field(default=None, frozen=True, exclude=True, repr=False)

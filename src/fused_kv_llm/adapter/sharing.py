@@ -67,7 +67,10 @@ class EngineLease:
         self.engine.close()
 
 
-_PLAIN_SETTINGS = ("tenant", "wrap", "store_misses", "memory_bytes", "preprocessing", "num_neighbours")
+_PLAIN_SETTINGS = (
+    "tenant", "wrap", "store_misses", "preprocessing", "num_neighbours",
+    "memory_bytes", "disk_bytes", "policy", "kv_dtype", "remote",
+)  # fmt: skip
 
 
 def lease_engine(settings: Mapping[str, Any]) -> EngineLease:

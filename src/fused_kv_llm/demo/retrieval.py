@@ -48,12 +48,15 @@ class CorpusInfo:
         Which embedder made the vectors.
     passages_sha256 : str
         Digest of ``passages.jsonl``, which ties the vectors to it.
+    kv_dtype : str
+        The dtype in which that KV is stored.
     """
 
     model: str
     dtype: str
     embedder: str
     passages_sha256: str
+    kv_dtype: str = "auto"
 
 
 class PassageIndex:
@@ -111,7 +114,14 @@ class PassageIndex:
 
     @classmethod
     def update(
-        cls, kv_dir: str | Path, passages: Sequence[Passage], *, model: str, dtype: str, embedder: Embedder
+        cls,
+        kv_dir: str | Path,
+        passages: Sequence[Passage],
+        *,
+        model: str,
+        dtype: str,
+        embedder: Embedder,
+        kv_dtype: str = "auto",
     ) -> PassageIndex:
         """Add passages to the index beside a KV store, or make it; passages of the same files are replaced.
 
@@ -120,7 +130,7 @@ class PassageIndex:
         kv_dir : str or Path
         passages : sequence of Passage
             Everything the files now contain.
-        model, dtype : str
+        model, dtype, kv_dtype : str
             What the KV was made with.
         embedder : Embedder
 
@@ -136,7 +146,7 @@ class PassageIndex:
             kept = [passage for passage in old.passages if passage.source not in sources] if old else []
             merged = list({passage.text: passage for passage in [*kept, *passages]}.values())
             lines = b"".join(_line(passage) for passage in merged)
-            info = CorpusInfo(model, dtype, embedder.name, _digest(lines))
+            info = CorpusInfo(model, dtype, embedder.name, _digest(lines), kv_dtype)
             made = cls(merged, _vectors(merged, old, embedder), info, embedder)
             # A reader between these writes sees digests that differ, never wrong passages.
             write_atomically(folder / "faiss" / "index.faiss", _faiss().serialize_index(made._index).tobytes())

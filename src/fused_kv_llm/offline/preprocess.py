@@ -16,11 +16,12 @@ from torch import Tensor
 
 from fused_kv_llm.chunk import ChunkKV
 from fused_kv_llm.context_shift import CONTEXT_SHIFT, context_shift
-from fused_kv_llm.errors import StoreFullError
+from fused_kv_llm.errors import ConfigError, StoreFullError
 from fused_kv_llm.model import LoadedModel, PackedChunk, PrefixKV, prefill_packed
 from fused_kv_llm.prompt import content_hash
 from fused_kv_llm.report import IngestReport
 from fused_kv_llm.store import KVStore
+from fused_kv_llm.store.quantize import stored_bytes_per_token
 
 from .batches import PendingChunk, batches, walk_neighbours
 from .corpus import CorpusPlanner
@@ -116,13 +117,20 @@ class Ingestor:
         return report
 
     def _check_space(self, pending: Sequence[PendingChunk]) -> None:
-        per_token = self._loaded.geometry.kv_bytes_per_token(self._loaded.dtype)
+        geometry = self._loaded.geometry
+        shape = geometry.num_layers, geometry.num_kv_heads, geometry.head_dim
+        storage = str(self._loaded.dtype).removeprefix("torch.") if self._store.kv_dtype == "auto" else None
+        per_token = stored_bytes_per_token(storage or self._store.kv_dtype, *shape)
         needed = per_token * sum(len(chunk.token_ids) for chunk in pending)
-        free = self._store.free_bytes()
-        if needed and needed + _SPARE_DISK_BYTES > free:
+        # Context shifts are stored in eight bits.
+        shifted = sum(len(chunk.token_ids) for chunk in pending if chunk.contexts)
+        needed += stored_bytes_per_token("int8", *shape) * shifted
+        free = self._store.free_bytes(_SPARE_DISK_BYTES)
+        if needed > free:
             raise StoreFullError(
                 f"The KV of {len(pending)} chunks takes {needed / 1e9:.2f} GB ({per_token} bytes a token), but only "
-                f"{free / 1e9:.2f} GB are free. Nothing was written: free some space, or ingest fewer chunks."
+                f"{free / 1e9:.2f} GB are free. Nothing was written: free some space, raise disk_bytes or give the "
+                "store a remote tier, or ingest fewer chunks."
             )
 
     def _prefill_all(self, pending: Sequence[PendingChunk], report: IngestReport, advance: Advance) -> None:
@@ -188,5 +196,10 @@ class Ingestor:
         on_cpu = ChunkKV(kv.keys.cpu(), kv.values.cpu(), kv.token_ids, kv.position)
         nbytes = self._store.put(chunk.key, self._identity, chunk.text, content_hash(chunk.text), on_cpu)
         if shift is not None:
-            nbytes += self._store.sides.put(chunk.key, CONTEXT_SHIFT, shift, by_rows=True)
+            try:
+                nbytes += self._store.sides.put(chunk.key, CONTEXT_SHIFT, shift, by_rows=True)
+            except ConfigError:
+                # Otherwise the chunk was evicted, by another process that needed its room.
+                if self._store.contains([chunk.key]):
+                    raise
         return nbytes

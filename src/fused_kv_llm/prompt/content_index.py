@@ -1,7 +1,7 @@
 """Finds stored chunks inside a text, by content.
 
-The index knows of each chunk only its key, the hash of its first ``WINDOW`` characters, the hash of its
-whole text and its length: at most 36 bytes besides the key. A text is scanned in three steps:
+The index knows of each chunk only a number, the hash of its first ``WINDOW`` characters, the hash of its
+whole text and its length: at most 44 bytes. A text is scanned in three steps:
 
 1. every window of ``WINDOW`` characters is looked up among the chunks' prefix hashes;
 2. for each hit, and each distinct length known for that prefix, the hash of the span of that length is
@@ -25,14 +25,14 @@ from numpy.typing import ArrayLike, NDArray
 from ..chunk import ContentHash
 from ..errors import ConfigError
 from .cover import best_cover
-from .hash_table import HashTable
+from .hash_table import Candidate, HashTable
 from .texthash import WINDOW, SpanHashes, content_hash, is_indexable
 
 __all__ = ["WINDOW", "ContentIndex", "Match", "content_hash", "is_indexable"]
 
 _PENDING_BATCHES = 256
 
-_Columns = tuple[list[str], NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint32]]
+_Columns = tuple[NDArray[np.int64], NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint32]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class ContentIndex:
     """Index over the texts of stored chunks; thread-safe.
 
     Additions are collected and sorted at the next search, into tables of geometrically growing size, so
-    that adding n chunks one by one, with searches between, costs O(n log^2 n) in all. Removed keys are
+    that adding n chunks one by one, with searches between, costs O(n log^2 n) in all. Removed chunks are
     skipped at once and swept out when they are many.
     """
 
@@ -64,20 +64,20 @@ class ContentIndex:
         self._lock = threading.Lock()
         self._pending: list[_Columns] = []
         self._tables: tuple[HashTable, ...] = ()
-        self._dead: set[str] = set()
+        self._dead: set[int] = set()
 
     def __len__(self) -> int:
         """Rows held, with those that wait to be swept out."""
         with self._lock:
             return self._rows_held()
 
-    def add(self, keys: Sequence[str], prefix: ArrayLike, full: ArrayLike, length: ArrayLike) -> None:
-        """Add chunks; a key that is already there with the same hash is kept once.
+    def add(self, numbers: ArrayLike, prefix: ArrayLike, full: ArrayLike, length: ArrayLike) -> None:
+        """Add chunks; a number that is already there with the same hash is kept once.
 
         Parameters
         ----------
-        keys : sequence of str
-            Keys of the chunks.
+        numbers : array_like of int
+            ``[n]``, what the chunks are called here.
         prefix, full : array_like of uint64
             ``[n]``, hashes as ``content_hash`` computes them.
         length : array_like of int
@@ -89,41 +89,42 @@ class ContentIndex:
             If the arrays differ in length.
         """
         columns = (
+            np.array(numbers, dtype=np.int64),
             np.array(prefix, dtype=np.uint64),
             np.array(full, dtype=np.uint64),
             np.array(length, dtype=np.uint32),
         )
-        if any(column.shape != (len(keys),) for column in columns):
-            shapes = ", ".join(str(column.shape) for column in columns)
-            raise ConfigError(
-                f"Expected a prefix, a full hash and a length for each of {len(keys)} keys, got {shapes}."
-            )
-        if len(keys) == 0:
+        count = len(columns[0])
+        if any(column.shape != (count,) for column in columns):
+            shapes = ", ".join(str(column.shape) for column in columns[1:])
+            raise ConfigError(f"Expected a prefix, a full hash and a length for each of {count} chunks, got {shapes}.")
+        if count == 0:
             return
         with self._lock:
-            self._pending.append((list(keys), *columns))
-            self._dead.difference_update(keys)
+            self._pending.append(columns)
+            if self._dead:
+                self._dead.difference_update(columns[0].tolist())
             if len(self._pending) >= _PENDING_BATCHES:
                 self._flush()
 
-    def remove(self, keys: Sequence[str]) -> None:
-        """Forget chunks; unknown keys are ignored.
+    def remove(self, numbers: Sequence[int]) -> None:
+        """Forget chunks; unknown numbers are ignored.
 
         Parameters
         ----------
-        keys : sequence of str
-            Keys of the chunks.
+        numbers : sequence of int
+            The chunks.
         """
         with self._lock:
-            self._dead.update(keys)
-            # Keys are not checked when they are removed (that would take a dictionary of all of them), so
+            self._dead.update(numbers)
+            # Numbers are not checked when they are removed (that would take a dictionary of all of them), so
             # unknown ones count too until the sweep.
             if 4 * len(self._dead) >= self._rows_held():
                 self._flush()
-                self._tables = tuple(kept for table in self._tables if (kept := table.without(self._dead)).keys)
+                self._tables = tuple(kept for table in self._tables if len((kept := table.without(self._dead)).numbers))
                 self._dead = set()
 
-    def find(self, text: str, text_of: Callable[[Sequence[str]], Mapping[str, str]]) -> list[Match]:
+    def find(self, text: str, text_of: Callable[[Sequence[int]], Mapping[int, str]]) -> list[Candidate]:
         """Find stored chunks in a text.
 
         Parameters
@@ -131,14 +132,14 @@ class ContentIndex:
         text : str
             The text to search, for example a rendered prompt.
         text_of : callable
-            Given keys, returns the texts of those it knows. It is called at most once, with the keys whose
-            hashes agree, and outside the index's lock.
+            Given numbers, returns the texts of those chunks it knows. It is called at most once, with the chunks
+            whose hashes agree, and outside the index's lock.
 
         Returns
         -------
-        list of Match
-            Non-overlapping, ascending, covering as many characters as possible, by as few chunks as
-            possible. When several keys share a text, any one of them whose text was returned is used.
+        list of tuple of int
+            Number, start and end: non-overlapping, ascending, covering as many characters as possible, by as few
+            chunks as possible. When several chunks share a text, any one of them whose text was returned is used.
         """
         with self._lock:
             self._flush()
@@ -152,15 +153,15 @@ class ContentIndex:
             candidates = [found for found in candidates if found[0] not in self._dead]
         if not candidates:
             return []
-        texts = text_of(list(dict.fromkeys(key for key, _, _ in candidates)))
-        verified: dict[tuple[int, int], str] = {}
-        for key, start, end in candidates:
-            if (start, end) not in verified and texts.get(key) == text[start:end]:
-                verified[start, end] = key
+        texts = text_of(list(dict.fromkeys(number for number, _, _ in candidates)))
+        verified: dict[tuple[int, int], int] = {}
+        for number, start, end in candidates:
+            if (start, end) not in verified and texts.get(number) == text[start:end]:
+                verified[start, end] = number
         spans = list(verified)
-        return [Match(verified[spans[i]], *spans[i]) for i in best_cover(spans)]
+        return [(verified[spans[i]], *spans[i]) for i in best_cover(spans)]
 
-    def lookup(self, contents: Sequence[ContentHash]) -> list[list[str]]:
+    def lookup(self, contents: Sequence[ContentHash]) -> list[list[int]]:
         """Find chunks by the hashes of their whole text.
 
         Parameters
@@ -169,35 +170,35 @@ class ContentIndex:
 
         Returns
         -------
-        list of list of str
-            For each, the keys whose hash and length agree.
+        list of list of int
+            For each, the chunks whose hash and length agree.
         """
         with self._lock:
             self._flush()
             tables, dead = self._tables, set(self._dead)
-        found: list[list[str]] = [[] for _ in contents]
+        found: list[list[int]] = [[] for _ in contents]
         for table in tables:
-            for keys, content in zip(found, contents, strict=True):
-                keys += [key for key in table.with_content(content) if key not in dead]
+            for numbers, content in zip(found, contents, strict=True):
+                numbers += [number for number in table.with_content(content) if number not in dead]
         return found
 
     def _rows_held(self) -> int:
-        return sum(len(table.keys) for table in self._tables) + sum(len(rows[0]) for rows in self._pending)
+        return sum(len(table.numbers) for table in self._tables) + sum(len(rows[0]) for rows in self._pending)
 
     def _flush(self) -> None:
         """Sort what is pending into the tables, each of which stays at least twice as long as the next."""
         if not self._pending:
             return
         batches, self._pending = self._pending, []
-        keys = [key for batch in batches for key in batch[0]]
         table = HashTable.build(
-            keys,
+            np.concatenate([batch[0] for batch in batches]),
             np.concatenate([batch[1] for batch in batches]),
             np.concatenate([batch[2] for batch in batches]),
             np.concatenate([batch[3] for batch in batches]),
         )
+        del batches
         tables = [*self._tables, table]
-        while len(tables) > 1 and 2 * len(tables[-1].keys) >= len(tables[-2].keys):
+        while len(tables) > 1 and 2 * len(tables[-1].numbers) >= len(tables[-2].numbers):
             last = tables.pop()
             tables[-1] = tables[-1].merged(last)
         self._tables = tuple(tables)

@@ -14,8 +14,8 @@ from .texthash import SpanHashes
 
 __all__ = ["Candidate", "HashTable"]
 
-Candidate = tuple[str, int, int]
-"""Key, start and end of a span whose hash is that of a stored chunk."""
+Candidate = tuple[int, int, int]
+"""Number of a chunk, and start and end of a span whose hash is the chunk's."""
 
 _PAIRS_PER_BLOCK = 1 << 18
 
@@ -26,8 +26,8 @@ class HashTable:
 
     Parameters
     ----------
-    keys : list of str
-        Keys of the ``n`` chunks, in ascending order of ``full``.
+    numbers : numpy.ndarray
+        ``[n]`` int64, numbers of the chunks, in ascending order of ``full``.
     prefix, full : numpy.ndarray
         ``[n]`` uint64, the chunks' hashes.
     length : numpy.ndarray
@@ -38,7 +38,7 @@ class HashTable:
         uint32; ``lengths[first[i]:first[i + 1]]`` are the distinct lengths of head ``i``.
     """
 
-    keys: list[str]
+    numbers: NDArray[np.int64]
     prefix: NDArray[np.uint64]
     full: NDArray[np.uint64]
     length: NDArray[np.uint32]
@@ -48,12 +48,16 @@ class HashTable:
 
     @classmethod
     def build(
-        cls, keys: list[str], prefix: NDArray[np.uint64], full: NDArray[np.uint64], length: NDArray[np.uint32]
+        cls,
+        numbers: NDArray[np.int64],
+        prefix: NDArray[np.uint64],
+        full: NDArray[np.uint64],
+        length: NDArray[np.uint32],
     ) -> HashTable:
-        """Sort the rows, drop rows that repeat a key and its hash, and derive the heads."""
-        order = np.argsort(full, kind="stable")
-        order = order[~_repeats(keys, full, order)]
-        prefix, full, length = prefix[order], full[order], length[order]
+        """Sort the rows, drop rows that repeat a number and its hash, and derive the heads."""
+        order = np.lexsort((numbers, full))
+        order = order[~_repeats(numbers, full, order)]
+        numbers, prefix, full, length = numbers[order], prefix[order], full[order], length[order]
         by_head = np.lexsort((length, prefix))
         sorted_prefix, sorted_length = prefix[by_head], length[by_head]
         new_head = np.ones(len(order), dtype=bool)
@@ -62,7 +66,7 @@ class HashTable:
         new_pair[1:] |= sorted_length[1:] != sorted_length[:-1]
         first = np.append(np.flatnonzero(new_head[new_pair]), np.count_nonzero(new_pair))
         return cls(
-            keys=[keys[i] for i in order.tolist()],
+            numbers=numbers,
             prefix=prefix,
             full=full,
             length=length,
@@ -71,15 +75,15 @@ class HashTable:
             lengths=sorted_length[new_pair],
         )
 
-    def without(self, dead: set[str]) -> HashTable:
-        """The same table less some keys."""
-        kept = [i for i, key in enumerate(self.keys) if key not in dead]
-        return HashTable.build([self.keys[i] for i in kept], self.prefix[kept], self.full[kept], self.length[kept])
+    def without(self, dead: set[int]) -> HashTable:
+        """The same table less some chunks."""
+        kept = ~np.isin(self.numbers, np.fromiter(dead, dtype=np.int64, count=len(dead)))
+        return HashTable.build(self.numbers[kept], self.prefix[kept], self.full[kept], self.length[kept])
 
     def merged(self, other: HashTable) -> HashTable:
         """One table with the rows of both."""
         return HashTable.build(
-            self.keys + other.keys,
+            np.concatenate([self.numbers, other.numbers]),
             np.concatenate([self.prefix, other.prefix]),
             np.concatenate([self.full, other.full]),
             np.concatenate([self.length, other.length]),
@@ -105,32 +109,24 @@ class HashTable:
             for i in np.flatnonzero(self.full[left] == wanted).tolist():
                 yield from self._rows(int(left[i]), int(starts[i]), int(lengths[i]), int(wanted[i]))
 
-    def with_content(self, content: ContentHash) -> Iterator[str]:
-        """Keys of the chunks with that hash and length."""
+    def with_content(self, content: ContentHash) -> Iterator[int]:
+        """Numbers of the chunks with that hash and length."""
         row = int(np.searchsorted(self.full, np.uint64(content.full)))
-        for key, _, _ in self._rows(row, 0, content.length, content.full):
-            yield key
+        for number, _, _ in self._rows(row, 0, content.length, content.full):
+            yield number
 
     def _rows(self, row: int, start: int, length: int, full: int) -> Iterator[Candidate]:
         while row < len(self.full) and self.full[row] == full:
             if self.length[row] == length:
-                yield self.keys[row], start, start + length
+                yield int(self.numbers[row]), start, start + length
             row += 1
 
 
-def _repeats(keys: list[str], full: NDArray[np.uint64], order: NDArray[np.intp]) -> NDArray[np.bool_]:
-    """Mark, in sorted order, the rows whose key already stands among the rows of the same full hash."""
+def _repeats(numbers: NDArray[np.int64], full: NDArray[np.uint64], order: NDArray[np.intp]) -> NDArray[np.bool_]:
+    """Mark, in sorted order, the rows whose number and hash are those of the row before."""
     repeated = np.zeros(len(order), dtype=bool)
-    ordered = full[order]
-    seen: set[str] = set()
-    run = -1
-    for i in np.flatnonzero(ordered[1:] == ordered[:-1]).tolist():
-        if i != run:
-            seen = {keys[order[i]]}
-        run = i + 1
-        key = keys[order[run]]
-        repeated[run] = key in seen
-        seen.add(key)
+    by_hash, by_number = full[order], numbers[order]
+    repeated[1:] = (by_hash[1:] == by_hash[:-1]) & (by_number[1:] == by_number[:-1])
     return repeated
 
 

@@ -25,6 +25,7 @@ from fused_kv_llm.store.policies import Policy
 __all__ = ["ChunkIndex", "ChunkRow", "ContentRows", "IdentityTotals"]
 
 _BATCH = 500
+_HASHES_AT_ONCE = 100_000
 _HEX_KEY = "length(key) = 64 AND key NOT GLOB '*[^0-9a-f]*'"
 _SCHEMA = (
     f"""CREATE TABLE chunks (
@@ -201,6 +202,37 @@ class ChunkIndex:
                 rows[row.key] = row
         return rows, damaged
 
+    def rows_by_rowid(self, rowids: Iterable[int]) -> tuple[dict[int, ChunkRow], list[str]]:
+        """Return the rows of those numbers that have one, and the keys of rows that cannot be understood."""
+        rows: dict[int, ChunkRow] = {}
+        damaged: list[str] = []
+        columns = "id, key, identity, text, token_ids, position, nbytes"
+        for rowid, *found in self._select(columns, list(rowids), f"{_HEX_KEY} AND id"):
+            row = self._decode(tuple(found))
+            if row is None:
+                damaged.append(found[0])
+            else:
+                rows[rowid] = row
+        return rows, damaged
+
+    def content_hashes(self, identity: str, after_rowid: int) -> ContentRows | None:
+        """Return content hashes of some of one identity's chunks with a greater ``rowid``, ascending; None if none."""
+        with self._database.connection() as connection:
+            found = connection.execute(
+                "SELECT id, prefix_hash, full_hash, length FROM chunks "
+                f"WHERE identity = ? AND id > ? AND {_HEX_KEY} ORDER BY id LIMIT {_HASHES_AT_ONCE}",
+                (identity, after_rowid),
+            )
+            try:
+                table = np.fromiter(found, dtype=np.dtype([(name, np.int64) for name in ContentRows._fields]))
+            except (ValueError, TypeError, OverflowError) as error:
+                raise self._database.error(error) from error
+        if len(table) == 0:
+            return None
+        pairs = np.stack([table["prefix"], table["full"]], axis=1).view(np.uint64)
+        hashes = self._hashes(pairs, seal=False)
+        return ContentRows(table["rowid"].copy(), hashes[:, 0].copy(), hashes[:, 1].copy(), table["length"].copy())
+
     def content_rows(self, identity: str, after_rowid: int) -> tuple[ContentRows, list[str]]:
         """Return content hashes and keys of one identity's chunks with a greater ``rowid``, ascending."""
         with self._database.connection() as connection:
@@ -262,13 +294,13 @@ class ChunkIndex:
         """Close the index, after calls in flight have ended."""
         self._database.close()
 
-    def _select(self, columns: str, keys: Sequence[str]) -> Iterator[tuple[Any, ...]]:
+    def _select(self, columns: str, keys: Sequence[str | int], by: str = "key") -> Iterator[tuple[Any, ...]]:
         found: list[tuple[Any, ...]] = []
         with self._database.connection() as connection:
             for start in range(0, len(keys), _BATCH):
                 batch = keys[start : start + _BATCH]
                 marks = ",".join("?" * len(batch))
-                query = f"SELECT {columns} FROM chunks WHERE key IN ({marks})"
+                query = f"SELECT {columns} FROM chunks WHERE {by} IN ({marks})"
                 found += connection.execute(query, batch).fetchall()
         return iter(found)
 

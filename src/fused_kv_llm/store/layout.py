@@ -157,6 +157,20 @@ class StoreFolder:
             raise
         return fd
 
+    @contextmanager
+    def held(self, key: str) -> Iterator[None]:
+        """Keep a chunk's file, if there is one, from being evicted."""
+        try:
+            fd = self.open_chunk(key)
+        except OSError:
+            # Whoever needs the file finds out what is wrong with it.
+            yield
+            return
+        try:
+            yield
+        finally:
+            os.close(fd)
+
     def walk(self) -> Iterator[Found]:
         """Yield every file below ``chunks``, in no order."""
         for shard in sorted(os.scandir(self._chunks), key=lambda entry: entry.name):

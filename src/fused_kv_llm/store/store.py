@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +19,7 @@ from fused_kv_llm.store.check import CheckReport, Progress, check_store
 from fused_kv_llm.store.cipher import Cipher, find_key
 from fused_kv_llm.store.damage import DamageControl, warn
 from fused_kv_llm.store.file_format import encode_chunk
-from fused_kv_llm.store.index import ChunkIndex, ChunkRow, ContentRows, IdentityTotals
+from fused_kv_llm.store.index import ChunkIndex, ChunkRow, ContentRows
 from fused_kv_llm.store.layout import StoreFolder, check_key
 from fused_kv_llm.store.loader import ChunkLoader
 from fused_kv_llm.store.memory import MemoryTier, ResidentChunk
@@ -32,56 +31,17 @@ from fused_kv_llm.store.reader import ChunkReader
 from fused_kv_llm.store.remote import RemoteTier, open_remote
 from fused_kv_llm.store.side_memory import SideMemory
 from fused_kv_llm.store.sides import SideFiles
+from fused_kv_llm.store.stats import StoreStats
 from fused_kv_llm.store.stored_kv import StoredKV
 from fused_kv_llm.store.uses import StoreCounters, UseLog
 from fused_kv_llm.store.writer import ChunkWriter
 
-__all__ = ["KVStore", "StoreStats"]
+__all__ = ["KVStore"]
 
 _GIB = 1 << 30
 _HOTTEST = 10
 # Side files get this part of the memory budget on top of it: an eight-bit shift is half as large as its chunk's KV.
 _SIDE_SHARE = 2
-
-
-@dataclass(frozen=True, slots=True)
-class StoreStats:
-    """What a store holds.
-
-    Parameters
-    ----------
-    chunks, tokens : int
-        Chunks in the index, and their tokens.
-    bytes_on_disk : int
-        Size of the chunks' files, on the disk or the remote tier.
-    memory_chunks, memory_bytes : int
-        Chunks in this process's memory tier and the bytes of their keys and values.
-    by_identity : dict of str to int
-        Chunks by identity digest.
-    tiers : dict of str to tuple of int
-        Chunks and bytes by tier, disk and remote; side files included, a chunk can be in both.
-    disk_bytes : int or None
-        The disk budget.
-    hottest : list of tuple of str and int
-        The most used chunks and their uses, ingestion included.
-    identities : list of IdentityTotals
-        Chunks, tokens and bytes by identity and tier.
-    lifetime : StoreCounters
-        What all processes have done with the store since its index was made; of one that is still open, what it
-        has told the index (every ten seconds when it reads).
-    """
-
-    chunks: int
-    tokens: int
-    bytes_on_disk: int
-    memory_chunks: int
-    memory_bytes: int
-    by_identity: dict[str, int] = field(default_factory=dict)
-    tiers: dict[str, tuple[int, int]] = field(default_factory=dict)
-    disk_bytes: int | None = None
-    hottest: list[tuple[str, int]] = field(default_factory=list)
-    identities: list[IdentityTotals] = field(default_factory=list)
-    lifetime: StoreCounters = field(default_factory=StoreCounters)
 
 
 class KVStore:
@@ -241,6 +201,34 @@ class KVStore:
         for key in damaged:
             self.discard(key, "its row in the index cannot be understood")
         return rows
+
+    def rows_by_rowid(self, rowids: Iterable[int]) -> dict[int, ChunkRow]:
+        """Return what the index knows about those of ``rowids`` (see `content_hashes`) that are stored."""
+        self._check_open()
+        rows, damaged = self._index.rows_by_rowid(rowids)
+        for key in damaged:
+            self.discard(key, "its row in the index cannot be understood")
+        return {rowid: row for rowid, row in rows.items() if row.key not in self._damage.ignored}
+
+    def content_hashes(self, identity: str, after_rowid: int = 0) -> Iterator[ContentRows]:
+        """Yield content hashes of an identity's chunks that were added after a ``rowid``, part by part, ascending.
+
+        Parameters
+        ----------
+        identity : str
+            ``KVIdentity.digest``.
+        after_rowid : int
+            The last ``rowid`` seen; 0 for all. A chunk that is stored anew gets a new one, and none is used twice.
+
+        Yields
+        ------
+        ContentRows
+            Arrays ``rowid, prefix, full, length``.
+        """
+        self._check_open()
+        while (found := self._index.content_hashes(identity, after_rowid)) is not None:
+            yield found
+            after_rowid = int(found.rowid[-1])
 
     def content_rows(self, identity: str, after_rowid: int = 0) -> tuple[ContentRows, list[str]]:
         """Return content hashes of an identity's chunks that were added after a ``rowid``.
@@ -478,16 +466,19 @@ class KVStore:
         counters.evicted_memory = self._memory.evictions
         return counters
 
-    def free_bytes(self) -> int:
-        """Return how many bytes can be written: what the disk has left, within the disk budget.
+    def free_bytes(self, spare_bytes: int = 0) -> int:
+        """Return how many bytes of new chunks the store can hold.
+
+        What the disk has left beyond some spare bytes. A disk budget limits it, except where evicted chunks go to a
+        remote tier.
 
         Raises
         ------
         StoreUnavailableError
             The disk does not say.
         """
-        free, limit = self._folder.free_bytes(), self._budget.limit_nbytes
-        return free if limit is None else min(free, limit)
+        free, limit = max(0, self._folder.free_bytes() - spare_bytes), self._budget.limit_nbytes
+        return min(free, limit) if limit is not None and self._promoter is None else free
 
     def close(self) -> None:
         """Stop prefetching, wait for its thread, close the index and empty the memory tier.

@@ -131,8 +131,12 @@ class ChunkWriter:
             The store is as it was.
         """
         nbytes = sum(map(len, parts))
-        self._budget.make_room(nbytes)
-        with self._folder.staged(key, parts) as staged, self._index.transaction():
+        with ExitStack() as stack:
+            # A chunk that was just written may be the one of least value: it must not go to make room for this.
+            stack.enter_context(self._folder.held(key))
+            self._budget.make_room(nbytes)
+            staged = stack.enter_context(self._folder.staged(key, parts))
+            stack.enter_context(self._index.transaction())
             place = self._index.ledger.place(key)
             if place is None:
                 raise ConfigError(f"The chunk {key[:16]} is not stored, so it can have no side file. Put it first.")
