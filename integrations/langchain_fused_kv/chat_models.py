@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from contextlib import aclosing, closing
 from typing import Any, ClassVar, Literal
 
-from langchain_core.callbacks import CallbackManagerForLLMRun
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import LangSmithParams, LanguageModelInput
 from langchain_core.language_models.chat_models import BaseChatModel
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
@@ -19,7 +20,7 @@ from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 from pydantic import ConfigDict, Field, SecretStr
 
-from fused_kv_llm.adapter import json_constraint
+from fused_kv_llm.adapter import collect_in_thread, iterate_in_threads, json_constraint
 from fused_kv_llm.errors import ConfigError
 from fused_kv_llm.online import Piece
 from fused_kv_llm.prompt import ChatPrompt
@@ -32,6 +33,7 @@ from langchain_fused_kv.tools import tools_in_system_message as without_template
 __all__ = ["ChatFusedKV"]
 
 _Method = Literal["json_schema", "function_calling", "json_mode"]
+_Piece = tuple[str, ToolAnswer, dict[str, Any]]
 
 
 class ChatFusedKV(LangChainFusedKV, BaseChatModel):
@@ -69,7 +71,8 @@ class ChatFusedKV(LangChainFusedKV, BaseChatModel):
     ``response_metadata["fused_kv"]`` is the whole report.
 
     :meth:`with_structured_output` constrains decoding to the schema, so that a small model too returns valid JSON;
-    `max_tokens` must hold the schema's own text. :meth:`bind_tools` with ``tool_choice`` constrains the answer to a
+    `max_tokens` must hold the schema's own text; an answer that had to be shortened for it has the finish reason
+    ``"length"``. :meth:`bind_tools` with ``tool_choice`` constrains the answer to a
     call in the same way.
 
     Examples
@@ -190,9 +193,10 @@ class ChatFusedKV(LangChainFusedKV, BaseChatModel):
         include_raw : bool
             Return ``{"raw", "parsed", "parsing_error"}`` instead of the parsed object.
         method : {"json_schema", "function_calling", "json_mode"}
-            Constrain the answer to the schema; call a tool of that schema; or constrain it to any JSON object.
+            Constrain the answer to the schema; call a tool of that schema; or, as the first, for applications written
+            for models that promise less under the last name.
         strict : bool or None
-            Accepted for other models' sake: the first two methods are always strict.
+            Accepted for other models' sake: all methods are always strict.
 
         Raises
         ------
@@ -206,8 +210,7 @@ class ChatFusedKV(LangChainFusedKV, BaseChatModel):
             name = convert_to_openai_tool(schema)["function"]["name"]
             llm = self.bind_tools([schema], tool_choice=name, ls_structured_output_format=told)
         elif method in ("json_schema", "json_mode"):
-            rules = told["schema"] if method == "json_schema" else None
-            wanted = {"type": method, "schema": rules}
+            wanted = {"type": "json_schema", "schema": told["schema"]}
             llm = super().bind(response_format=wanted, ls_structured_output_format=told)
         else:
             raise ConfigError(f"method={method!r} is none of json_schema, function_calling, json_mode")
@@ -223,7 +226,18 @@ class ChatFusedKV(LangChainFusedKV, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        pieces = list(self._answer(messages, stop, kwargs))
+        return self._result(list(self._answer(messages, stop, kwargs)))
+
+    async def _agenerate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        return self._result(await collect_in_thread(self._answer(messages, stop, kwargs)))
+
+    def _result(self, pieces: list[_Piece]) -> ChatResult:
         text = "".join(piece for piece, _, _ in pieces)
         _, answer, info = pieces[-1]
         message = AIMessage(
@@ -245,7 +259,7 @@ class ChatFusedKV(LangChainFusedKV, BaseChatModel):
         stop: list[str] | None = None,
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
-    ) -> Iterator[ChatGenerationChunk]:
+    ) -> Generator[ChatGenerationChunk]:
         for text, answer, info in self._answer(messages, stop, kwargs):
             if not info:
                 yield ChatGenerationChunk(message=AIMessageChunk(content=text))
@@ -264,17 +278,28 @@ class ChatFusedKV(LangChainFusedKV, BaseChatModel):
             )
             yield ChatGenerationChunk(message=message, generation_info=info)
 
-    def _answer(
-        self, messages: list[BaseMessage], stop: list[str] | None, call: dict[str, Any]
-    ) -> Iterator[tuple[str, ToolAnswer, dict[str, Any]]]:
+    async def _astream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[ChatGenerationChunk]:
+        async with aclosing(iterate_in_threads(self._stream(messages, stop, **kwargs))) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    def _answer(self, messages: list[BaseMessage], stop: list[str] | None, call: dict[str, Any]) -> Generator[_Piece]:
         """Yield the answer's text piece by piece; the last one comes with the calls and the report."""
         tools = call.pop("tools", None) or []
         schema = self._schema(tools, call.pop("tool_choice", None), call.pop("response_format", None))
         call.pop("ls_structured_output_format", None)
         timeout = call.pop("timeout", self.timeout)
         options = self._engine_call(stop, call)
+        constraint = None
         if schema is not None:
-            options["constraint"] = json_constraint(self.engine, schema[0], max_tokens=options["max_tokens"])
+            constraint = json_constraint(self.engine, schema[0], max_tokens=options["max_tokens"])
+            options["constraint"] = constraint
         check = self._runtime.check_retrievals("\n\n".join(str(message.text) for message in messages))
         calls = CallStream(call_marker(self._call_source)) if tools else None
         for piece in _timed(self.engine.stream(self._prompt(messages, tools), **options), timeout):
@@ -283,8 +308,9 @@ class ChatFusedKV(LangChainFusedKV, BaseChatModel):
                 yield text, ToolAnswer(), {}
                 continue
             answer = ToolAnswer() if calls is None else calls.finish()
-            info = self._runtime.finish(piece.finish_reason, piece.report, check)
-            if answer.calls:
+            shortened = constraint is not None and constraint.shortened
+            info = self._runtime.finish("length" if shortened else piece.finish_reason, piece.report, check)
+            if answer.calls and not shortened:
                 info["finish_reason"] = "tool_calls"
             yield text + answer.text, answer, info
 
@@ -320,8 +346,8 @@ class ChatFusedKV(LangChainFusedKV, BaseChatModel):
         if wanted is None:
             return None
         kind, schema = wanted.get("type"), wanted.get("schema", wanted.get("json_schema"))
-        if kind not in ("json_schema", "json_mode", "json_object"):
-            raise ConfigError(f"response_format of type {kind!r} is none of json_schema, json_mode, json_object")
+        if kind not in ("json_schema", "json_object"):
+            raise ConfigError(f"response_format of type {kind!r} is none of json_schema, json_object")
         if isinstance(schema, dict) and "schema" in schema:
             schema = schema["schema"]
         return (schema if kind == "json_schema" else None,)
@@ -349,9 +375,10 @@ def _usage(info: dict[str, Any]) -> UsageMetadata:
     )
 
 
-def _timed(pieces: Iterator[Piece], timeout_s: float | None) -> Iterator[Piece]:
+def _timed(pieces: Generator[Piece], timeout_s: float | None) -> Generator[Piece]:
     started = time.perf_counter()
-    for piece in pieces:
-        yield piece
-        if timeout_s is not None and piece.report is None and time.perf_counter() - started > timeout_s:
-            raise TimeoutError(f"The answer was not complete after timeout={timeout_s:g} seconds")
+    with closing(pieces):
+        for piece in pieces:
+            yield piece
+            if timeout_s is not None and piece.report is None and time.perf_counter() - started > timeout_s:
+                raise TimeoutError(f"The answer was not complete after timeout={timeout_s:g} seconds")

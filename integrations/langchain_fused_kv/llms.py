@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Generator, Iterable
+from contextlib import aclosing, closing
 from typing import Any, ClassVar
 
-from langchain_core.callbacks import CallbackManagerForLLMRun
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models.llms import BaseLLM
 from langchain_core.outputs import (
     ChatGeneration,
@@ -16,10 +17,12 @@ from langchain_core.outputs import (
 )
 from pydantic import ConfigDict, Field
 
-from fused_kv_llm.adapter import PER_CALL_OPTIONS
+from fused_kv_llm.adapter import PER_CALL_OPTIONS, collect_in_thread, iterate_in_threads
 from langchain_fused_kv.base import LangChainFusedKV
 
 __all__ = ["FusedKVLLM"]
+
+_Piece = tuple[str, dict[str, Any] | None]
 
 
 class FusedKVLLM(LangChainFusedKV, BaseLLM):
@@ -143,20 +146,16 @@ class FusedKVLLM(LangChainFusedKV, BaseLLM):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> LLMResult:
-        options = self._engine_call(stop, kwargs)
-        generations: list[list[Generation | ChatGeneration | GenerationChunk | ChatGenerationChunk]] = []
-        usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
-        for prompt in prompts:
-            check = self._runtime.check_retrievals(prompt)
-            made = self.engine.generate(prompt, **options)
-            info = self._runtime.finish(made.finish_reason, made.report, check)
-            generations.append([Generation(text=made.text, generation_info=info)])
-            for name in usage:
-                usage[name] += info["token_usage"][name]
-        return LLMResult(
-            generations=generations,
-            llm_output={"model_name": self.engine.model_id, "token_usage": usage},
-        )
+        return self._result(self._pieces(prompts, stop, kwargs))
+
+    async def _agenerate(
+        self,
+        prompts: list[str],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        return self._result(await collect_in_thread(self._pieces(prompts, stop, kwargs)))
 
     def _stream(
         self,
@@ -164,14 +163,51 @@ class FusedKVLLM(LangChainFusedKV, BaseLLM):
         stop: list[str] | None = None,
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
-    ) -> Iterator[GenerationChunk]:
-        options = self._engine_call(stop, kwargs)
-        check = self._runtime.check_retrievals(prompt)
-        for piece in self.engine.stream(prompt, **options):
-            info = None
-            if piece.report is not None:
-                info = self._runtime.finish(piece.finish_reason, piece.report, check)
-            chunk = GenerationChunk(text=piece.text, generation_info=info)
-            if run_manager is not None:
-                run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-            yield chunk
+    ) -> Generator[GenerationChunk]:
+        with closing(self._pieces([prompt], stop, kwargs)) as pieces:
+            for text, info in pieces:
+                chunk = GenerationChunk(text=text, generation_info=info)
+                if run_manager is not None:
+                    run_manager.on_llm_new_token(text, chunk=chunk)
+                yield chunk
+
+    async def _astream(
+        self,
+        prompt: str,
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[GenerationChunk]:
+        async with aclosing(iterate_in_threads(self._stream(prompt, stop, **kwargs))) as chunks:
+            async for chunk in chunks:
+                if run_manager is not None:
+                    await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                yield chunk
+
+    def _pieces(self, prompts: list[str], stop: list[str] | None, call: dict[str, Any]) -> Generator[_Piece]:
+        """Yield the answers' text piece by piece; the last piece of each comes with what goes with the answer."""
+        options = self._engine_call(stop, call)
+        for prompt in prompts:
+            check = self._runtime.check_retrievals(prompt)
+            with closing(self.engine.stream(prompt, **options)) as pieces:
+                for piece in pieces:
+                    info = None
+                    if piece.report is not None:
+                        info = self._runtime.finish(piece.finish_reason, piece.report, check)
+                    yield piece.text, info
+
+    def _result(self, pieces: Iterable[_Piece]) -> LLMResult:
+        generations: list[list[Generation | ChatGeneration | GenerationChunk | ChatGenerationChunk]] = []
+        usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+        text = ""
+        for more, info in pieces:
+            text += more
+            if info is not None:
+                generations.append([Generation(text=text, generation_info=info)])
+                text = ""
+                for name in usage:
+                    usage[name] += info["token_usage"][name]
+        return LLMResult(
+            generations=generations,
+            llm_output={"model_name": self.engine.model_id, "token_usage": usage},
+        )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from typing import Any, ClassVar
 
 from llama_index.core.base.llms.types import (
@@ -21,7 +22,7 @@ from llama_index.core.llms.custom import CustomLLM
 from llama_index.core.prompts import BasePromptTemplate
 from pydantic import BaseModel, ConfigDict
 
-from fused_kv_llm.adapter import FusedKVModel, in_thread, iterate_in_threads, json_constraint
+from fused_kv_llm.adapter import FusedKVModel, collect_in_thread, iterate_in_threads, json_constraint
 from fused_kv_llm.errors import ConfigError
 from llama_index_fused_kv.messages import to_engine_messages
 from llama_index_fused_kv.nodes import nodes_of, text_of
@@ -29,6 +30,7 @@ from llama_index_fused_kv.nodes import nodes_of, text_of
 __all__ = ["FusedKVLLM"]
 
 _Prompt = str | list[dict[str, str]]
+_Piece = tuple[str, str, dict[str, Any] | None]
 
 
 class FusedKVLLM(FusedKVModel, CustomLLM):
@@ -159,7 +161,7 @@ class FusedKVLLM(FusedKVModel, CustomLLM):
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """Answer a prompt in a thread, so that the event loop runs on."""
-        answer = await in_thread(self._answer, self._completion_prompt(prompt, formatted), kwargs)
+        answer = await self._collected(self._completion_prompt(prompt, formatted), kwargs)
         return CompletionResponse(text=answer.pop("text"), raw=answer)
 
     @llm_completion_callback()
@@ -194,7 +196,7 @@ class FusedKVLLM(FusedKVModel, CustomLLM):
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer a conversation in a thread, so that the event loop runs on."""
-        return _chat_response(await in_thread(self._answer, self._chat_prompt(messages), kwargs))
+        return _chat_response(await self._collected(self._chat_prompt(messages), kwargs))
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
@@ -225,12 +227,8 @@ class FusedKVLLM(FusedKVModel, CustomLLM):
         ValidationError
             If the answer was cut by ``max_tokens``, or breaks a rule that a JSON schema cannot express.
         """
-        messages = self._extend_messages(prompt.format_messages(llm=self, **prompt_args))
-        options = dict(llm_kwargs or {})
-        max_tokens = options.setdefault("max_tokens", self.max_tokens)
-        constraint = json_constraint(self.engine, output_cls.model_json_schema(), max_tokens=max_tokens)
-        response = self.chat(messages, constraint=constraint, **options)
-        return output_cls.model_validate_json(response.message.content or "")
+        messages, options = self._constrained(output_cls, prompt, llm_kwargs, prompt_args)
+        return output_cls.model_validate_json(self.chat(messages, **options).message.content or "")
 
     async def astructured_predict(
         self,
@@ -240,7 +238,20 @@ class FusedKVLLM(FusedKVModel, CustomLLM):
         **prompt_args: Any,
     ) -> Any:
         """Return an `output_cls`; see :meth:`structured_predict`."""
-        return await in_thread(self.structured_predict, output_cls, prompt, llm_kwargs, **prompt_args)
+        messages, options = self._constrained(output_cls, prompt, llm_kwargs, prompt_args)
+        return output_cls.model_validate_json((await self.achat(messages, **options)).message.content or "")
+
+    def _constrained(
+        self,
+        output_cls: type[BaseModel],
+        prompt: BasePromptTemplate,
+        llm_kwargs: dict[str, Any] | None,
+        prompt_args: dict[str, Any],
+    ) -> tuple[list[ChatMessage], dict[str, Any]]:
+        options = dict(llm_kwargs or {})
+        max_tokens = options.setdefault("max_tokens", self.max_tokens)
+        options["constraint"] = json_constraint(self.engine, output_cls.model_json_schema(), max_tokens=max_tokens)
+        return list(self._extend_messages(prompt.format_messages(llm=self, **prompt_args))), options
 
     # -- what all of them do ---------------------------------------------------------------------------------
 
@@ -256,21 +267,26 @@ class FusedKVLLM(FusedKVModel, CustomLLM):
         return self.messages_to_prompt(messages)
 
     def _answer(self, prompt: _Prompt, call: dict[str, Any]) -> dict[str, Any]:
-        options = self._call_options(call)
-        check = self._runtime.check_retrievals(_text(prompt))
-        made = self.engine.generate(prompt, **options)
-        return {"text": made.text, **_raw(self._runtime.finish(made.finish_reason, made.report, check))}
+        return _whole(list(self._pieces(prompt, call)))
 
-    def _pieces(self, prompt: _Prompt, call: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any] | None]]:
+    async def _collected(self, prompt: _Prompt, call: dict[str, Any]) -> dict[str, Any]:
+        return _whole(await collect_in_thread(self._pieces(prompt, call)))
+
+    def _pieces(self, prompt: _Prompt, call: dict[str, Any]) -> Generator[_Piece]:
+        """Yield the text so far, what is new of it, and at the end what goes with the answer."""
         options = self._call_options(call)
+        constraint = options["constraint"]
         check = self._runtime.check_retrievals(_text(prompt))
         text = ""
-        for piece in self.engine.stream(prompt, **options):
-            text += piece.text
-            raw = None
-            if piece.report is not None:
-                raw = _raw(self._runtime.finish(piece.finish_reason, piece.report, check))
-            yield text, piece.text, raw
+        with closing(self.engine.stream(prompt, **options)) as pieces:
+            for piece in pieces:
+                text += piece.text
+                raw = None
+                if piece.report is not None:
+                    shortened = constraint is not None and constraint.shortened
+                    reason = "length" if shortened else piece.finish_reason
+                    raw = _raw(self._runtime.finish(reason, piece.report, check))
+                yield text, piece.text, raw
 
     def _call_options(self, call: dict[str, Any]) -> dict[str, Any]:
         options = dict(call)
@@ -285,6 +301,11 @@ def _text(prompt: _Prompt) -> str:
 
 def _raw(info: dict[str, Any]) -> dict[str, Any]:
     return {"usage": info["token_usage"], "finish_reason": info["finish_reason"], "fused_kv": info["fused_kv"]}
+
+
+def _whole(pieces: Sequence[_Piece]) -> dict[str, Any]:
+    text, _, raw = pieces[-1]
+    return {"text": text, **(raw or {})}
 
 
 def _assistant(text: str) -> ChatMessage:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -520,8 +520,8 @@ class FusedKVEngine:
         recompute_ratio: float | Literal["auto"] | None = None,
         selector: str | Selector | None = None,
         constraint: Constraint | None = None,
-    ) -> Iterator[Piece]:
-        """Answer a prompt, token by token.
+    ) -> Generator[Piece]:
+        """Answer a prompt, token by token; closing the generator gives its memory back.
 
         Parameters
         ----------
@@ -558,7 +558,10 @@ class FusedKVEngine:
         except BaseException:
             span.end()
             raise
-        return self._decode(fused, config, report, started, constraint, span)
+        pieces = self._decode(fused, config, report, started, constraint, span)
+        # Up to its first yield, so that closing it cleans up even if no piece was ever asked for.
+        next(pieces)
+        return cast("Generator[Piece]", pieces)
 
     def _decode(
         self,
@@ -568,12 +571,13 @@ class FusedKVEngine:
         started: float,
         constraint: Constraint | None,
         span: RequestSpan,
-    ) -> Iterator[Piece]:
+    ) -> Generator[Piece | None]:
         room = fused.cache.get_max_length() - fused.cache.length
         if room < config.max_tokens:
             config = GenerationConfig(room, config.temperature, config.top_p, config.stop, config.seed)
         decoding = span.start("decode")
         try:
+            yield None
             yield from decode(self.loaded, fused, config, report, started, self._model_lock, constraint)
         finally:
             fused.cache.release()

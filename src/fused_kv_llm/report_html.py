@@ -11,27 +11,42 @@ from fused_kv_llm.trace import PromptTrace, Run, TokenState
 __all__ = ["report_to_html"]
 
 _BEGINNING_CHARS = 90
-_COLOURS: dict[TokenState, tuple[str, str]] = {
-    "prefix": ("#9aa3ad", "header, exact KV at hand"),
-    "reused": ("#3c9d5d", "chunk, stored KV reused"),
-    "recomputed": ("#e0912f", "chunk, recomputed"),
-    "fresh": ("#4a86d8", "fresh text, computed"),
+_STATES: dict[TokenState, str] = {
+    "prefix": "header, exact KV at hand",
+    "reused": "chunk, stored KV reused",
+    "recomputed": "chunk, recomputed",
+    "fresh": "fresh text, computed",
 }
 _STAGES = ("align", "load", "probe", "select", "fuse")
-_STYLE = """
-.fkv{font:14px/1.45 system-ui,sans-serif;color:#1d2733;background:#fff;border:1px solid #d5dbe1;border-radius:8px;
-padding:16px;max-width:980px}
-.fkv h4{margin:16px 0 6px;font-size:13px;text-transform:uppercase;letter-spacing:.04em;color:#566270}
-.fkv .big{font-size:18px;margin:0 0 8px}.fkv .bar{display:flex;height:14px;border-radius:4px;overflow:hidden;
-background:#eef1f4}.fkv .bar i{display:block;height:100%}
-.fkv .row{display:grid;grid-template-columns:minmax(120px,1fr) 2fr 150px;gap:10px;align-items:center;margin:3px 0;
-font-size:12.5px}.fkv .row span:first-child{white-space:nowrap;overflow:hidden;text-overflow:ellipsis}
-.fkv .row span:last-child{text-align:right;font-variant-numeric:tabular-nums}
-.fkv .key{font-size:12.5px;margin:6px 0 0}.fkv .key b{display:inline-block;width:11px;height:11px;border-radius:2px;
-margin:0 5px 0 12px;vertical-align:-1px}.fkv .key b:first-child{margin-left:0}
-.fkv pre{white-space:pre-wrap;overflow-wrap:anywhere;font:12.5px/1.6 ui-monospace,monospace;background:#fafbfc;
-border:1px solid #e4e8ec;border-radius:6px;padding:10px;max-height:420px;overflow:auto;color:#1d2733;margin:0}
-.fkv .warn{background:#fff4e0;border-radius:6px;padding:6px 10px;margin:8px 0 0;font-size:13px}
+_DARK = """--paper:#1b2129;--ink:#dde4eb;--dim:#9aa7b4;--line:#364250;--track:#2b343f;--sheet:#151a20;--alarm:#4a3a1c;
+--prefix:#7d8894;--reused:#3f9e61;--recomputed:#d98a2b;--fresh:#5590de;--stage:#8292e6;--total:#c3cede"""
+_STYLE = f"""
+.fkv{{--paper:#fff;--ink:#1d2733;--dim:#566270;--line:#d5dbe1;--track:#eef1f4;--sheet:#fafbfc;--alarm:#fff4e0;
+--prefix:#9aa3ad;--reused:#3c9d5d;--recomputed:#e0912f;--fresh:#4a86d8;--stage:#6b7fd7;--total:#2f3e57;
+font:14px/1.45 system-ui,sans-serif;color:var(--ink);background:var(--paper);border:1px solid var(--line);
+border-radius:8px;padding:16px;max-width:980px;box-sizing:border-box}}
+@media(prefers-color-scheme:dark){{.fkv{{{_DARK}}}}}
+[data-jp-theme-light=false] .fkv,.vscode-dark .fkv{{{_DARK}}}
+.fkv *{{box-sizing:border-box}}
+.fkv h4{{margin:16px 0 6px;font-size:13px;text-transform:uppercase;letter-spacing:.04em;color:var(--dim)}}
+.fkv .big{{font-size:18px;margin:0 0 8px}}
+.fkv .bar{{display:flex;height:14px;border-radius:4px;overflow:hidden;background:var(--track)}}
+.fkv .bar i{{display:block;height:100%}}
+.fkv .row{{display:grid;grid-template-columns:minmax(0,2fr) minmax(0,3fr) 10em;gap:2px 10px;align-items:center;
+margin:3px 0;font-size:12.5px}}
+.fkv .row span:first-child{{white-space:nowrap;overflow:hidden;text-overflow:ellipsis}}
+.fkv .row span:last-child{{text-align:right;font-variant-numeric:tabular-nums}}
+@media(max-width:560px){{.fkv{{padding:12px}}.fkv .row{{grid-template-columns:minmax(0,1fr) auto;margin:7px 0}}
+.fkv .row .bar{{grid-row:2;grid-column:1/3;height:10px}}}}
+.fkv .key{{display:flex;flex-wrap:wrap;gap:2px 16px;font-size:12.5px;margin:6px 0 0}}
+.fkv .key b{{display:inline-block;width:11px;height:11px;border-radius:2px;margin-right:5px;vertical-align:-1px}}
+.fkv .prefix{{--c:var(--prefix)}}.fkv .reused{{--c:var(--reused)}}.fkv .recomputed{{--c:var(--recomputed)}}
+.fkv .fresh{{--c:var(--fresh)}}.fkv .stage{{--c:var(--stage)}}.fkv .total{{--c:var(--total)}}
+.fkv i,.fkv .key b{{background:var(--c)}}
+.fkv pre{{white-space:pre-wrap;overflow-wrap:anywhere;font:12.5px/1.6 ui-monospace,monospace;background:var(--sheet);
+border:1px solid var(--line);border-radius:6px;padding:10px;max-height:420px;overflow:auto;color:var(--ink);margin:0}}
+.fkv pre span{{background:color-mix(in srgb,var(--c) 27%,transparent)}}
+.fkv .warn{{background:var(--alarm);border-radius:6px;padding:6px 10px;margin:8px 0 0;font-size:13px}}
 """.strip()
 
 
@@ -49,7 +64,8 @@ def report_to_html(report: Mapping[str, Any], trace: PromptTrace | None = None) 
     -------
     str
         One ``<div>`` with its own style: the shares of the prompt's tokens, a bar per chunk, a bar per stage, and
-        the prompt itself with its tokens coloured. All text is escaped.
+        the prompt itself with its tokens coloured, light or dark as the page is. All text is escaped, in ASCII, so that
+        a file of it needs no declared encoding.
     """
     parts = [_summary(report), _shares(report)]
     if trace is not None:
@@ -58,11 +74,12 @@ def report_to_html(report: Mapping[str, Any], trace: PromptTrace | None = None) 
     if trace is not None:
         parts.append(f"<h4>Prompt</h4><pre>{''.join(map(_coloured, trace.runs()))}</pre>")
     parts += [f'<div class="warn">{escape(warning)}</div>' for warning in report["warnings"]]
-    return f'<div class="fkv"><style>{_STYLE}</style>{"".join(parts)}</div>'
+    html = f'<div class="fkv"><style>{_STYLE}</style>{"".join(parts)}</div>'
+    return html.encode("ascii", "xmlcharrefreplace").decode()
 
 
 def _summary(report: Mapping[str, Any]) -> str:
-    share = report["cached_tokens"] / report["prompt_tokens"] if report["prompt_tokens"] else 0.0
+    share = report["reused_tokens"] / max(report["prompt_tokens"], 1)
     loaded = ", ".join(f"{nbytes / 1e6:.1f} MB from {escape(tier)}" for tier, nbytes in report["bytes_loaded"].items())
     missing = len(report["unmatched"])
     details = [
@@ -72,8 +89,8 @@ def _summary(report: Mapping[str, Any]) -> str:
         f"{report['completion_tokens']} tokens answered",
     ]
     return (
-        f'<p class="big"><b>{share:.0%}</b> of {report["prompt_tokens"]:,} prompt tokens came from stored KV; '
-        f"first token after <b>{report['ttft_s']:.3f} s</b></p><div>{'; '.join(details)}</div>"
+        f'<p class="big"><b>{share:.0%}</b> of {report["prompt_tokens"]:,} prompt tokens came from the stored KV of '
+        f"chunks; first token after <b>{report['ttft_s']:.3f} s</b></p><div>{'; '.join(details)}</div>"
     )
 
 
@@ -85,10 +102,8 @@ def _shares(report: Mapping[str, Any]) -> str:
         "fresh": report["fresh_tokens"],
     }
     total = max(report["prompt_tokens"], 1)
-    bar = _bar((_COLOURS[state][0], count / total) for state, count in counts.items())
-    key = "".join(
-        f'<b style="background:{colour}"></b>{label}: {counts[state]:,}' for state, (colour, label) in _COLOURS.items()
-    )
+    bar = _bar((state, count / total) for state, count in counts.items())
+    key = "".join(f'<span><b class="{state}"></b>{label}: {counts[state]:,}</span>' for state, label in _STATES.items())
     return f'<h4>Tokens</h4>{bar}<div class="key">{key}</div>'
 
 
@@ -98,7 +113,7 @@ def _chunks(chunks: list[tuple[str, int, int]]) -> str:
     longest = max(reused + recomputed for _, reused, recomputed in chunks)
     rows = []
     for text, reused, recomputed in chunks:
-        bar = _bar([(_COLOURS["reused"][0], reused / longest), (_COLOURS["recomputed"][0], recomputed / longest)])
+        bar = _bar([("reused", reused / longest), ("recomputed", recomputed / longest)])
         beginning = escape(" ".join(text[:_BEGINNING_CHARS].split()))
         rows.append(_row(beginning, bar, f"{reused} + {recomputed} tokens"))
     return f"<h4>Chunks</h4>{''.join(rows)}"
@@ -109,15 +124,13 @@ def _stages(report: Mapping[str, Any]) -> str:
     if not seconds:
         return ""
     longest = max(*seconds.values(), report["ttft_s"], 1e-9)
-    rows = [_row(stage, _bar([("#6b7fd7", s / longest)]), f"{s * 1000:.1f} ms") for stage, s in seconds.items()]
-    rows.append(
-        _row("first token", _bar([("#2f3e57", report["ttft_s"] / longest)]), f"{report['ttft_s'] * 1000:.1f} ms")
-    )
+    rows = [_row(stage, _bar([("stage", s / longest)]), f"{s * 1000:.1f} ms") for stage, s in seconds.items()]
+    rows.append(_row("first token", _bar([("total", report["ttft_s"] / longest)]), f"{report['ttft_s'] * 1000:.1f} ms"))
     return f"<h4>Time</h4>{''.join(rows)}"
 
 
 def _bar(shares: Iterable[tuple[str, float]]) -> str:
-    cells = "".join(f'<i style="width:{share:.3%};background:{colour}"></i>' for colour, share in shares if share > 0)
+    cells = "".join(f'<i class="{kind}" style="width:{share:.3%}"></i>' for kind, share in shares if share > 0)
     return f'<div class="bar">{cells}</div>'
 
 
@@ -126,6 +139,5 @@ def _row(label: str, bar: str, figure: str) -> str:
 
 
 def _coloured(run: Run) -> str:
-    colour = _COLOURS[run.state][0]
     where = run.state if run.chunk is None else f"{run.state}, chunk {run.chunk + 1}"
-    return f'<span style="background:{colour}44" title="{where}">{escape(run.text)}</span>'
+    return f'<span class="{run.state}" title="{where}">{escape(run.text)}</span>'

@@ -10,7 +10,7 @@ from .model import PER_CALL_OPTIONS, FusedKVModel
 from .runtime import Runtime
 from .sharing import EngineLease, lease_engine
 from .structured import json_constraint
-from .threads import in_thread, iterate_in_threads
+from .threads import collect_in_thread, in_thread, iterate_in_threads
 
 __all__ = [
     "PER_CALL_OPTIONS",
@@ -19,6 +19,7 @@ __all__ = [
     "RetrievalCheck",
     "RetrievalLog",
     "Runtime",
+    "collect_in_thread",
     "in_thread",
     "iterate_in_threads",
     "json_constraint",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+import threading
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import closing
 from typing import Any, TypeVar
 
-__all__ = ["in_thread", "iterate_in_threads"]
+__all__ = ["collect_in_thread", "in_thread", "iterate_in_threads"]
 
 _T = TypeVar("_T")
 _END = object()
@@ -17,7 +19,31 @@ async def in_thread(function: Callable[..., _T], *args: Any, **kwargs: Any) -> _
     return await asyncio.to_thread(function, *args, **kwargs)
 
 
-async def iterate_in_threads(pieces: Iterator[_T]) -> AsyncIterator[_T]:
+async def collect_in_thread(pieces: Generator[_T]) -> list[_T]:
+    """Take all items of a blocking generator in one worker thread.
+
+    When the caller's task is cancelled, the generator is closed before its next item, so that an answer nobody waits
+    for any more does not go on taking time.
+    """
+    abandoned = threading.Event()
+
+    def collect() -> list[_T]:
+        with closing(pieces):
+            items = []
+            for item in pieces:
+                items.append(item)
+                if abandoned.is_set():
+                    break
+            return items
+
+    try:
+        return await asyncio.to_thread(collect)
+    except asyncio.CancelledError:
+        abandoned.set()
+        raise
+
+
+async def iterate_in_threads(pieces: Generator[_T]) -> AsyncGenerator[_T]:
     """Take each item of a blocking generator in a worker thread.
 
     The generator is closed when the consumer stops early, also when its task is cancelled in the middle of a step.
@@ -27,19 +53,25 @@ async def iterate_in_threads(pieces: Iterator[_T]) -> AsyncIterator[_T]:
     object
         The generator's items.
     """
-    step: asyncio.Future[Any] | None = None
+    turn = threading.Lock()  # held by the thread that is inside the generator
+
+    def step() -> Any:
+        with turn:
+            return next(pieces, _END)
+
+    def close() -> None:
+        with turn:
+            pieces.close()
+
     try:
         while True:
-            step = asyncio.ensure_future(asyncio.to_thread(next, pieces, _END))
-            item = await asyncio.shield(step)
+            item = await asyncio.shield(asyncio.ensure_future(asyncio.to_thread(step)))
             if item is _END:
                 return
             yield item
     finally:
-        close = getattr(pieces, "close", None)
-        if close is not None:
-            if step is None or step.done():
-                close()
-            else:
-                # A generator cannot be closed while a thread is inside it.
-                step.add_done_callback(lambda done: (done.exception(), close()) if not done.cancelled() else None)
+        # A thread waits for a step that still runs: the event loop must not, and may end before it.
+        if turn.locked():
+            threading.Thread(target=close).start()
+        else:
+            close()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fused_kv_kernels import RowPlan, rerotate_keys, rotation_tables, row_attention
+from fused_kv_kernels import ChunkStack, RowPlan, rerotate_keys, rotation_tables, row_attention
 from fused_kv_llm.chunk import ChunkKV
 from fused_kv_llm.model.cache import BatchCache
 from fused_kv_llm.model.forward import PrefixKV, StopForwardError, forward_kv
@@ -44,46 +44,49 @@ class PackedChunk:
 
 
 class _PackedPass:
-    """Attention of a packed forward."""
+    """Attention of a packed forward: in one buffer, for each chunk in turn, the header, its context and itself."""
 
-    def __init__(self, chunks: Sequence[PackedChunk], prefix: PrefixKV, geometry: Geometry) -> None:
+    def __init__(self, chunks: Sequence[PackedChunk], prefix: PrefixKV, geometry: Geometry, dtype: torch.dtype) -> None:
+        device, before = prefix.keys.device, len(prefix.token_ids)
         self.prefix = prefix
         self.last_layer = geometry.num_layers - 1
         self.spans: list[slice] = []
+        self.seen: list[slice] = []
         self.plans: list[RowPlan] = []
-        self.pieces = [kv for chunk in chunks for kv in chunk.context]
-        self.context_spans: list[slice] = []
-        before, begin, end = len(prefix.token_ids), 0, 0
-        deltas: list[Tensor] = []
+        starts: list[int] = []
+        deltas: list[int] = []
+        row = at = 0
         for chunk in chunks:
-            tokens, at = len(chunk.token_ids), before
+            begin, tokens = at, len(chunk.token_ids)
+            at += before
             for kv in chunk.context:
-                deltas.append(torch.full((len(kv.token_ids),), at - kv.position))
+                starts.append(at)
+                deltas.append(at - begin - kv.position)
                 at += len(kv.token_ids)
-            self.spans.append(slice(begin, begin + tokens))
-            self.plans.append(RowPlan(torch.arange(at, at + tokens, device=prefix.keys.device), at + tokens))
-            self.context_spans.append(slice(end, end + at - before))
-            begin, end = begin + tokens, end + at - before
-        positions = torch.cat([plan.q_positions for plan in self.plans])
-        self.positions = positions
-        tables = rotation_tables(torch.cat([torch.empty(0, dtype=torch.int64), *deltas]), geometry.inv_freq)
-        self.cos, self.sin = (table.to(prefix.keys.device) for table in tables)
+            self.spans.append(slice(row, row + tokens))
+            row, at = row + tokens, at + tokens
+            self.seen.append(slice(begin, at))
+            self.plans.append(RowPlan(torch.arange(at - tokens - begin, at - begin, device=device), at - begin))
+        self.positions = torch.cat([plan.q_positions for plan in self.plans])
+        pieces = [(kv.keys, kv.values) for chunk in chunks for kv in chunk.context]
+        tables = rotation_tables(torch.tensor(deltas, dtype=torch.int64), geometry.inv_freq)
+        self.stack = ChunkStack(pieces, starts, *(table.to(device) for table in tables))
+        self.keys, self.values = torch.empty(
+            2, geometry.num_kv_heads, at, geometry.head_dim, dtype=dtype, device=device
+        )
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Return the attention output ``[1, Hq, R, D]``, or end the forward at the last layer."""
         if layer_idx == self.last_layer:
             raise StopForwardError
-        before_k, before_v = self.prefix.keys[layer_idx], self.prefix.values[layer_idx]
-        moved, values = before_k[:, :0], before_v[:, :0]
-        if self.pieces:
-            keys = torch.cat([kv.keys[layer_idx] for kv in self.pieces], dim=1).to(before_k.device)
-            moved = rerotate_keys(keys, self.cos, self.sin).to(before_k.dtype)
-            values = torch.cat([kv.values[layer_idx] for kv in self.pieces], dim=1).to(before_v.device)
+        self.stack.place(layer_idx, self.keys, self.values)
         out = torch.empty_like(q)
-        for span, context, plan in zip(self.spans, self.context_spans, self.plans, strict=True):
-            chunk_k = torch.cat((before_k, moved[:, context], k[0, :, span]), dim=1)
-            chunk_v = torch.cat((before_v, values[:, context], v[0, :, span]), dim=1)
-            out[:, :, span] = row_attention(q[:, :, span], chunk_k[None], chunk_v[None], plan, scale)
+        for span, seen, plan in zip(self.spans, self.seen, self.plans, strict=True):
+            for whole, before, own in ((self.keys, self.prefix.keys, k), (self.values, self.prefix.values, v)):
+                whole[:, seen.start : seen.start + before.shape[2]] = before[layer_idx]
+                whole[:, seen.stop - plan.num_rows : seen.stop] = own[0, :, span]
+            keys, values = self.keys[None, :, seen], self.values[None, :, seen]
+            out[:, :, span] = row_attention(q[:, :, span], keys, values, plan, scale)
         return out
 
 
@@ -106,7 +109,7 @@ def prefill_packed(loaded: LoadedModel, chunks: Sequence[PackedChunk], prefix: P
         One for each chunk, at position ``P``, in the model's dtype on its device.
     """
     geometry = loaded.geometry
-    state = _PackedPass(chunks, prefix, geometry)
+    state = _PackedPass(chunks, prefix, geometry, loaded.dtype)
     ids = torch.tensor([[i for chunk in chunks for i in chunk.token_ids]], device=loaded.device)
     cache = BatchCache(prefix.keys[:, :, :0], prefix.values[:, :, :0])
     with torch.inference_mode():

@@ -7,7 +7,8 @@ from fused_kv_llm.store.check import CheckReport, Finding, rebuild_index
 from fused_kv_llm.store.index import ChunkRow, ContentRows, IdentityTotals
 from fused_kv_llm.store.policies import DEFAULT_POLICY, POLICIES
 from fused_kv_llm.store.quantize import STORAGE_DTYPES
-from fused_kv_llm.store.store import KVStore, StoreStats
+from fused_kv_llm.store.stats import StoreStats
+from fused_kv_llm.store.store import KVStore
 from fused_kv_llm.store.stored_kv import StoredKV
 from fused_kv_llm.store.uses import StoreCounters
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +19,7 @@ from fused_kv_llm.store.check import CheckReport, Progress, check_store
 from fused_kv_llm.store.cipher import Cipher, find_key
 from fused_kv_llm.store.damage import DamageControl, warn
 from fused_kv_llm.store.file_format import encode_chunk
-from fused_kv_llm.store.index import ChunkIndex, ChunkRow, ContentRows, IdentityTotals
+from fused_kv_llm.store.index import ChunkIndex, ChunkRow, ContentRows
 from fused_kv_llm.store.layout import StoreFolder, check_key
 from fused_kv_llm.store.loader import ChunkLoader
 from fused_kv_llm.store.memory import MemoryTier, ResidentChunk
@@ -32,56 +31,17 @@ from fused_kv_llm.store.reader import ChunkReader
 from fused_kv_llm.store.remote import RemoteTier, open_remote
 from fused_kv_llm.store.side_memory import SideMemory
 from fused_kv_llm.store.sides import SideFiles
+from fused_kv_llm.store.stats import StoreStats
 from fused_kv_llm.store.stored_kv import StoredKV
 from fused_kv_llm.store.uses import StoreCounters, UseLog
 from fused_kv_llm.store.writer import ChunkWriter
 
-__all__ = ["KVStore", "StoreStats"]
+__all__ = ["KVStore"]
 
 _GIB = 1 << 30
 _HOTTEST = 10
 # Side files get this part of the memory budget on top of it: an eight-bit shift is half as large as its chunk's KV.
 _SIDE_SHARE = 2
-
-
-@dataclass(frozen=True, slots=True)
-class StoreStats:
-    """What a store holds.
-
-    Parameters
-    ----------
-    chunks, tokens : int
-        Chunks in the index, and their tokens.
-    bytes_on_disk : int
-        Size of the chunks' files, on the disk or the remote tier.
-    memory_chunks, memory_bytes : int
-        Chunks in this process's memory tier and the bytes of their keys and values.
-    by_identity : dict of str to int
-        Chunks by identity digest.
-    tiers : dict of str to tuple of int
-        Chunks and bytes by tier, disk and remote; side files included, a chunk can be in both.
-    disk_bytes : int or None
-        The disk budget.
-    hottest : list of tuple of str and int
-        The most used chunks and their uses, ingestion included.
-    identities : list of IdentityTotals
-        Chunks, tokens and bytes by identity and tier.
-    lifetime : StoreCounters
-        What all processes have done with the store since its index was made; of one that is still open, what it
-        has told the index (every ten seconds when it reads).
-    """
-
-    chunks: int
-    tokens: int
-    bytes_on_disk: int
-    memory_chunks: int
-    memory_bytes: int
-    by_identity: dict[str, int] = field(default_factory=dict)
-    tiers: dict[str, tuple[int, int]] = field(default_factory=dict)
-    disk_bytes: int | None = None
-    hottest: list[tuple[str, int]] = field(default_factory=list)
-    identities: list[IdentityTotals] = field(default_factory=list)
-    lifetime: StoreCounters = field(default_factory=StoreCounters)
 
 
 class KVStore:

@@ -1,0 +1,111 @@
+"""Constrained decoding: whatever a model prefers to write, the answer is valid and complete."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fused_kv_llm import FusedKVEngine
+from fused_kv_llm.adapter import json_constraint
+from fused_kv_llm.errors import ConfigError
+from fused_kv_llm.online import end_token_ids
+
+TREE = {
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {"label": {"type": "string"}, "kids": {"type": "array", "items": {"$ref": "#/$defs/node"}}},
+            "required": ["label", "kids"],
+        }
+    },
+    "$ref": "#/$defs/node",
+}
+
+
+def objects(values: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    def schema(properties: dict[str, Any], optional: set[str]) -> dict[str, Any]:
+        required = [name for name in properties if name not in optional]
+        return {"type": "object", "properties": properties, "required": required}
+
+    names = st.sampled_from(["name", "x", "passengers", "Länge"])
+    return st.builds(schema, st.dictionaries(names, values, min_size=1, max_size=3), st.sets(names))
+
+
+PLAIN = st.sampled_from(
+    [
+        {"type": "string"},
+        {"type": "integer"},
+        {"type": "number"},
+        {"type": "boolean"},
+        {"enum": ["red", "green"]},
+        {"type": "string", "minLength": 3, "maxLength": 9},
+        {"type": "string", "pattern": r"^\d{4}-\d{2}$"},
+        {"anyOf": [{"type": "number"}, {"type": "null"}]},
+    ]
+)
+SCHEMAS = objects(
+    st.recursive(
+        PLAIN,
+        lambda inner: st.builds(lambda items: {"type": "array", "items": items}, inner) | objects(inner),
+        max_leaves=4,
+    )
+)
+
+
+class RandomModel:
+    """Writes tokens of random liking under a constraint."""
+
+    def __init__(self, engine: FusedKVEngine, seed: int) -> None:
+        self.engine = engine
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def write(self, schema: Any, max_tokens: int) -> tuple[str, list[int], bool]:
+        constraint = json_constraint(self.engine, schema, max_tokens=max_tokens)
+        ids: list[int] = []
+        for _ in range(max_tokens):
+            logits = 3 * torch.randn(self.engine.model.config.vocab_size, generator=self.generator)
+            token = int(constraint(ids, logits).argmax())
+            if token in end_token_ids(self.engine.loaded):
+                break
+            ids.append(token)
+        return self.engine.tokenizer.decode(ids), ids, constraint.shortened
+
+
+@settings(max_examples=25, deadline=None)
+@given(SCHEMAS | st.just(TREE), st.integers(0, 24), st.integers(0, 2**31))
+def test_answers_are_valid_and_complete(engine: FusedKVEngine, schema: Any, spare: int, seed: int) -> None:
+    constraint = json_constraint(engine, schema, max_tokens=1)
+    needed = constraint._tokens_to_end(constraint._matcher, engine.model.config.vocab_size)
+    text, ids, _ = RandomModel(engine, seed).write(schema, needed + spare)
+    jsonschema.validate(json.loads(text), schema)
+    assert len(ids) <= needed + spare
+
+
+def test_the_room_is_used_and_what_was_left_out_is_told(engine: FusedKVEngine) -> None:
+    schema = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+    text, ids, shortened = RandomModel(engine, 1).write(schema, 64)
+    assert len(json.loads(text)["text"]) > 100
+    assert (len(ids), shortened) == (64, True)
+    assert RandomModel(engine, 1).write({"enum": ["Mizar", "Vega"]}, 64)[2] is False
+
+
+def test_any_object(engine: FusedKVEngine) -> None:
+    for max_tokens in (2, 3, 20):
+        assert isinstance(json.loads(RandomModel(engine, 3).write(None, max_tokens)[0]), dict)
+
+
+def test_objects_are_written_as_models_have_read_them(engine: FusedKVEngine) -> None:
+    schema = {"type": "object", "properties": {"a": {"const": 1}, "b": {"const": [2, 3]}}, "required": ["a", "b"]}
+    assert RandomModel(engine, 0).write(schema, 40)[0] == json.dumps({"a": 1, "b": [2, 3]})
+
+
+@pytest.mark.parametrize("schema", [{"type": "colour"}, {"type": "object", "minProperties": -1}])
+def test_a_schema_that_is_none_is_refused(engine: FusedKVEngine, schema: Any) -> None:
+    with pytest.raises(ConfigError, match="schema cannot be used"):
+        json_constraint(engine, schema, max_tokens=8)
