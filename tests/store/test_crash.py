@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-KILLS = 1000 if os.environ.get("FUSED_KV_STRESS") == "1" else 60
+KILLS = 1000 if os.environ.get("FUSED_KV_STRESS") == "1" else 200
 
 
 def test_kills_at_any_moment(tmp_path):
