@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from models import ARCHITECTURES, smollm2_tokenizer, tiny_model
 
 from fused_kv_kernels import why_not_native
 from fused_kv_llm import FusedKVEngine
+from fused_kv_llm.errors import ConfigError
 from fused_kv_llm.model import load_model
 from fused_kv_llm.model.cpu_layers import attach_cpu_layers
-from fused_kv_llm.model.last_row import attach_last_row, last_row_only
+from fused_kv_llm.model.fused_forward import fused_forward
+from fused_kv_llm.model.last_row import attach_last_row
 
 IDS = torch.arange(3, 43)[None]
 
@@ -24,22 +27,56 @@ def modules_with_own_forward(model: Any) -> list[str]:
     return [type(module).__name__ for module in model.modules() if "forward" in vars(module)]
 
 
-@pytest.mark.skipif(why_not_native() is not None, reason=f"no native operators: {why_not_native()}")
+needs_native = pytest.mark.skipif(why_not_native() is not None, reason=f"no native operators: {why_not_native()}")
+
+
+@needs_native
 @pytest.mark.parametrize("architecture", list(ARCHITECTURES))
-def test_all_norms_attentions_and_mlps_go_the_fast_way(architecture: str) -> None:
+def test_all_norms_attentions_and_mlps_have_a_fast_way(architecture: str) -> None:
     model = tiny_model(architecture).bfloat16()
-    plain = copy.deepcopy(model)
+    attach_cpu_layers(model)
     attach_cpu_layers(model)
     fast = modules_with_own_forward(model)
-    layers = model.config.num_hidden_layers
     norms = [type(module).__name__ for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
-    assert len(fast) == len(norms) + 2 * layers
+    assert len(fast) == len(norms) + 2 * model.config.num_hidden_layers
+    in_float32 = tiny_model(architecture)
+    attach_cpu_layers(in_float32)
+    assert modules_with_own_forward(in_float32) == []
+
+
+@needs_native
+def test_what_somebody_else_replaced_stays() -> None:
+    model = tiny_model().bfloat16()
+    calls: list[int] = []
+    norm = model.get_decoder().norm
+    own = norm.forward
+
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return own(x)
+
+    norm.forward = counted
+    load_model(model, tokenizer=smollm2_tokenizer())
     with torch.inference_mode():
-        got, want = model(IDS).logits, plain(IDS).logits
-    torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
-    assert torch.equal(copy.deepcopy(model)(IDS).logits, plain(IDS).logits), (
-        "with gradients, transformers' own code runs"
-    )
+        model(IDS)
+    assert calls == [1]
+
+
+@needs_native
+def test_a_loaded_model_can_be_pickled_copied_and_compiled() -> None:
+    model = tiny_model().bfloat16()
+    load_model(model, tokenizer=smollm2_tokenizer())
+    with torch.inference_mode():
+        want = model(IDS).logits
+        for other in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+            assert torch.equal(other(IDS).logits, want)
+            assert other.get_decoder().norm.forward.module is other.get_decoder().norm
+        mlp = model.get_decoder().layers[0].mlp
+        x, y = torch.randn(2, 1, 5, 48).bfloat16()
+        traced = torch.jit.trace(mlp, x)
+        assert torch.equal(traced(y), mlp(y))
+        compiled = torch.compile(mlp, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(y), mlp(y))
 
 
 @pytest.mark.parametrize("architecture", list(ARCHITECTURES))
@@ -67,7 +104,7 @@ def test_the_last_row_alone_gives_the_same_logits(architecture: str) -> None:
     attach_last_row(model)
     with torch.inference_mode():
         want = model(IDS, logits_to_keep=1).logits
-        with last_row_only(True):
+        with fused_forward(last_row_only=True):
             got = model(IDS, logits_to_keep=1).logits
         after = model(IDS).logits
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
@@ -79,8 +116,26 @@ def test_the_last_row_alone_gives_the_same_logits(architecture: str) -> None:
 def test_a_users_model_keeps_its_own_results() -> None:
     model = tiny_model().bfloat16()
     before = model.generate(IDS, max_new_tokens=8, do_sample=False)
+    logits = copy.deepcopy(model)(IDS).logits
     load_model(model, tokenizer=smollm2_tokenizer())
+    assert torch.equal(model(IDS).logits, logits)
     assert torch.equal(model.generate(IDS, max_new_tokens=8, do_sample=False), before)
     loss = model(IDS, labels=IDS).loss
     loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_models_that_cannot_be_used_are_told() -> None:
+    with pytest.raises(ConfigError, match="float64"):
+        load_model(tiny_model().double(), tokenizer=smollm2_tokenizer())
+    with pytest.raises(ConfigError, match="meta device"):
+        load_model(tiny_model().to("meta"), tokenizer=smollm2_tokenizer())
+
+
+def test_another_attention_after_loading_is_told(tmp_path: Path) -> None:
+    model = tiny_model()
+    options = {"kv_dir": tmp_path, "preprocessing": "none", "store_misses": False}
+    with FusedKVEngine(model, tokenizer=smollm2_tokenizer(), **options) as engine:
+        model.set_attn_implementation("sdpa")
+        with pytest.raises(ConfigError, match="set to 'sdpa' after it was loaded"):
+            engine.generate("Hello", max_tokens=1)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
 import torch
 
-from fused_kv_llm.errors import ChunkDamagedError, ConfigError, FusedKVWarning
+from fused_kv_llm.errors import ChunkDamagedError, ConfigError, FusedKVWarning, StoreUnavailableError
 from fused_kv_llm.store import KVStore
+from fused_kv_llm.store.layout import StoreFolder
 
 NAME, KEY = "rows", "0123456789abcdef" * 4
 
@@ -89,3 +91,38 @@ def test_tensors_with_different_rows_are_refused(store: KVStore, make_chunk) -> 
         store.sides.put(chunk.key, NAME, {"a": torch.zeros(2, 3), "b": torch.zeros(3, 3)}, by_rows=True)
     with pytest.raises(ConfigError, match="different numbers of rows"):
         store.sides.put(chunk.key, NAME, {"a": torch.tensor(1.0)}, by_rows=True)
+
+
+def test_what_cannot_be_opened_now_stays(store: KVStore, make_chunk, monkeypatch: pytest.MonkeyPatch) -> None:
+    chunk, want = make_chunk(), tensors()
+    chunk.put(store)
+    store.sides.put(chunk.key, NAME, want, by_rows=True)
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(StoreFolder, "open_chunk", refuse)
+        with pytest.warns(FusedKVWarning, match="cannot be read now"):
+            assert store.sides.open(chunk.key, NAME) is None
+    reader = store.sides.open(chunk.key, NAME)
+    assert reader is not None
+    assert torch.equal(reader.read(0, 6)["whole"], want["whole"])
+
+
+def test_a_damaged_file_that_cannot_be_moved_is_a_missing_one(
+    kv_dir: Path, store: KVStore, make_chunk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunk = make_chunk()
+    chunk.put(store)
+    store.sides.put(chunk.key, NAME, tensors(), by_rows=True)
+    (path,) = (path for path in kv_dir.rglob("*") if NAME in path.name)
+    path.write_bytes(path.read_bytes()[:100])
+
+    def refuse(*_: object) -> None:
+        raise StoreUnavailableError("the quarantine refuses")
+
+    monkeypatch.setattr(StoreFolder, "quarantine", refuse)
+    for _ in range(2):
+        with pytest.warns(FusedKVWarning, match="could not be moved away"):
+            assert store.sides.open(chunk.key, NAME) is None

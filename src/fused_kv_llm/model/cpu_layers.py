@@ -1,25 +1,44 @@
 """Norms, attention and MLPs of a decoder on the CPU, through operators that pass over the memory once.
 
-The modules keep their weights and their class. Without gradients, in bfloat16 and where the native operators are
-available, their forward takes another way to the same numbers; that of attention only in a fused pass.
+The modules keep their weights and their class. In a fused pass in bfloat16, where the native operators are available,
+their forward takes another way to the same numbers.
 """
 
 from __future__ import annotations
 
-import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.activations import ACT2FN
 
 from fused_kv_kernels import gated_silu, rms_norm, rotate_rows_, why_not_native
+from fused_kv_llm.model.fused_forward import in_fused_forward
 
-__all__ = ["attach_cpu_layers"]
+__all__ = ["FastForward", "attach_cpu_layers"]
 
-_NORMS = frozenset({"LlamaRMSNorm", "MistralRMSNorm", "Phi3RMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"})
-_ATTENTION = frozenset({"LlamaAttention", "MistralAttention", "Phi3Attention", "Qwen2Attention", "Qwen3Attention"})
-_GATED_MLPS = frozenset({"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP"})
-_PACKED_MLPS = frozenset({"Phi3MLP"})
+_SILU = (torch.nn.SiLU, type(ACT2FN["silu"]))
+
+
+class FastForward:
+    """A module's forward: the fast one in a fused pass, the module's own otherwise.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        Of a class that has a fast forward.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+        module = self.module
+        if in_fused_forward() and not torch.is_grad_enabled():
+            return _FAST[type(module).__name__](module, *args, **kwargs)
+        return type(module).forward(module, *args, **kwargs)
 
 
 def attach_cpu_layers(model: Any) -> None:
@@ -28,54 +47,37 @@ def attach_cpu_layers(model: Any) -> None:
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        Of a verified architecture; modules of other classes stay as they are.
+        Of a verified architecture. Modules of other classes, and those whose forward somebody else has replaced, stay
+        as they are; attaching it again changes nothing.
     """
-    if why_not_native() is not None:
+    if model.dtype != torch.bfloat16 or why_not_native() is not None:
         return
     for module in model.modules():
-        forward = _fast_forward(module)
-        if forward is not None:
-            module.forward = types.MethodType(forward, module)
+        if type(module).__name__ in _FAST and "forward" not in vars(module) and _has_known_gate(module):
+            module.forward = FastForward(module)
 
 
-def _fast_forward(module: Any) -> Any | None:
-    name = type(module).__name__
-    if name in _NORMS:
-        return _norm
-    if name in _ATTENTION:
-        return _attention
-    if not isinstance(getattr(module, "act_fn", getattr(module, "activation_fn", None)), _silu_types()):
-        return None
-    if name in _GATED_MLPS:
-        return _gated_mlp
-    return _packed_mlp if name in _PACKED_MLPS else None
-
-
-def _silu_types() -> tuple[type, ...]:
-    from transformers.activations import ACT2FN
-
-    return torch.nn.SiLU, type(ACT2FN["silu"])
-
-
-def _is_fast(x: Tensor) -> bool:
-    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and not torch.is_grad_enabled()
+def _has_known_gate(module: Any) -> bool:
+    gate = getattr(module, "act_fn", getattr(module, "activation_fn", None))
+    return gate is None or isinstance(gate, _SILU)
 
 
 def _norm(module: Any, hidden_states: Tensor) -> Tensor:
-    if not _is_fast(hidden_states):
-        return _own(module, hidden_states)
     return rms_norm(hidden_states, module.weight, module.variance_epsilon)
 
 
-def _attention(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    fused_pass, cache = kwargs.get("fused_pass"), kwargs.get("past_key_values")
-    if fused_pass is None or cache is None or args or not _is_fast(hidden_states):
-        result: tuple[Tensor, Tensor | None] = type(module).forward(module, hidden_states, *args, **kwargs)
-        return result
+def _attention(
+    module: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    past_key_values: Any,
+    fused_pass: Any,
+    **_: Any,
+) -> tuple[Tensor, None]:
     q, k, v = (part.transpose(1, 2) for part in _projected(module, hidden_states))
-    cos, sin = kwargs["position_embeddings"]
-    k, v = cache.update(rotate_rows_(k, cos, sin), v, module.layer_idx)
-    attended = fused_pass.attend(module.layer_idx, rotate_rows_(q, cos, sin), k, v, float(module.scaling))
+    q, k = (rotate_rows_(part, *position_embeddings) for part in (q, k))
+    k, v = past_key_values.update(k, v, module.layer_idx)
+    attended = fused_pass.attend(module.layer_idx, q, k, v, float(module.scaling))
     return module.o_proj(attended.transpose(1, 2).flatten(2)), None
 
 
@@ -84,8 +86,7 @@ def _projected(module: Any, x: Tensor) -> tuple[Tensor, ...]:
     packed = getattr(module, "qkv_proj", None)
     if packed is not None:
         heads, kv_heads = module.config.num_attention_heads, module.num_key_value_heads
-        parts = packed(x).unflatten(-1, (-1, module.head_dim)).split((heads, kv_heads, kv_heads), dim=2)
-        return tuple(parts)
+        return tuple(packed(x).unflatten(-1, (-1, module.head_dim)).split((heads, kv_heads, kv_heads), dim=2))
     q, k, v = (
         project(x).unflatten(-1, (-1, module.head_dim)) for project in (module.q_proj, module.k_proj, module.v_proj)
     )
@@ -95,20 +96,20 @@ def _projected(module: Any, x: Tensor) -> tuple[Tensor, ...]:
 
 
 def _gated_mlp(module: Any, x: Tensor) -> Tensor:
-    if not _is_fast(x):
-        return _own(module, x)
     down: Tensor = module.down_proj(gated_silu(module.gate_proj(x), module.up_proj(x)))
     return down
 
 
 def _packed_mlp(module: Any, hidden_states: Tensor) -> Tensor:
-    if not _is_fast(hidden_states):
-        return _own(module, hidden_states)
-    gate, up = module.gate_up_proj(hidden_states).chunk(2, dim=-1)
-    down: Tensor = module.down_proj(gated_silu(gate, up))
+    down: Tensor = module.down_proj(gated_silu(*module.gate_up_proj(hidden_states).chunk(2, dim=-1)))
     return down
 
 
-def _own(module: Any, x: Tensor) -> Tensor:
-    result: Tensor = type(module).forward(module, x)
-    return result
+_FAST: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("LlamaRMSNorm", "MistralRMSNorm", "Phi3RMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"), _norm),
+    **dict.fromkeys(
+        ("LlamaAttention", "MistralAttention", "Phi3Attention", "Qwen2Attention", "Qwen3Attention"), _attention
+    ),
+    **dict.fromkeys(("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP"), _gated_mlp),
+    "Phi3MLP": _packed_mlp,
+}

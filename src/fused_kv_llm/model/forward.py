@@ -10,9 +10,10 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from fused_kv_kernels import RowPlan, row_attention
-from fused_kv_llm.model.attention import AttentionPass, no_mask
+from fused_kv_llm.errors import ConfigError
+from fused_kv_llm.model.attention import ATTENTION_NAME, AttentionPass, no_mask
 from fused_kv_llm.model.cache import BatchCache
-from fused_kv_llm.model.last_row import last_row_only
+from fused_kv_llm.model.fused_forward import fused_forward
 from fused_kv_llm.model.loading import LoadedModel
 
 __all__ = [
@@ -73,6 +74,12 @@ class KVPass(RowPass):
 def _inputs(
     loaded: LoadedModel, ids: Tensor, positions: Tensor, cache: Cache, state: AttentionPass
 ) -> dict[str, object]:
+    chosen = loaded.model.config._attn_implementation
+    if chosen != ATTENTION_NAME:
+        raise ConfigError(
+            f"The attention of {loaded.model_id!r} was set to {chosen!r} after it was loaded: fused passes need "
+            f"{ATTENTION_NAME!r}. Set it back with model.set_attn_implementation({ATTENTION_NAME!r})."
+        )
     return {
         "input_ids": ids,
         "position_ids": positions[None].expand(ids.shape[0], -1),
@@ -98,7 +105,7 @@ def forward_kv(loaded: LoadedModel, ids: Tensor, positions: Tensor, cache: Cache
     state : AttentionPass
         Raises :class:`StopForwardError` when it has what it needs.
     """
-    with contextlib.suppress(StopForwardError):
+    with fused_forward(), contextlib.suppress(StopForwardError):
         loaded.model.get_decoder()(**_inputs(loaded, ids, positions, cache, state))
 
 
@@ -112,7 +119,7 @@ def forward_rows(
     Tensor
         float32 ``[keep, vocabulary]``; `keep` 0 means all rows.
     """
-    with last_row_only(keep == 1):
+    with fused_forward(last_row_only=keep == 1):
         output = loaded.model(**_inputs(loaded, ids, positions, cache, state), logits_to_keep=keep)
     logits: Tensor = output.logits
     return logits[0].float()

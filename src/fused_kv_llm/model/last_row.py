@@ -7,20 +7,17 @@ rows; what the others become, nobody looks at.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["attach_last_row", "last_row_only"]
+from fused_kv_llm.model.fused_forward import wants_last_row_only
 
-_pass = threading.local()
+__all__ = ["attach_last_row"]
 
 
 def attach_last_row(model: Any) -> None:
-    """Let a model's last layer listen to :func:`last_row_only`.
+    """Let a model's last layer compute its end for the last row only where a fused pass wants no more.
 
     Parameters
     ----------
@@ -33,17 +30,5 @@ def attach_last_row(model: Any) -> None:
             module.register_forward_pre_hook(_last_row)
 
 
-@contextmanager
-def last_row_only(wanted: bool) -> Iterator[None]:
-    """Within, this thread's passes compute the end of the last layer for the last row only, if `wanted`."""
-    before, _pass.wanted = getattr(_pass, "wanted", False), wanted
-    try:
-        yield
-    finally:
-        _pass.wanted = before
-
-
 def _last_row(module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-    if not getattr(_pass, "wanted", False):
-        return None
-    return (inputs[0][:, -1:], *inputs[1:])
+    return (inputs[0][:, -1:], *inputs[1:]) if wants_last_row_only() else None

@@ -154,6 +154,7 @@ def load_model(
     else:
         network, folder, model_id = model, None, type(model).__name__
         chosen_device, chosen_dtype = network.device, network.dtype
+        _check_in_memory(network, model_id)
         choice = f"{str(chosen_dtype).removeprefix('torch.')} on {chosen_device}, as the given model has it"
         if tokenizer is None:
             raise ConfigError("A model given as an object needs its tokenizer: pass tokenizer=... as well.")
@@ -181,6 +182,18 @@ def load_model(
         device=chosen_device,
         choice=choice,
     )
+
+
+def _check_in_memory(network: Any, model_id: str) -> None:
+    if network.dtype not in _DTYPES.values():
+        raise ConfigError(
+            f"The model {model_id!r} is of dtype {network.dtype}: convert it with model.to(...) to one of "
+            f"{', '.join(_DTYPES)}."
+        )
+    if any(parameter.device.type == "meta" for parameter in network.parameters()):
+        raise ConfigError(
+            f"The model {model_id!r} has weights on the meta device, or offloaded: load it whole, on one device."
+        )
 
 
 def _locate(model: str) -> tuple[Path | None, str]:

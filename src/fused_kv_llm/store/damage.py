@@ -76,9 +76,12 @@ class DamageControl:
     def discard_side(self, key: str, name: str, reason: str) -> None:
         """Take a chunk's side file out of the store and warn."""
         if not self._read_only:
-            with self._index.transaction():
-                self._index.ledger.drop_side(key, name)
-                self._folder.quarantine(key, name)
+            try:
+                with self._index.transaction():
+                    self._index.ledger.drop_side(key, name)
+                    self._folder.quarantine(key, name)
+            except StoreError as error:
+                reason = f"{reason}; it could not be moved away ({error})"
         warn(f"The side file {name!r} of chunk {key} cannot be used: {reason}.")
 
     def _quarantine(self, key: str) -> str | None:

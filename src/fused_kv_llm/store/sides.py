@@ -6,6 +6,7 @@ needed for every chunk of a request while most of their KV is still on its way.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -17,7 +18,7 @@ import torch
 from fused_kv_llm.chunk import FORMAT_VERSION
 from fused_kv_llm.errors import ChunkDamagedError, ConfigError, StoreUnavailableError
 from fused_kv_llm.store.cipher import Cipher
-from fused_kv_llm.store.damage import DamageControl
+from fused_kv_llm.store.damage import DamageControl, warn
 from fused_kv_llm.store.index import ChunkIndex
 from fused_kv_llm.store.layout import StoreFolder, check_name
 from fused_kv_llm.store.pieces import read_pieces
@@ -130,7 +131,10 @@ class SideFiles:
         except ChunkDamagedError as error:
             self._damage.discard_side(key, name, error.reason)
         except OSError as error:
-            self._damage.discard_side(key, name, f"it cannot be read ({error})")
+            if error.errno in (errno.ELOOP, errno.ENXIO):
+                self._damage.discard_side(key, name, "it is not a regular file")
+            else:
+                warn(f"The side file {name!r} of chunk {key} cannot be read now ({error}). It is done without.")
         return None
 
     def open(self, key: str, name: str) -> SideReader | None:
