@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .dispatch import UnsupportedOperandsError, triton_op, use_triton
-from .native import chunk_table, native_place_chunks, supports
+from .native import chunk_table, native_place_chunks, supports_rows
 from .rotate import rotate_in_torch
 
 __all__ = ["ChunkStack", "place_chunks"]
@@ -64,7 +64,7 @@ def place_chunks(
         place_chunks([(keys, values) for keys, values in whole], *operands[1:], interleaved=interleaved)
         return
     tensors = [tensor for pair in chunks for tensor in pair]
-    if not interleaved and _native_takes(*tensors, layer_keys, layer_values):
+    if not interleaved and supports_rows(*tensors, layer_keys, layer_values):
         cos, sin = (part.float().contiguous() for part in (cos, sin))
         table = chunk_table([(keys[None], values[None]) for keys, values in chunks], starts)
         native_place_chunks(table, len(chunks), 0, cos, sin, layer_keys, layer_values)
@@ -94,13 +94,13 @@ class ChunkStack:
         self.cos, self.sin = (table.float().contiguous() for table in (cos, sin))
         self._fits: tuple[int, torch.Size] | None = None
         tensors = [part[0] for pair in chunks for part in pair]
-        self._table = chunk_table(self.chunks, starts) if chunks and _native_takes(*tensors) else None
+        self._table = chunk_table(self.chunks, starts) if chunks and supports_rows(*tensors) else None
 
     def place(self, layer: int, layer_keys: Tensor, layer_values: Tensor) -> None:
         """Write layer `layer` of the stack into a layer of a cache, ``[Hkv, N, D]`` each."""
         there = (layer_keys, layer_values)
         on_triton = use_triton("chunk placement", layer_keys=layer_keys, layer_values=layer_values)
-        if self._table is not None and not on_triton and _native_takes(*there):
+        if self._table is not None and not on_triton and supports_rows(*there):
             count = len(self.chunks)
             if self._fits is None or not 0 <= layer < self._fits[0] or layer_keys.shape != self._fits[1]:
                 one = [(keys[layer], values[layer]) for keys, values in self.chunks]
@@ -110,10 +110,6 @@ class ChunkStack:
             return
         chunks = [(keys[layer], values[layer]) for keys, values in self.chunks]
         place_chunks(chunks, self.starts, self.cos, self.sin, layer_keys, layer_values)
-
-
-def _native_takes(*tensors: Tensor) -> bool:
-    return all(t.stride(1) == t.shape[2] for t in tensors) and supports(*tensors)
 
 
 def _check(

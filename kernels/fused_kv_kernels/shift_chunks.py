@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .dispatch import triton_op, use_triton
-from .native import native_shift_chunks, shift_table, supports
+from .native import native_shift_chunks, shift_table, supports_rows
 from .rotate import rotate_in_torch
 
 __all__ = ["ChunkShift", "ShiftStack", "shift_chunks"]
@@ -83,7 +83,7 @@ def shift_chunks(
         run = triton_op("shift_chunks", layer_keys.device)
         run(shifts, layer_idx, cos, sin, *layer)
         return
-    if _on_cpu(shifts) and _native_takes(*layer):
+    if _on_cpu(shifts) and supports_rows(*layer):
         native_shift_chunks(shift_table(shifts), layer_idx, _weights(shifts), cos, sin, *layer)
         return
     for number, shift in enumerate(shifts):
@@ -118,7 +118,7 @@ class ShiftStack:
         """Add one layer of the shifts to a layer of a cache, ``[Hkv, N, D]`` each, in place."""
         layer = (layer_keys, layer_values)
         on_triton = use_triton("chunk shift", layer_keys=layer_keys, layer_values=layer_values)
-        if self._table is not None and not on_triton and _native_takes(*layer):
+        if self._table is not None and not on_triton and supports_rows(*layer):
             if self._fits is None or not 0 <= layer_idx < self._fits[0] or layer_keys.shape != self._fits[1]:
                 _check(self.shifts, layer_idx, *layer)
                 self._fits = min(shift.keys[0].shape[0] for shift in self.shifts), layer_keys.shape
@@ -130,10 +130,6 @@ class ShiftStack:
 def _on_cpu(shifts: Sequence[ChunkShift]) -> bool:
     parts = (part for shift in shifts for part in (*shift.keys, *shift.values))
     return all(part.is_contiguous() and part.device.type == "cpu" for part in parts)
-
-
-def _native_takes(*layer: Tensor) -> bool:
-    return all(part.stride(1) == part.shape[2] for part in layer) and supports(*layer)
 
 
 def _weights(shifts: Sequence[ChunkShift]) -> Tensor:

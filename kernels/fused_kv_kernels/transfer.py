@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .dispatch import triton_op, use_triton
-from .native import native_transfer, supports
+from .native import native_transfer, supports, supports_rows
 from .rotate import rotate_in_torch
 
 __all__ = ["TransferPlan", "transfer_deviation"]
@@ -79,8 +79,7 @@ def transfer_deviation(
         triton_op("transfer_deviation", layer_keys.device)(plan, *operands.values())
         return
     _check(plan, fresh_keys, fresh_values, layer_keys, layer_values)
-    dense = all(t.stride(1) == t.shape[2] for t in stored)
-    if dense and supports(fresh_keys, fresh_values, *stored):
+    if supports(fresh_keys, fresh_values) and supports_rows(*stored):
         native_transfer(plan, fresh_keys, fresh_values, layer_keys, layer_values)
         return
     counts = plan.bounds.diff()

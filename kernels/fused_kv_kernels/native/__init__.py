@@ -15,6 +15,7 @@ from .operators import (
     row_attention_scratch,
     shift_table,
     supports,
+    supports_rows,
 )
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "row_attention_scratch",
     "shift_table",
     "supports",
+    "supports_rows",
     "takes_rows",
     "why_not_native",
 ]

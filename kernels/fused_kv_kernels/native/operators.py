@@ -26,6 +26,7 @@ __all__ = [
     "row_attention_scratch",
     "shift_table",
     "supports",
+    "supports_rows",
 ]
 
 Table = ctypes.Array[ctypes.c_int64]
@@ -41,6 +42,11 @@ def supports(*tensors: Tensor) -> bool:
         and all(t.stride(-1) == 1 and t.shape[-1] % 2 == 0 and t.shape[-1] <= _LARGEST_DIM for t in tensors)
         and native_library() is not None
     )
+
+
+def supports_rows(*tensors: Tensor) -> bool:
+    """Return whether the native operators take ``[H, N, D]`` whose rows also lie one after another."""
+    return all(t.stride(1) == t.shape[2] for t in tensors) and supports(*tensors)
 
 
 def _layer(layer_keys: Tensor, layer_values: Tensor, cos: Tensor) -> tuple[int, ...]:

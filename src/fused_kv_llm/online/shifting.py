@@ -10,7 +10,8 @@ from torch import Tensor
 from fused_kv_kernels import ChunkShift, ShiftStack, rotation_tables
 from fused_kv_llm.context_shift import CONTEXT_SHIFT, place_weight
 from fused_kv_llm.model import FusedCache, Geometry
-from fused_kv_llm.store.sides import SideFiles, SideReader
+from fused_kv_llm.store.side_reader import SideReader
+from fused_kv_llm.store.sides import SideFiles
 
 from .loading import LAYERS_PER_READ, layer_groups
 from .request import Placement

@@ -11,7 +11,45 @@ from fused_kv_llm.errors import ChunkDamagedError
 from fused_kv_llm.store.pieces import read_pieces
 from fused_kv_llm.store.tensor_file import TensorFile, byte_view
 
-__all__ = ["SideReader"]
+__all__ = ["SideReader", "read_rows"]
+
+
+def read_rows(
+    fd: int, header: TensorFile, key: str, name: str, start: int = 0, stop: int | None = None
+) -> dict[str, torch.Tensor]:
+    """Read and verify rows ``start`` to ``stop - 1`` of every tensor of a side file.
+
+    Parameters
+    ----------
+    fd : int
+        The file, open for reading.
+    header : TensorFile
+        Its verified header.
+    key, name : str
+        The chunk's, and the side file's.
+    start, stop : int
+        Rows that are checked one by one; without them all of it is read, however it is checked.
+
+    Raises
+    ------
+    ChunkDamagedError
+        What is read now is damaged.
+    OSError
+        It cannot be read now.
+    """
+    found = {}
+    for part in header.parts:
+        pieces = (start, len(part.digests) if stop is None else stop)
+        shape = part.shape if stop is None else (stop - start, *part.shape[1:])
+        tensor = torch.empty(shape, dtype=part.dtype)
+        try:
+            damaged = read_pieces(fd, part, header.cipher, *pieces, byte_view(tensor))
+        except EOFError as error:
+            raise ChunkDamagedError(key, f"its side file {name!r} was shortened") from error
+        if damaged:
+            raise ChunkDamagedError(key, f"the checksum of {part.name!r} in its side file {name!r} does not match")
+        found[part.name] = tensor
+    return found
 
 
 class SideReader:
@@ -49,18 +87,10 @@ class SideReader:
         if self._file is None:
             raise ChunkDamagedError(self._key, f"its side file {self._name!r} was closed while it was read")
         file, header = self._file
-        found = {}
-        for part in header.parts:
-            tensor = torch.empty((stop - start, *part.shape[1:]), dtype=part.dtype)
-            try:
-                damaged = read_pieces(file.fileno(), part, header.cipher, start, stop, byte_view(tensor))
-            except (OSError, EOFError) as error:
-                raise ChunkDamagedError(self._key, f"its side file {self._name!r} cannot be read ({error})") from error
-            if damaged:
-                reason = f"the checksum of {part.name!r} in its side file {self._name!r} does not match"
-                raise ChunkDamagedError(self._key, reason)
-            found[part.name] = tensor
-        return found
+        try:
+            return read_rows(file.fileno(), header, self._key, self._name, start, stop)
+        except OSError as error:
+            raise ChunkDamagedError(self._key, f"its side file {self._name!r} cannot be read ({error})") from error
 
     def close(self) -> None:
         """Close the file; closing twice is harmless."""

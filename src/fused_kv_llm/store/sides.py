@@ -21,13 +21,12 @@ from fused_kv_llm.store.cipher import Cipher
 from fused_kv_llm.store.damage import DamageControl, warn
 from fused_kv_llm.store.index import ChunkIndex
 from fused_kv_llm.store.layout import StoreFolder, check_name
-from fused_kv_llm.store.pieces import read_pieces
 from fused_kv_llm.store.side_memory import SideMemory
-from fused_kv_llm.store.side_reader import SideReader
-from fused_kv_llm.store.tensor_file import DTYPES, TensorFile, byte_view, encode_tensors, read_tensor_file
+from fused_kv_llm.store.side_reader import SideReader, read_rows
+from fused_kv_llm.store.tensor_file import DTYPES, TensorFile, encode_tensors, read_tensor_file
 from fused_kv_llm.store.writer import ChunkWriter
 
-__all__ = ["SIDE_FORMAT", "SideFiles", "SideReader", "encode_side", "read_side", "read_side_file"]
+__all__ = ["SIDE_FORMAT", "SideFiles", "encode_side", "read_side", "read_side_file"]
 
 SIDE_FORMAT = "fused_kv_llm.side"
 _ATTEMPTS = 5
@@ -220,18 +219,7 @@ def read_side(folder: StoreFolder, key: str, name: str, cipher: Cipher | None) -
 
 def read_side_file(fd: int, key: str, name: str, cipher: Cipher | None) -> dict[str, torch.Tensor]:
     """Read and verify a side file that is open; raises as ``read_side``."""
-    file = _header(fd, key, name, cipher)
-    tensors = {}
-    for part in file.parts:
-        tensor = torch.empty(part.shape, dtype=part.dtype)
-        try:
-            damaged = read_pieces(fd, part, file.cipher, 0, len(part.digests), byte_view(tensor))
-        except EOFError as error:
-            raise ChunkDamagedError(key, f"its side file {name!r} was shortened") from error
-        if damaged:
-            raise ChunkDamagedError(key, f"the checksum of {part.name!r} in its side file {name!r} does not match")
-        tensors[part.name] = tensor
-    return tensors
+    return read_rows(fd, _header(fd, key, name, cipher), key, name)
 
 
 def _header(fd: int, key: str, name: str, cipher: Cipher | None) -> TensorFile:
