@@ -81,3 +81,17 @@ def test_rotation(batch: int, heads: int, rows: int, dims: tuple[int, int], shar
 def test_columns_that_are_not_dense(op: object) -> None:
     x = torch.randn(8, 8).bfloat16()
     torch.testing.assert_close(op(x.t()), op(x.t().contiguous()), atol=0, rtol=2e-2)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 16), (3, 5, 16), (1, 5, 64)], ids=["rows", "batch", "too wide"])
+def test_tables_that_do_not_fit_are_refused(shape: tuple[int, ...]) -> None:
+    table = torch.ones(shape).bfloat16()
+    with pytest.raises(RuntimeError):
+        rotate_rows_(torch.randn(2, 3, 5, 32).bfloat16(), table, table)
+
+
+def test_tables_cut_from_wider_ones() -> None:
+    x, wide = torch.randn(1, 2, 5, 32).bfloat16(), torch.randn(2, 1, 5, 48).bfloat16()
+    cos, sin = wide[..., :16]
+    want = rotate_rows_(x.clone(), cos.contiguous(), sin.contiguous())
+    assert torch.equal(rotate_rows_(x, cos, sin), want)

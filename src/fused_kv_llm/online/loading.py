@@ -125,10 +125,9 @@ class ChunkLoader:
             if not self._side.is_placed(layer_idx):
                 self._side.place(layer_idx, self._place_on_device, again=layer_idx in self._seen)
             self._side.wait(layer_idx)
-        self._seen.add(layer_idx)
-        self.bytes_filled += self._nbytes[layer_idx]
-        if self._side is not None:
+            self._seen.add(layer_idx)
             self._run_ahead(self._side)
+        self.bytes_filled += self._nbytes[layer_idx]
 
     def _run_ahead(self, side: CopyStream) -> None:
         """Queue the copies of the layers that come next, as far as they have been read."""
