@@ -10,6 +10,7 @@ from __future__ import annotations
 from .batched_rows import batched_row_attention
 from .dispatch import UnsupportedOperandsError
 from .elementwise import gated_silu, rms_norm, rotate_rows_
+from .fit_shifts import fit_shifts
 from .kv_deviation import kv_deviation
 from .native import why_not_native
 from .paged_rows import paged_row_attention
@@ -31,6 +32,7 @@ __all__ = [
     "TransferPlan",
     "UnsupportedOperandsError",
     "batched_row_attention",
+    "fit_shifts",
     "gated_silu",
     "kv_deviation",
     "paged_row_attention",

@@ -43,13 +43,18 @@ class ChunkShift:
         """Tokens that are shifted."""
         return int(self.inside.stop - self.inside.start)
 
+    @property
+    def span(self) -> slice:
+        """The positions that are shifted."""
+        return slice(self.start, self.start + self.num_tokens)
+
     def difference(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Return one layer's weighted differences, float32 ``[Hkv, num_tokens, D]``."""
+        """Return one layer's differences, not weighted, float32 ``[Hkv, num_tokens, D]``."""
         (k, k_scale), (v, v_scale) = (
             (whole[layer_idx, :, self.inside], scale[layer_idx, :, self.inside])
             for whole, scale in (self.keys, self.values)
         )
-        return k * (k_scale * self.weight), v * (v_scale * self.weight)
+        return k * k_scale, v * v_scale
 
 
 def shift_chunks(
@@ -74,24 +79,7 @@ def shift_chunks(
     UnsupportedOperandsError
         If no kernel takes the tensors on their device.
     """
-    if not shifts:
-        return
-    _check(shifts, layer_idx, layer_keys, layer_values)
-    layer = (layer_keys, layer_values)
-    cos, sin = (table.float().contiguous() for table in (cos, sin))
-    if use_triton("chunk shift", cos, sin, layer_keys=layer_keys, layer_values=layer_values):
-        run = triton_op("shift_chunks", layer_keys.device)
-        run(shifts, layer_idx, cos, sin, *layer)
-        return
-    if _on_cpu(shifts) and supports_rows(*layer):
-        native_shift_chunks(shift_table(shifts), layer_idx, _weights(shifts), cos, sin, *layer)
-        return
-    for number, shift in enumerate(shifts):
-        span = slice(shift.start, shift.start + shift.num_tokens)
-        keys, values = (part.to(layer_keys.device) for part in shift.difference(layer_idx))
-        turned = rotate_in_torch(keys, cos[number : number + 1], sin[number : number + 1])
-        layer_keys[:, span] += turned.to(layer_keys.dtype)
-        layer_values[:, span] += values.to(layer_values.dtype)
+    ShiftStack(shifts, cos, sin).add(layer_idx, layer_keys, layer_values)
 
 
 class ShiftStack:
@@ -105,35 +93,72 @@ class ShiftStack:
         All of the same layers.
     cos, sin : Tensor
         float32 ``[len(shifts), rotary / 2]``, as :func:`shift_chunks` takes them.
+
+    Attributes
+    ----------
+    weights : Tensor
+        float32 ``[2, len(shifts)]`` on the device of `cos`: of the keys' shifts, and of the values'.
+    edges : Tensor
+        int64 ``[len(shifts), 2]``, there too: the positions ``[start, stop)`` that are shifted.
+    table : Table or None
+        How native operators take the shifts; None where they do not.
     """
 
     def __init__(self, shifts: Sequence[ChunkShift], cos: Tensor, sin: Tensor) -> None:
         self.shifts = list(shifts)
         self.cos, self.sin = (table.float().contiguous() for table in (cos, sin))
+        self.weights = torch.tensor([[shift.weight for shift in shifts]] * 2, device=cos.device).view(2, len(shifts))
+        edges = [[shift.span.start, shift.span.stop] for shift in shifts]
+        self.edges = torch.tensor(edges, dtype=torch.int64, device=cos.device).view(-1, 2)
+        self.table = shift_table(self.shifts) if shifts and _on_cpu(shifts) else None
         self._fits: tuple[int, torch.Size] | None = None
-        self._table = shift_table(self.shifts) if shifts and _on_cpu(shifts) else None
-        self._weights = _weights(shifts)
 
-    def add(self, layer_idx: int, layer_keys: Tensor, layer_values: Tensor) -> None:
-        """Add one layer of the shifts to a layer of a cache, ``[Hkv, N, D]`` each, in place."""
-        layer = (layer_keys, layer_values)
-        on_triton = use_triton("chunk shift", layer_keys=layer_keys, layer_values=layer_values)
-        if self._table is not None and not on_triton and supports_rows(*layer):
-            if self._fits is None or not 0 <= layer_idx < self._fits[0] or layer_keys.shape != self._fits[1]:
-                _check(self.shifts, layer_idx, *layer)
-                self._fits = min(shift.keys[0].shape[0] for shift in self.shifts), layer_keys.shape
-            native_shift_chunks(self._table, layer_idx, self._weights, self.cos, self.sin, *layer)
+    def add(self, layer_idx: int, layer_keys: Tensor, layer_values: Tensor, weights: Tensor | None = None) -> None:
+        """Add one layer of the shifts to a layer of a cache, in place.
+
+        Parameters
+        ----------
+        layer_idx : int
+        layer_keys, layer_values : Tensor
+            ``[Hkv, N, D]``.
+        weights : Tensor or None
+            float32 ``[2, len(shifts)]``: others than the shifts' own.
+        """
+        if not self.shifts:
             return
-        shift_chunks(self.shifts, layer_idx, self.cos, self.sin, *layer)
+        layer = (layer_keys, layer_values)
+        self.check(layer_idx, *layer)
+        weights = self.weights if weights is None else weights
+        if use_triton("chunk shift", self.cos, self.sin, weights, layer_keys=layer_keys, layer_values=layer_values):
+            triton_op("shift_chunks", layer_keys.device)(self, layer_idx, weights, *layer)
+        elif self.table is not None and supports_rows(*layer):
+            native_shift_chunks(self.table, layer_idx, weights, self.cos, self.sin, *layer)
+        else:
+            self._add_in_torch(layer_idx, *layer, weights)
+
+    def _add_in_torch(self, layer_idx: int, layer_keys: Tensor, layer_values: Tensor, weights: Tensor) -> None:
+        for number, shift in enumerate(self.shifts):
+            keys, values = (part.to(layer_keys.device) for part in shift.difference(layer_idx))
+            turned = rotate_in_torch(keys, self.cos[number : number + 1], self.sin[number : number + 1])
+            layer_keys[:, shift.span] += (turned * weights[0, number]).to(layer_keys.dtype)
+            layer_values[:, shift.span] += (values * weights[1, number]).to(layer_values.dtype)
+
+    def check(self, layer_idx: int, layer_keys: Tensor, layer_values: Tensor) -> None:
+        """Look once a shape of layer whether the shifts fit into it.
+
+        Raises
+        ------
+        ValueError
+            If one does not.
+        """
+        if self._fits is None or not 0 <= layer_idx < self._fits[0] or layer_keys.shape != self._fits[1]:
+            _check(self.shifts, layer_idx, layer_keys, layer_values)
+            self._fits = min(shift.keys[0].shape[0] for shift in self.shifts), layer_keys.shape
 
 
 def _on_cpu(shifts: Sequence[ChunkShift]) -> bool:
     parts = (part for shift in shifts for part in (*shift.keys, *shift.values))
     return all(part.is_contiguous() and part.device.type == "cpu" for part in parts)
-
-
-def _weights(shifts: Sequence[ChunkShift]) -> Tensor:
-    return torch.tensor([shift.weight for shift in shifts])
 
 
 def _check(shifts: Sequence[ChunkShift], layer_idx: int, layer_keys: Tensor, layer_values: Tensor) -> None:

@@ -11,7 +11,7 @@ from .dispatch import triton_op, use_triton
 from .native import native_transfer, supports, supports_rows
 from .rotate import rotate_in_torch
 
-__all__ = ["TransferPlan", "transfer_deviation"]
+__all__ = ["TransferPlan", "check_transfer", "transfer_deviation"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def transfer_deviation(
     if use_triton("deviation transfer", *indices, **operands):
         triton_op("transfer_deviation", layer_keys.device)(plan, *operands.values())
         return
-    _check(plan, fresh_keys, fresh_values, layer_keys, layer_values)
+    check_transfer(plan, fresh_keys, fresh_values, layer_keys, layer_values)
     if supports(fresh_keys, fresh_values) and supports_rows(*stored):
         native_transfer(plan, fresh_keys, fresh_values, layer_keys, layer_values)
         return
@@ -103,9 +103,16 @@ def transfer_deviation(
         layer_values[:, start:stop] += values[:, chunk : chunk + 1].to(layer_values.dtype)
 
 
-def _check(
+def check_transfer(
     plan: TransferPlan, fresh_keys: Tensor, fresh_values: Tensor, layer_keys: Tensor, layer_values: Tensor
 ) -> None:
+    """Refuse operands that do not fit together.
+
+    Raises
+    ------
+    ValueError
+        If a shape does not fit or, on a CPU, a position or a row lies outside the tensors.
+    """
     heads, length, dim = layer_keys.shape
     shapes_fit = layer_keys.shape == layer_values.shape and fresh_keys.shape == fresh_values.shape
     shapes_fit = shapes_fit and (fresh_keys.shape[0], fresh_keys.shape[2]) == (heads, dim)

@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
-from fused_kv_kernels import ChunkShift, PageTable, SharedPages, TransferPlan
+from fused_kv_kernels import ChunkShift, PageTable, SharedPages, ShiftStack, TransferPlan
 from fused_kv_kernels.triton_ops import configs
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -86,6 +86,7 @@ def _pages(q: torch.Tensor, rows: torch.Tensor) -> None:
 
 def _call(dtype: torch.dtype, dim: int, only: str | None) -> None:
     from fused_kv_kernels.triton_ops import (
+        fit_shifts,
         kv_deviation,
         place_chunks,
         rerotate_keys,
@@ -114,8 +115,10 @@ def _call(dtype: torch.dtype, dim: int, only: str | None) -> None:
     place_chunks.place_chunks([(k[0], k[0])], [0], *one, k[0], k[0])
     rerotate_keys.rerotate_keys(k[0], *every)
     bytes_ = (torch.empty(2, 4, 99, dim, dtype=torch.int8), torch.empty(2, 4, 99, 1))
-    shift_chunks.shift_chunks([ChunkShift(5, slice(1, 99), 0.5, bytes_, bytes_)], 1, *one, k[0], k[0])
+    stack = ShiftStack([ChunkShift(5, slice(1, 99), 0.5, bytes_, bytes_)], *one)
+    shift_chunks.shift_chunks(stack, 1, stack.weights, k[0], k[0])
     plan = TransferPlan(rows, rows, torch.tensor([[0, 4000]]), torch.ones(1), *every)
+    fit_shifts.fit_shifts(plan, stack, 1, stack.edges, (q[0, :4], q[0, :4]), (k[0], k[0]))
     transfer_deviation.transfer_deviation(plan, q[0, :4], q[0, :4], k[0], k[0])
     kv_deviation.kv_deviation(k[0], k[0], k[0], k[0], rows, rows)
 

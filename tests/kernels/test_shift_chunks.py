@@ -25,7 +25,8 @@ def _compare(
     inv_freq = 1.0 / (10000.0 ** (torch.arange(0, rotary, 2, dtype=torch.float32) / rotary))
     generator = torch.Generator().manual_seed(sum(lengths))
     layer = torch.randn(2, heads, sum(lengths) + len(lengths) + 1, dim, generator=generator).to(dtype)
-    want = layer.float().clone()
+    plain = layer.float().clone()
+    want = plain.clone()
     shifts, at, deltas = [], 1, deltas[: len(lengths)]
     for number, count in enumerate(lengths):
         pairs = [
@@ -48,6 +49,12 @@ def _compare(
     ShiftStack(shifts, *(table.to(device) for table in tables)).add(2, *stacked)
     assert torch.equal(stacked, got)
     torch.testing.assert_close(got.cpu().float(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    stack = ShiftStack(shifts, *(table.to(device) for table in tables))
+    others = torch.stack((2 * stack.weights[0], -stack.weights[1]))
+    again = plain.clone().to(device, dtype)
+    stack.add(2, *again, others)
+    expected = torch.stack((2 * want[0] - plain[0], 2 * plain[1] - want[1]))
+    torch.testing.assert_close(again.cpu().float(), expected, atol=2 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 @settings(max_examples=40, deadline=None)

@@ -7,6 +7,7 @@ from .library import native_library, why_not_native
 from .operators import (
     Table,
     chunk_table,
+    native_fit_sums,
     native_place_chunks,
     native_row_attention,
     native_shift_chunks,
@@ -21,6 +22,7 @@ from .operators import (
 __all__ = [
     "Table",
     "chunk_table",
+    "native_fit_sums",
     "native_gated_silu",
     "native_library",
     "native_place_chunks",

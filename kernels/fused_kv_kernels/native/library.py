@@ -179,6 +179,8 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.fkv_place_chunks.argtypes = [pointer, number, number, *[pointer] * 4, *[number] * 5, threads]
     library.fkv_shift_chunks.restype = None
     library.fkv_shift_chunks.argtypes = [pointer, number, number, *[pointer] * 5, *[number] * 5, threads]
+    library.fkv_fit_shifts.restype = None
+    library.fkv_fit_shifts.argtypes = [pointer, number, number, *[pointer] * 11, *[number] * 5, threads]
     library.fkv_rms_norm.restype = None
     library.fkv_rms_norm.argtypes = [*[pointer] * 3, number, number, real, threads]
     library.fkv_gated_silu.restype = None

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Table",
     "chunk_table",
+    "native_fit_sums",
     "native_place_chunks",
     "native_row_attention",
     "native_shift_chunks",
@@ -28,6 +29,8 @@ __all__ = [
     "supports",
     "supports_rows",
 ]
+
+Pair = tuple[Tensor, Tensor]
 
 Table = ctypes.Array[ctypes.c_int64]
 """Numbers and addresses, as the operators take what does not change from layer to layer."""
@@ -200,13 +203,37 @@ def shift_table(shifts: Sequence[ChunkShift]) -> Table:
 def native_shift_chunks(
     table: Table, layer: int, weights: Tensor, cos: Tensor, sin: Tensor, layer_keys: Tensor, layer_values: Tensor
 ) -> None:
-    """Add one layer of shifts to a cache, as :func:`fused_kv_kernels.shift_chunks` does."""
+    """Add one layer of shifts to a cache, as :func:`fused_kv_kernels.shift_chunks` does; weights float32 [2, count]."""
     loaded_library().fkv_shift_chunks(
         table,
-        weights.shape[0],
+        weights.shape[1],
         layer,
         weights.data_ptr(),
         cos.data_ptr(),
         sin.data_ptr(),
         *_layer(layer_keys, layer_values, cos),
     )
+
+
+def native_fit_sums(
+    table: Table, layer: int, cos: Tensor, sin: Tensor, plan: TransferPlan, bounds: Tensor, fresh: Pair, stored: Pair
+) -> Tensor:
+    """Return the inner products that :func:`fused_kv_kernels.fit_shifts` needs, float32 ``[count, Hkv, 4]``."""
+    fresh_rows, selected = (rows.to(torch.int64).contiguous() for rows in (plan.fresh_rows, plan.selected))
+    out = torch.empty(bounds.shape[0], stored[0].shape[0], 4)
+    loaded_library().fkv_fit_shifts(
+        table,
+        bounds.shape[0],
+        layer,
+        cos.data_ptr(),
+        sin.data_ptr(),
+        fresh[0].data_ptr(),
+        fresh[1].data_ptr(),
+        int64_array(*fresh[0].stride()[:2], *fresh[1].stride()[:2]),
+        fresh_rows.data_ptr(),
+        selected.data_ptr(),
+        bounds.data_ptr(),
+        out.data_ptr(),
+        *_layer(*stored, cos),
+    )
+    return out

@@ -1,21 +1,9 @@
 // Shifts of chunk KV: eight-bit differences added to keys, turned as the chunk's keys were, and to values.
-#include "tiles.h"
+#include "shifts.h"
 
 namespace {
 
 using namespace fkv;
-
-struct Shift {
-    const int8_t *keys;
-    const float *key_scales;
-    const int8_t *values;
-    const float *value_scales;
-    int64_t head_rows, rows, start;
-};
-
-inline __m512 load_bytes(const int8_t *source, __mmask16 here, __m512 scale) {
-    return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(here, source))), scale);
-}
 
 inline void add(uint16_t *target, __mmask16 here, __m512 change) {
     store_narrow(target, here, _mm512_add_ps(load_wide(target, here), change));
@@ -39,21 +27,20 @@ void shift_key(uint16_t *key, const int8_t *change, __m512 scale, const float *c
 
 extern "C" {
 
-// A shift is seven numbers: addresses of int8 keys [layers, heads, head rows, dim] and their float32 scales, one a row,
-// of values and theirs (all of the first row to shift), rows from head to head, rows to shift, and where they begin. weights [count], cosines and sines [count, half].
+// weights [2, count], of keys and of values; cosines and sines [count, half].
 void fkv_shift_chunks(const int64_t *shifts, int64_t count, int64_t layer, const float *weights, const float *cosines,
                       const float *sines, uint16_t *keys, uint16_t *values, int64_t key_head, int64_t value_head,
                       int64_t heads, int64_t dim, int64_t half, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t task = 0; task < count * heads; ++task) {
-        Shift shift;
-        std::memcpy(&shift, shifts + task / heads * 7, sizeof shift);
-        const int64_t head = task % heads, chunk = task / heads, first = (layer * heads + head) * shift.head_rows;
+        const int64_t head = task % heads, chunk = task / heads;
+        const Shift shift = shift_at(shifts, chunk);
+        const int64_t first = (layer * heads + head) * shift.head_rows;
         for (int64_t row = 0; row < shift.rows; ++row) {
             uint16_t *key = keys + head * key_head + (shift.start + row) * dim;
             uint16_t *value = values + head * value_head + (shift.start + row) * dim;
             const __m512 key_scale = _mm512_set1_ps(weights[chunk] * shift.key_scales[first + row]);
-            const __m512 value_scale = _mm512_set1_ps(weights[chunk] * shift.value_scales[first + row]);
+            const __m512 value_scale = _mm512_set1_ps(weights[count + chunk] * shift.value_scales[first + row]);
             shift_key(key, shift.keys + (first + row) * dim, key_scale, cosines + chunk * half, sines + chunk * half,
                       half, dim);
             for (int64_t column = 0; column < dim; column += kLanes) {

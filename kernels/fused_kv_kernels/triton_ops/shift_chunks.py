@@ -5,7 +5,6 @@ As in :mod:`.place_chunks`, the addresses of the chunks' parts travel in a small
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,11 +15,11 @@ from torch import Tensor
 from .configs import block_dim
 
 if TYPE_CHECKING:
-    from fused_kv_kernels.shift_chunks import ChunkShift
+    from fused_kv_kernels.shift_chunks import ShiftStack
 
-__all__ = ["shift_chunks"]
+__all__ = ["COLUMNS", "layer_parts", "shift_chunks"]
 
-_COLUMNS = 9
+COLUMNS = 9
 _BLOCK_T = 32
 
 
@@ -38,10 +37,10 @@ def _shift_kernel(
     token = (tl.program_id(0) - tl.load(entry + 8)) * BLOCK_T + tl.arange(0, BLOCK_T)
     is_token = token < tl.load(entry + 6)
     source = head * rows + first + token
-    weight = tl.load(weights + shift)
     scale_k = tl.load(tl.load(entry + 1).to(tl.pointer_type(tl.float32)) + source, mask=is_token, other=0.0)
     scale_v = tl.load(tl.load(entry + 3).to(tl.pointer_type(tl.float32)) + source, mask=is_token, other=0.0)
-    scale_k, scale_v = (weight * scale_k)[:, None], (weight * scale_v)[:, None]
+    scale_k = (tl.load(weights + shift) * scale_k)[:, None]
+    scale_v = (tl.load(weights + shifts + shift) * scale_v)[:, None]
     change_k = tl.load(entry).to(tl.pointer_type(tl.int8)) + source[:, None] * D
     change_v = tl.load(entry + 2).to(tl.pointer_type(tl.int8)) + source[:, None] * D
     target = (tl.load(entry + 7) + token)[:, None]
@@ -73,36 +72,45 @@ def _shift_kernel(
         tl.store(key_at + rest, kept.to(layer_k.dtype.element_ty), mask=in_rest)
 
 
-def shift_chunks(
-    shifts: Sequence[ChunkShift], layer_idx: int, cos: Tensor, sin: Tensor, layer_keys: Tensor, layer_values: Tensor
-) -> None:
+def layer_parts(stack: ShiftStack, layer_idx: int, device: torch.device) -> tuple[list[list[Tensor]], list[int]]:
+    """Return one layer's bytes and scales on the device, and the table entries that point at them.
+
+    They must be held until the launch: a table of addresses keeps nothing alive. Of an entry's numbers all but the last
+    are filled in: addresses of keys, their scales, values and theirs, rows from head to head, first row, rows, and the
+    position where they begin.
+    """
+    parts = [
+        [part[layer_idx].to(device, non_blocking=True).contiguous() for part in (*shift.keys, *shift.values)]
+        for shift in stack.shifts
+    ]
+    rows: list[int] = []
+    for shift, layer in zip(stack.shifts, parts, strict=True):
+        rows += [*(part.data_ptr() for part in layer)]
+        rows += [layer[0].shape[1], shift.inside.start, shift.num_tokens, shift.start]
+    return parts, rows
+
+
+def shift_chunks(stack: ShiftStack, layer_idx: int, weights: Tensor, layer_keys: Tensor, layer_values: Tensor) -> None:
     """Add the shifts of several chunks to one layer in place; see :func:`fused_kv_kernels.shift_chunks`.
 
     The layer's bytes are copied to the device where they are not there; they are dequantised on it.
     """
     device = layer_keys.device
     heads, _, dim = layer_keys.shape
-    half = cos.shape[-1]
+    half = stack.cos.shape[-1]
     rest = dim - 2 * half
-    # Held until the launch: a table of addresses keeps nothing alive.
-    parts = [
-        [part[layer_idx].to(device, non_blocking=True).contiguous() for part in (*shift.keys, *shift.values)]
-        for shift in shifts
-    ]
+    parts, entries = layer_parts(stack, layer_idx, device)
     rows: list[int] = []
     shift_of: list[int] = []
-    for index, (shift, layer) in enumerate(zip(shifts, parts, strict=True)):
-        addresses = [part.data_ptr() for part in layer]
-        rows += [*addresses, layer[0].shape[1], shift.inside.start, shift.num_tokens, shift.start, len(shift_of)]
+    for index, shift in enumerate(stack.shifts):
+        rows += [*entries[index * (COLUMNS - 1) : (index + 1) * (COLUMNS - 1)], len(shift_of)]
         shift_of += [index] * triton.cdiv(shift.num_tokens, _BLOCK_T)
     if not shift_of:
         return
-    pin = device.type == "cuda"
-    table = torch.tensor([*rows, *shift_of], pin_memory=pin).to(device, non_blocking=True)
-    weights = torch.tensor([shift.weight for shift in shifts], pin_memory=pin).to(device, non_blocking=True)
+    table = torch.tensor([*rows, *shift_of], pin_memory=device.type == "cuda").to(device, non_blocking=True)
     _shift_kernel[(len(shift_of), heads)](
-        table, len(shifts), weights, cos, sin, layer_keys, layer_values,
+        table, len(parts), weights.contiguous(), stack.cos, stack.sin, layer_keys, layer_values,
         *layer_keys.stride()[:2], *layer_values.stride()[:2],
-        COLUMNS=_COLUMNS, D=dim, BLOCK_D=block_dim(dim), HALF=half, BLOCK_HALF=triton.next_power_of_2(half),
+        COLUMNS=COLUMNS, D=dim, BLOCK_D=block_dim(dim), HALF=half, BLOCK_HALF=triton.next_power_of_2(half),
         REST=rest, BLOCK_REST=triton.next_power_of_2(max(rest, 1)), BLOCK_T=_BLOCK_T, num_warps=4,
     )  # fmt: skip

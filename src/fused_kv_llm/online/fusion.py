@@ -144,7 +144,7 @@ def fuse(
                 with timed(report, "fuse"):
                     window = view.focus_window if isinstance(view, EarlyView) else 0
                     strength = selector.transfer if isinstance(selector, TransferringSelector) else 0.0
-                    logits = _recompute(loaded, request, cache, selected, window, strength)
+                    logits = _recompute(loaded, request, cache, selected, window, strength, shift)
         except BaseException:
             cache.release()
             raise
@@ -184,7 +184,13 @@ def _loading(
 
 
 def _recompute(
-    loaded: LoadedModel, request: Request, cache: FusedCache, selected: Tensor, focus_window: int, strength: float
+    loaded: LoadedModel,
+    request: Request,
+    cache: FusedCache,
+    selected: Tensor,
+    focus_window: int,
+    strength: float,
+    shift: ContextShift,
 ) -> Tensor:
     count, rows = request.num_tokens, request.rows(selected)
     cache.rows, cache.visible, cache.length = rows.to(loaded.device), count, count
@@ -195,7 +201,7 @@ def _recompute(
         state = focus = FocusPass(plan, loaded.geometry.num_layers - 1, cache, request, focus_window)
         cache.watcher = focus.watch
     elif strength and 0 < selected.shape[0] < request.chunk_positions.shape[0]:
-        cache.watcher = DeviationTransfer(request, selected, cache, loaded.geometry, strength).watch
+        cache.watcher = DeviationTransfer(request, selected, cache, loaded.geometry, strength, shift).watch
     try:
         return forward_rows(loaded, ids, cache.rows, cache, state, keep=1)[0]
     finally:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fused_kv_kernels import ChunkShift, ShiftStack, rotation_tables
+from fused_kv_kernels import ChunkShift, ShiftStack, TransferPlan, fit_shifts, rotation_tables
 from fused_kv_llm.context_shift import CONTEXT_SHIFT, place_weight
 from fused_kv_llm.model import FusedCache, Geometry
 from fused_kv_llm.store.side_reader import SideReader
@@ -41,7 +41,7 @@ class ContextShift:
     Attributes
     ----------
     bytes_read : int
-        Bytes of the side files read so far.
+        Bytes of the side files read so far; what is read again, for a second use, counts again.
     """
 
     def __init__(
@@ -72,18 +72,51 @@ class ContextShift:
         ChunkDamagedError
             If a side file turns out to be damaged.
         """
-        if not self._group_of:
-            self._open()
-        group = self._group_of[layer_idx]
-        if self._stack is None or self._stack[0] != group:
-            self._stack = group, self._read(group)
-        keys, values = self._cache.keys[layer_idx, 0], self._cache.values[layer_idx, 0]
-        self._stack[1].add(layer_idx - group.start, keys, values)
+        stack, at = self._stack_of(layer_idx)
+        stack.add(at, self._cache.keys[layer_idx, 0], self._cache.values[layer_idx, 0])
+
+    def refine(
+        self, layer_idx: int, plan: TransferPlan, damping_tokens: float, fresh_keys: Tensor, fresh_values: Tensor
+    ) -> None:
+        """Add one layer's shifts once more, as far as its recomputed rows show that they hold in this prompt.
+
+        A chunk's weight says how far its shift holds on average. How far it holds here is fitted, for keys and for
+        values, to the deviations of its recomputed tokens.
+
+        Parameters
+        ----------
+        layer_idx : int
+            Its chunks are shifted, and its fresh rows have not replaced the stored ones yet.
+        plan : TransferPlan
+            Says which the recomputed tokens are.
+        damping_tokens : float
+            Keeps chunks with few of them from trusting them.
+        fresh_keys, fresh_values : Tensor
+            ``[Hkv, R, D]``.
+
+        Raises
+        ------
+        ChunkDamagedError
+            If a side file turns out to be damaged.
+        """
+        stack, at = self._stack_of(layer_idx)
+        layer = self._cache.keys[layer_idx, 0], self._cache.values[layer_idx, 0]
+        weights = fit_shifts(plan, stack, at, damping_tokens, (fresh_keys, fresh_values), layer)
+        stack.add(at, *layer, weights)
 
     def close(self) -> None:
         """Close the side files."""
         for reader in self._readers.values():
             reader.close()
+
+    def _stack_of(self, layer_idx: int) -> tuple[ShiftStack, int]:
+        """Return the shifts of the layer's group, read if they are not at hand, and the layer's place in them."""
+        if not self._group_of:
+            self._open()
+        group = self._group_of[layer_idx]
+        if self._stack is None or self._stack[0] != group:
+            self._stack = group, self._read(group)
+        return self._stack[1], layer_idx - group.start
 
     def _open(self) -> None:
         for key in dict.fromkeys(placement.stored.key for placement in self._placements if self._weight(placement) > 0):

@@ -24,9 +24,9 @@ class SinkAttention:
     The first tokens of a chunk were prefilled with less before them than they have in a prompt, and other tokens
     lean on them as sinks (EPIC): they deviate most. A token at offset ``o`` of its chunk scores
     ``a * (1 + w * exp(-o / t))``, where ``a`` is the attention it receives from the question, mean over heads and over
-    the layers from a sixth to a half of the depth, the question seeing the whole context on its way (ProphetKV, which
-    goes through all layers: that measured alike and takes twice as long). Half of the mean deviation of a chunk's
-    recomputed tokens is transferred to its others.
+    the layers from a quarter to three fifths of the depth, the question seeing the whole context on its way (ProphetKV,
+    which goes through all layers: that measured alike and takes longer). Half of the mean deviation of a chunk's
+    recomputed tokens is transferred to its others, after its context shift has been fitted to them.
 
     Parameters
     ----------
@@ -55,9 +55,9 @@ class SinkAttention:
             raise ConfigError(f"coverage={self.coverage!r} is outside (0, 1]: 1 spends the whole budget")
 
     def view(self, num_layers: int) -> View:
-        """Return the layers from a sixth to a half of the depth."""
-        first = num_layers // 6
-        return View(tuple(range(first, max(first + 1, num_layers // 2))), self.full_context)
+        """Return the layers from a quarter to three fifths of the depth."""
+        first = num_layers // 4
+        return View(tuple(range(first, max(first + 1, 3 * num_layers // 5))), self.full_context)
 
     def select(self, probe: Probe, budget: int) -> Tensor:
         """Return the `budget` positions with the highest scores, or as many of them as cover the attention.
