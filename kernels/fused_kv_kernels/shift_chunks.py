@@ -123,18 +123,31 @@ class ShiftStack:
             ``[Hkv, N, D]``.
         weights : Tensor or None
             float32 ``[2, len(shifts)]``: others than the shifts' own.
+
+        Raises
+        ------
+        ValueError
+            If a shift does not fit into the layer, or the weights are not two a shift.
+        UnsupportedOperandsError
+            If no kernel takes the tensors on their device.
         """
         if not self.shifts:
             return
         layer = (layer_keys, layer_values)
         self.check(layer_idx, *layer)
-        weights = self.weights if weights is None else weights
+        weights = self.weights if weights is None else self._checked(weights)
         if use_triton("chunk shift", self.cos, self.sin, weights, layer_keys=layer_keys, layer_values=layer_values):
             triton_op("shift_chunks", layer_keys.device)(self, layer_idx, weights, *layer)
         elif self.table is not None and supports_rows(*layer):
             native_shift_chunks(self.table, layer_idx, weights, self.cos, self.sin, *layer)
         else:
             self._add_in_torch(layer_idx, *layer, weights)
+
+    def _checked(self, weights: Tensor) -> Tensor:
+        if weights.shape != self.weights.shape:
+            msg = f"weights {list(weights.shape)} are not those of keys and values of {len(self.shifts)} shifts"
+            raise ValueError(msg)
+        return weights.to(self.weights.dtype).contiguous()
 
     def _add_in_torch(self, layer_idx: int, layer_keys: Tensor, layer_values: Tensor, weights: Tensor) -> None:
         for number, shift in enumerate(self.shifts):

@@ -50,7 +50,8 @@ def _compare(
     assert torch.equal(stacked, got)
     torch.testing.assert_close(got.cpu().float(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     stack = ShiftStack(shifts, *(table.to(device) for table in tables))
-    others = torch.stack((2 * stack.weights[0], -stack.weights[1]))
+    # Not contiguous, as a fit may leave them.
+    others = torch.stack((2 * stack.weights[0], -stack.weights[1]), dim=1).T
     again = plain.clone().to(device, dtype)
     stack.add(2, *again, others)
     expected = torch.stack((2 * want[0] - plain[0], 2 * plain[1] - want[1]))
@@ -88,3 +89,11 @@ def test_no_shift_changes_nothing() -> None:
     shift_chunks([], 0, torch.empty(0, 4), torch.empty(0, 4), layer[0], layer[1])
     ShiftStack([], torch.empty(0, 4), torch.empty(0, 4)).add(0, layer[0], layer[1])
     assert torch.equal(layer, torch.ones(2, 1, 4, 8))
+
+
+def test_weights_of_another_number_of_shifts_are_refused() -> None:
+    parts = torch.ones(1, 1, 4, 8, dtype=torch.int8), torch.ones(1, 1, 4, 1)
+    stack = ShiftStack([ChunkShift(0, slice(0, 4), 0.5, parts, parts)], torch.ones(1, 4), torch.zeros(1, 4))
+    layer = torch.zeros(2, 1, 6, 8)
+    with pytest.raises(ValueError, match="weights"):
+        stack.add(0, layer[0], layer[1], torch.ones(2, 3))
