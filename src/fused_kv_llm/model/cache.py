@@ -49,10 +49,7 @@ class _FusedLayer(CacheLayerMixin):
         visible = cache.visible
         if isinstance(visible, int):
             return cache.keys[self.layer_idx, :, :, :visible], cache.values[self.layer_idx, :, :, :visible]
-        return (
-            cache.keys[self.layer_idx].index_select(2, visible),
-            cache.values[self.layer_idx].index_select(2, visible),
-        )
+        return cache.gather(cache.keys[self.layer_idx], visible), cache.gather(cache.values[self.layer_idx], visible)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the key length a mask would need; fused passes use none."""
@@ -111,6 +108,7 @@ class FusedCache(Cache):
         self.fill_on_update = True
         self.watcher: RowWatcher | None = None
         self._filled: set[int] = set()
+        self._gathered: tuple[Tensor, Tensor] | None = None
         super().__init__(layers=[_FusedLayer(self, idx) for idx in range(geometry.num_layers)])
 
     def fill(self, layer_idx: int) -> None:
@@ -131,6 +129,18 @@ class FusedCache(Cache):
             rows, keys, values = rows[written], keys[:, :, written], values[:, :, written]
         self.keys[layer_idx].index_copy_(2, rows, keys)
         self.values[layer_idx].index_copy_(2, rows, values)
+
+    def gather(self, part: Tensor, positions: Tensor) -> Tensor:
+        """Return the rows ``[1, Hkv, len(positions), D]`` of a layer's keys or values at some positions.
+
+        Whole rows of a matrix are picked two to three times faster on CPUs than positions within each head.
+        """
+        _, heads, capacity, dim = part.shape
+        if self._gathered is None or self._gathered[0] is not positions:
+            first = torch.arange(heads, device=positions.device)[:, None] * capacity
+            self._gathered = positions, (first + positions).flatten()
+        rows = part.view(heads * capacity, dim).index_select(0, self._gathered[1])
+        return rows.view(1, heads, positions.shape[0], dim)
 
     def release(self) -> None:
         """Give the memory back; the cache must not be used afterwards. Calling it again does nothing."""
