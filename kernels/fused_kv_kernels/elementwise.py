@@ -75,7 +75,8 @@ def rotate_rows_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return x
     rotary = cos.shape[-1]
     fits = cos.shape == sin.shape and cos.shape[1:2] == x.shape[2:3] and cos.shape[0] in (1, x.shape[0])
-    if fits and rotary % 2 == 0 and rotary <= x.shape[3] and supports(x) and takes_rows(cos, sin):
+    native = cos.dtype == x.dtype and supports(x) and takes_rows(cos, sin)
+    if fits and rotary % 2 == 0 and rotary <= x.shape[3] and native:
         native_rotate_rows(x, cos.contiguous(), sin.contiguous())
         return x
     turned, half = x[..., :rotary], rotary // 2

@@ -69,7 +69,7 @@ def fit_shifts(
     operands = {"fresh_keys": fresh[0], "fresh_values": fresh[1], "layer_keys": layer[0], "layer_values": layer[1]}
     if use_triton("shift fit", plan.selected, plan.fresh_rows, stack.cos, stack.sin, **operands):
         sums = triton_op("fit_shifts", layer[0].device)(plan, stack, layer_idx, bounds, fresh, layer)
-    elif stack.table is not None and supports(*fresh) and supports_rows(*layer):
+    elif stack.table is not None and supports(*fresh, *layer) and supports_rows(*layer):
         sums = native_fit_sums(stack.table, layer_idx, stack.cos, stack.sin, plan, bounds, fresh, layer)
     else:
         sums = _sums_in_torch(plan, stack, layer_idx, bounds, fresh, layer)

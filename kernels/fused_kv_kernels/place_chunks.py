@@ -94,13 +94,15 @@ class ChunkStack:
         self.cos, self.sin = (table.float().contiguous() for table in (cos, sin))
         self._fits: tuple[int, torch.Size] | None = None
         tensors = [part[0] for pair in chunks for part in pair]
+        self._dtype = tensors[0].dtype if tensors else None
         self._table = chunk_table(self.chunks, starts) if chunks and supports_rows(*tensors) else None
 
     def place(self, layer: int, layer_keys: Tensor, layer_values: Tensor) -> None:
         """Write layer `layer` of the stack into a layer of a cache, ``[Hkv, N, D]`` each."""
         there = (layer_keys, layer_values)
         on_triton = use_triton("chunk placement", layer_keys=layer_keys, layer_values=layer_values)
-        if self._table is not None and not on_triton and supports_rows(*there):
+        fits = layer_keys.dtype == self._dtype and supports_rows(*there)
+        if self._table is not None and not on_triton and fits:
             count = len(self.chunks)
             if self._fits is None or not 0 <= layer < self._fits[0] or layer_keys.shape != self._fits[1]:
                 one = [(keys[layer], values[layer]) for keys, values in self.chunks]

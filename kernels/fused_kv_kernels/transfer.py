@@ -79,7 +79,7 @@ def transfer_deviation(
         triton_op("transfer_deviation", layer_keys.device)(plan, *operands.values())
         return
     check_transfer(plan, fresh_keys, fresh_values, layer_keys, layer_values)
-    if supports(fresh_keys, fresh_values) and supports_rows(*stored):
+    if supports(fresh_keys, fresh_values, *stored) and supports_rows(*stored):
         native_transfer(plan, fresh_keys, fresh_values, layer_keys, layer_values)
         return
     counts = plan.bounds.diff()

@@ -21,6 +21,11 @@ def _ulps(got: torch.Tensor, want: torch.Tensor) -> float:
     return float(gap.max()) / torch.finfo(want.dtype).eps
 
 
+def _near(got: torch.Tensor, want: torch.Tensor, exact: torch.Tensor) -> float:
+    """Return the distance from transformers' result or, where float32 rounds that too at every step, the exact one."""
+    return _ulps(got, want) if got.dtype == torch.bfloat16 else min(_ulps(got, want), _ulps(got, exact))
+
+
 @settings(max_examples=40, deadline=None)
 @given(rows=st.integers(0, 40), dim=SIZES, dtype=DTYPES, seed=st.integers(0, 99))
 def test_norm(rows: int, dim: int, dtype: torch.dtype, seed: int) -> None:
@@ -33,7 +38,9 @@ def test_norm(rows: int, dim: int, dtype: torch.dtype, seed: int) -> None:
     assert got.dtype == dtype
     assert got.shape == want.shape
     # The order of the sum may move the result to the neighbouring number.
-    assert rows == 0 or _ulps(got, want) <= 2
+    wide = x.double()
+    exact = norm.weight.double() * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
+    assert rows == 0 or _near(got, want, exact.to(dtype)) <= 2
 
 
 @settings(max_examples=40, deadline=None)
@@ -47,7 +54,7 @@ def test_gate(rows: int, width: int, packed: bool, dtype: torch.dtype, seed: int
     got, want = gated_silu(gate, up), silu(gate) * up
     assert got.dtype == dtype
     assert got.shape == want.shape
-    assert rows == 0 or _ulps(got, want) <= 2
+    assert rows == 0 or _near(got, want, (silu(gate.double()) * up.double()).to(dtype)) <= 2
 
 
 def test_gate_of_extreme_numbers() -> None:

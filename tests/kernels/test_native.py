@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import subprocess
 import sys
@@ -11,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from fused_kv_kernels import why_not_native
+from fused_kv_kernels import RowPlan, row_attention, token_scores, why_not_native
 from fused_kv_kernels.native import library, native_library, operators, row_attention_scratch, supports
-from fused_kv_kernels.native.library import _processor_features
-from fused_kv_kernels.reference import row_attention_reference
+from fused_kv_kernels.native.build import processor_features
+from fused_kv_kernels.reference import row_attention_reference, token_scores_reference
 
 SCRIPT = """
 import warnings
@@ -27,8 +26,11 @@ print(len(caught), *(str(w.message) for w in caught))
 """
 
 needs_native = pytest.mark.skipif(why_not_native() is not None, reason=f"no native operators: {why_not_native()}")
+needs_float32 = pytest.mark.skipif(
+    why_not_native(torch.float32) is not None, reason=f"no native operators: {why_not_native(torch.float32)}"
+)
 needs_processor = pytest.mark.skipif(
-    "avx512_bf16" not in _processor_features(), reason="the processor lacks avx512_bf16, so no library is ever built"
+    "avx512_bf16" not in processor_features(), reason="the processor lacks avx512_bf16, so no library is ever built"
 )
 
 
@@ -95,39 +97,83 @@ def test_a_folder_that_cannot_be_written_is_told_and_does_without(tmp_path: Path
 
 
 @needs_native
-def test_only_dense_bfloat16_on_the_cpu_is_taken() -> None:
-    x = torch.zeros(1, 2, 8, 16, dtype=torch.bfloat16)
-    assert supports(x)
-    assert not supports(x.float())
-    assert not supports(x.transpose(2, 3))
-    assert not supports(x[..., :15])
-    assert native_library() is not None
+@needs_float32
+def test_only_dense_tensors_of_one_dtype_on_the_cpu_are_taken() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.zeros(1, 2, 8, 16, dtype=dtype)
+        assert supports(x, x)
+        assert not supports(x, x.half())
+        assert not supports(x.transpose(2, 3))
+        assert not supports(x[..., :15])
+        assert not supports(torch.zeros(8, 1026, dtype=dtype))
+        assert native_library(dtype) is not None
+    assert not supports(x, x.bfloat16())
+    assert not supports(x.half())
+    assert "bfloat16 and torch.float32 only" in str(why_not_native(torch.float16))
     # One panel of 64 packed keys and 64 packed values of 16 dimensions, two heads, two bytes each.
-    assert row_attention_scratch(x) == 2 * (64 + 64) * 16 * 2
+    assert row_attention_scratch(x.bfloat16(), x.bfloat16()) == 2 * (64 + 64) * 16 * 2
 
 
 @needs_native
 def test_the_blocking_of_matrix_tiles_equals_the_reference(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """AMX is on few processors: here plain loops stand in for its instructions."""
     monkeypatch.setenv("FUSED_KV_CACHE", str(tmp_path))
-    emulated = library._declare(ctypes.CDLL(str(library._build("-DFKV_EMULATE_TILES"))))
-    monkeypatch.setattr(operators, "native_library", lambda: emulated)
+    emulated = library.opened("bfloat16", "-DFKV_EMULATE_TILES")
+    monkeypatch.setattr(operators, "loaded_library", lambda dtype: emulated)
     for q_heads, kv_heads, dim, num_keys, rows in ((9, 3, 64, 300, 17), (4, 4, 128, 70, 70), (2, 1, 96, 520, 90)):
         generator = torch.Generator().manual_seed(rows)
         q = torch.randn(2, q_heads, rows, dim, generator=generator).bfloat16()
         k, v = torch.randn(2, 2, kv_heads, num_keys, dim, generator=generator).bfloat16()
         positions = torch.randperm(num_keys, generator=generator)[:rows].sort().values
-        scratch = torch.empty(operators.row_attention_scratch(k), dtype=torch.uint8)
+        scratch = torch.empty(operators.row_attention_scratch(q, k), dtype=torch.uint8)
         got = operators.native_row_attention(q, k, v, positions, dim**-0.5, scratch)
         want = row_attention_reference(q.float(), k.float(), v.float(), positions, dim**-0.5)
         torch.testing.assert_close(got.float(), want, atol=2e-2, rtol=2e-2)
 
 
+@needs_float32
+def test_the_float32_operators_of_processors_without_avx512_equal_the_reference(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FUSED_KV_CACHE", str(tmp_path))
+    narrow = library.opened("float32", "-mno-avx512f")
+    monkeypatch.setattr(operators, "loaded_library", lambda dtype: narrow)
+    for q_heads, kv_heads, dim, num_keys, rows in ((9, 3, 64, 300, 17), (4, 4, 130, 70, 70), (2, 1, 96, 520, 90)):
+        generator = torch.Generator().manual_seed(rows)
+        q = torch.randn(2, q_heads, rows, dim, generator=generator)
+        k, v = torch.randn(2, 2, kv_heads, num_keys, dim, generator=generator)
+        positions = torch.randperm(num_keys, generator=generator)[:rows].sort().values
+        got = row_attention(q, k, v, RowPlan(positions, num_keys), dim**-0.5)
+        want = row_attention_reference(q, k, v, positions, dim**-0.5)
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+        scores = token_scores(q[0], k[0], positions, dim**-0.5)
+        torch.testing.assert_close(
+            scores, token_scores_reference(q[0], k[0], positions, dim**-0.5), atol=1e-6, rtol=1e-5
+        )
+
+
+@needs_float32
+def test_a_row_in_float32_does_not_depend_on_its_company(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit by bit: neither on the rows beside it nor on the number of threads that share the work."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 6, 400, 64, generator=generator)
+    k, v = torch.randn(2, 1, 2, 400, 64, generator=generator)
+    positions = torch.arange(400)
+    together = row_attention(q, k, v, RowPlan(positions, 400), 0.125)
+    some = positions[7:393:11]
+    assert torch.equal(row_attention(q[:, :, some], k, v, RowPlan(some, 400), 0.125), together[:, :, some])
+    for threads in (1, 3, 64):
+        monkeypatch.setattr(operators, "num_threads", lambda threads=threads: threads)
+        assert torch.equal(row_attention(q, k, v, RowPlan(positions, 400), 0.125), together)
+
+
 @needs_native
-def test_a_library_that_computes_wrongly_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    built = native_library()
+@needs_float32
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_library_that_computes_wrongly_is_found_out(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = native_library(dtype)
     assert built is not None
-    assert library._agrees_with_torch(built)
+    assert library._agrees_with_torch(built, dtype, 2e-2)
     monkeypatch.setattr(library, "num_threads", lambda: 1)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda q, k, v, attn_mask: q + 1)
-    assert not library._agrees_with_torch(built)
+    assert not library._agrees_with_torch(built, dtype, 2e-2)

@@ -66,6 +66,40 @@ def test_any_rows_any_block(
     torch.testing.assert_close(got.float(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(9, 9, 64), (32, 2, 128), (4, 2, 256), (6, 3, 80)])
+def test_views_of_longer_buffers_and_memory_full_of_nan(
+    q_heads: int, kv_heads: int, dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queries as a projection leaves them, keys and values in a cache with room, many strips and key blocks."""
+    generator = torch.Generator().manual_seed(dim)
+    num_keys, num_rows = 700, 331
+    q = torch.randn(2, num_rows, q_heads, dim, generator=generator).to(dtype).transpose(1, 2)
+    caches = torch.randn(2, 2, kv_heads, num_keys + 90, dim, generator=generator).to(dtype)
+    caches[:, :, :, num_keys:] = float("nan")
+    k, v = caches[:, :, :, :num_keys]
+    positions = torch.randperm(num_keys, generator=generator)[:num_rows].sort().values
+    want = row_attention_reference(q.float(), k.float(), v.float(), positions, dim**-0.5)
+    real_empty = torch.empty
+
+    def poisoned(*args: object, **kwargs: object) -> torch.Tensor:
+        fresh = real_empty(*args, **kwargs)  # type: ignore[call-overload]
+        return fresh.fill_(float("nan") if fresh.is_floating_point() else 255)  # as floats, bytes of 255 are NaN, too
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    got = row_attention(q, k, v, RowPlan(positions, num_keys), dim**-0.5)
+    torch.testing.assert_close(got.float(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_number_that_is_none_is_not_lost(dtype: torch.dtype) -> None:
+    q, k, v, positions = _case(1, 2, 2, 64, 200, list(range(0, 200, 3)), dtype)
+    k[0, 0, 120, 5] = float("nan")
+    got = row_attention(q, k, v, RowPlan(positions, 200), 0.125)
+    assert got[0, 0, positions >= 120].isnan().all()
+    assert got[0, 1].isfinite().all()
+
+
 def test_keys_after_a_row_are_never_seen() -> None:
     rows = [3, 40, 41, 90]
     q, k, v, positions = _case(1, 3, 1, 16, 100, rows, torch.float32)

@@ -11,12 +11,14 @@ import pytest
 import torch
 from corpus import SHORT, rag_prompt
 from models import ARCHITECTURES, smollm2_tokenizer, tiny_model
+from torch.nn.functional import linear
 
 from fused_kv_kernels import why_not_native
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.errors import ConfigError
-from fused_kv_llm.model import load_model
+from fused_kv_llm.model import cpu_layers, load_model
 from fused_kv_llm.model.cpu_layers import attach_cpu_layers
+from fused_kv_llm.model.cpu_linear import _has_avx512_that_mkl_ignores, linear_in_onednn
 from fused_kv_llm.model.fused_forward import fused_forward
 from fused_kv_llm.model.last_row import attach_last_row
 
@@ -28,20 +30,69 @@ def modules_with_own_forward(model: Any) -> list[str]:
 
 
 needs_native = pytest.mark.skipif(why_not_native() is not None, reason=f"no native operators: {why_not_native()}")
+needs_float32 = pytest.mark.skipif(
+    why_not_native(torch.float32) is not None, reason=f"no native operators: {why_not_native(torch.float32)}"
+)
 
 
 @needs_native
+@needs_float32
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("architecture", list(ARCHITECTURES))
-def test_all_norms_attentions_and_mlps_have_a_fast_way(architecture: str) -> None:
-    model = tiny_model(architecture).bfloat16()
+def test_all_norms_attentions_and_mlps_have_a_fast_way(architecture: str, dtype: torch.dtype) -> None:
+    model = tiny_model(architecture).to(dtype)
     attach_cpu_layers(model)
     attach_cpu_layers(model)
-    fast = modules_with_own_forward(model)
+    fast = [name for name in modules_with_own_forward(model) if name != "Linear"]
     norms = [type(module).__name__ for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
     assert len(fast) == len(norms) + 2 * model.config.num_hidden_layers
-    in_float32 = tiny_model(architecture)
-    attach_cpu_layers(in_float32)
-    assert modules_with_own_forward(in_float32) == []
+    in_float16 = tiny_model(architecture).half()
+    attach_cpu_layers(in_float16)
+    assert modules_with_own_forward(in_float16) == []
+
+
+@pytest.mark.parametrize("faster", [False, True])
+def test_linear_layers_in_float32_take_the_faster_way(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of the decoder's, none of those that are no longer plain, and not in bfloat16."""
+    monkeypatch.setattr(cpu_layers, "onednn_is_faster", lambda: faster)
+    calls: list[torch.Size] = []
+    monkeypatch.setattr(cpu_layers, "linear_in_onednn", lambda x, w, b: calls.append(w.shape) or linear(x, w, b))
+    model = tiny_model()
+    attach_cpu_layers(model)
+    layers = model.config.num_hidden_layers
+    assert modules_with_own_forward(model).count("Linear") == faster * 7 * layers
+    other = tiny_model().bfloat16()
+    attach_cpu_layers(other)
+    assert "Linear" not in modules_with_own_forward(other)
+    mlp = model.get_decoder().layers[0].mlp
+    x = torch.randn(1, 5, 48)
+    with torch.inference_mode():
+        want = mlp(x)
+        assert calls == []
+        with fused_forward():
+            torch.testing.assert_close(mlp(x), want, atol=1e-6, rtol=1e-5)
+            assert len(calls) == 3 * faster
+            mlp.double()
+            torch.testing.assert_close(mlp(x.double()), want.double(), atol=1e-6, rtol=1e-5)
+    assert len(calls) == 3 * faster
+
+
+def test_onednn_is_for_avx512_that_mkl_ignores() -> None:
+    assert _has_avx512_that_mkl_ignores("vendor_id : AuthenticAMD\nflags : fpu avx2 avx512f fma")
+    assert not _has_avx512_that_mkl_ignores("vendor_id : GenuineIntel\nflags : fpu avx2 avx512f fma")
+    assert not _has_avx512_that_mkl_ignores("vendor_id : AuthenticAMD\nflags : fpu avx2 fma")
+    assert not _has_avx512_that_mkl_ignores("")
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 3, 70])
+def test_onednn_multiplies_as_torch_does(rows: int, bias: bool) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(2, rows, 96, generator=generator).transpose(0, 1)
+    weight, offset = torch.randn(50, 96, generator=generator), torch.randn(50, generator=generator) if bias else None
+    with torch.inference_mode():
+        got = linear_in_onednn(x, weight, offset)
+    torch.testing.assert_close(got, linear(x, weight, offset), atol=2e-5, rtol=1e-5)
 
 
 @needs_native
@@ -63,8 +114,10 @@ def test_what_somebody_else_replaced_stays() -> None:
 
 
 @needs_native
-def test_a_loaded_model_can_be_pickled_copied_and_compiled() -> None:
-    model = tiny_model().bfloat16()
+@needs_float32
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_loaded_model_can_be_pickled_copied_and_compiled(dtype: torch.dtype) -> None:
+    model = tiny_model().to(dtype)
     load_model(model, tokenizer=smollm2_tokenizer())
     with torch.inference_mode():
         want = model(IDS).logits
@@ -72,7 +125,7 @@ def test_a_loaded_model_can_be_pickled_copied_and_compiled() -> None:
             assert torch.equal(other(IDS).logits, want)
             assert other.get_decoder().norm.forward.module is other.get_decoder().norm
         mlp = model.get_decoder().layers[0].mlp
-        x, y = torch.randn(2, 1, 5, 48).bfloat16()
+        x, y = torch.randn(2, 1, 5, 48).to(dtype)
         traced = torch.jit.trace(mlp, x)
         assert torch.equal(traced(y), mlp(y))
         compiled = torch.compile(mlp, backend="eager", fullgraph=True)
@@ -113,8 +166,9 @@ def test_the_last_row_alone_gives_the_same_logits(architecture: str) -> None:
     assert [len(module._forward_pre_hooks) for module in (layer.mlp, layer.self_attn.o_proj)] == [1, 1]
 
 
-def test_a_users_model_keeps_its_own_results() -> None:
-    model = tiny_model().bfloat16()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_users_model_keeps_its_own_results(dtype: torch.dtype) -> None:
+    model = tiny_model().to(dtype)
     before = model.generate(IDS, max_new_tokens=8, do_sample=False)
     logits = copy.deepcopy(model)(IDS).logits
     load_model(model, tokenizer=smollm2_tokenizer())

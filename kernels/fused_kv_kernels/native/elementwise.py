@@ -11,11 +11,11 @@ __all__ = ["native_gated_silu", "native_rms_norm", "native_rotate_rows", "takes_
 
 
 def takes_rows(*tensors: Tensor) -> bool:
-    """Return whether the element-wise operators take these: bfloat16 on the CPU, rows dense and evenly spaced."""
+    """Return whether the element-wise operators take these: of one dtype, on the CPU, rows dense and evenly spaced."""
+    dtype = tensors[0].dtype
     return all(
-        t.dtype == torch.bfloat16 and t.device.type == "cpu" and t.stride(-1) == 1 and _evenly_spaced(t)
-        for t in tensors
-    ) and (native_library() is not None)
+        t.dtype == dtype and t.device.type == "cpu" and t.stride(-1) == 1 and _evenly_spaced(t) for t in tensors
+    ) and (native_library(dtype) is not None)
 
 
 def _evenly_spaced(tensor: Tensor) -> bool:
@@ -25,20 +25,20 @@ def _evenly_spaced(tensor: Tensor) -> bool:
 
 
 def native_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Return :func:`fused_kv_kernels.rms_norm` of bfloat16 ``[..., H]``."""
+    """Return :func:`fused_kv_kernels.rms_norm` of ``[..., H]``."""
     x, out = x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
     dim = x.shape[-1]
-    loaded_library().fkv_rms_norm(
+    loaded_library(x.dtype).fkv_rms_norm(
         x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // dim, dim, epsilon, num_threads()
     )
     return out
 
 
 def native_gated_silu(gate: Tensor, up: Tensor) -> Tensor:
-    """Return :func:`fused_kv_kernels.gated_silu` of bfloat16 ``[..., W]``."""
+    """Return :func:`fused_kv_kernels.gated_silu` of ``[..., W]``."""
     out = torch.empty(gate.shape, dtype=gate.dtype)
     width = gate.shape[-1]
-    loaded_library().fkv_gated_silu(
+    loaded_library(gate.dtype).fkv_gated_silu(
         gate.data_ptr(),
         up.data_ptr(),
         out.data_ptr(),
@@ -52,8 +52,8 @@ def native_gated_silu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def native_rotate_rows(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Turn bfloat16 ``[B, H, R, D]`` in place, as :func:`fused_kv_kernels.rotate_rows_` does."""
-    loaded_library().fkv_rotate_rows(
+    """Turn ``[B, H, R, D]`` in place, as :func:`fused_kv_kernels.rotate_rows_` does."""
+    loaded_library(x.dtype).fkv_rotate_rows(
         x.data_ptr(),
         cos.data_ptr(),
         sin.data_ptr(),

@@ -39,11 +39,15 @@ _LARGEST_DIM = 1024
 
 
 def supports(*tensors: Tensor) -> bool:
-    """Return whether the native operators take these tensors: bfloat16 on the CPU, an even number of dense columns."""
+    """Return whether the native operators take these tensors: of one dtype that has them, on the CPU, columns dense.
+
+    The number of columns must be even, as products of bfloat16 take them in pairs.
+    """
+    dtype = tensors[0].dtype
     return (
-        all(t.dtype == torch.bfloat16 and t.device.type == "cpu" for t in tensors)
+        all(t.dtype == dtype and t.device.type == "cpu" for t in tensors)
         and all(t.stride(-1) == 1 and t.shape[-1] % 2 == 0 and t.shape[-1] <= _LARGEST_DIM for t in tensors)
-        and native_library() is not None
+        and native_library(dtype) is not None
     )
 
 
@@ -65,9 +69,9 @@ def native_row_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, sca
     Parameters
     ----------
     q : Tensor
-        bfloat16 ``[B, Hq, R, D]``, any strides but the last.
+        ``[B, Hq, R, D]``, any strides but the last.
     k, v : Tensor
-        bfloat16 ``[B, Hkv, N, D]``.
+        ``[B, Hkv, N, D]``, in the dtype of `q`.
     positions : Tensor
         int64 ``[R]``, ascending.
     scale : float
@@ -82,14 +86,14 @@ def native_row_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, sca
     batch, q_heads, rows, dim = q.shape
     positions = positions.to(torch.int64).contiguous()
     out = torch.empty(batch, rows, q_heads, dim, dtype=q.dtype).transpose(1, 2)
-    loaded_library().fkv_row_attention(
+    loaded_library(q.dtype).fkv_row_attention(
         q.data_ptr(),
         k.data_ptr(),
         v.data_ptr(),
         out.data_ptr(),
         positions.data_ptr(),
         scratch.data_ptr(),
-        int64_array(batch, q_heads, k.shape[1], rows, k.shape[2], dim),
+        _attention_shape(q, k),
         int64_array(*q.stride()[:3]),
         int64_array(*k.stride()[:3]),
         int64_array(*v.stride()[:3]),
@@ -100,10 +104,13 @@ def native_row_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, sca
     return out
 
 
-def row_attention_scratch(k: Tensor) -> int:
-    """Return the bytes of working memory that :func:`native_row_attention` needs for keys ``[B, Hkv, N, D]``."""
-    batch, heads, num_keys, dim = k.shape
-    return int(loaded_library().fkv_row_attention_scratch(batch, heads, num_keys, dim))
+def row_attention_scratch(q: Tensor, k: Tensor) -> int:
+    """Return the bytes of working memory that :func:`native_row_attention` needs."""
+    return int(loaded_library(q.dtype).fkv_row_attention_scratch(_attention_shape(q, k), num_threads()))
+
+
+def _attention_shape(q: Tensor, k: Tensor) -> Table:
+    return int64_array(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3])
 
 
 def native_token_scores(q: Tensor, k: Tensor, positions: Tensor, scale: float) -> Tensor:
@@ -112,9 +119,9 @@ def native_token_scores(q: Tensor, k: Tensor, positions: Tensor, scale: float) -
     Parameters
     ----------
     q : Tensor
-        bfloat16 ``[Hq, R, D]``.
+        ``[Hq, R, D]``.
     k : Tensor
-        bfloat16 ``[Hkv, N, D]``.
+        ``[Hkv, N, D]``, in the dtype of `q`.
     positions : Tensor
         int64 ``[R]``, ascending.
     scale : float
@@ -126,7 +133,7 @@ def native_token_scores(q: Tensor, k: Tensor, positions: Tensor, scale: float) -
     """
     positions = positions.to(torch.int64).contiguous()
     out = torch.empty(k.shape[1])
-    loaded_library().fkv_token_scores(
+    loaded_library(q.dtype).fkv_token_scores(
         q.data_ptr(),
         k.data_ptr(),
         positions.data_ptr(),
@@ -156,7 +163,7 @@ def native_place_chunks(
     table: Table, count: int, layer: int, cos: Tensor, sin: Tensor, layer_keys: Tensor, layer_values: Tensor
 ) -> None:
     """Rotate and copy one layer of `count` chunks into a cache, as :func:`fused_kv_kernels.place_chunks` does."""
-    loaded_library().fkv_place_chunks(
+    loaded_library(layer_keys.dtype).fkv_place_chunks(
         table, count, layer, cos.data_ptr(), sin.data_ptr(), *_layer(layer_keys, layer_values, cos)
     )
 
@@ -173,7 +180,7 @@ def native_transfer(
         dense(table, torch.int64) for table in (plan.fresh_rows, plan.selected, plan.bounds, plan.spans)
     )
     weights, cos, sin = (dense(table, torch.float32) for table in (plan.weights, plan.cos, plan.sin))
-    loaded_library().fkv_transfer(
+    loaded_library(layer_keys.dtype).fkv_transfer(
         fresh_keys.data_ptr(),
         fresh_values.data_ptr(),
         int64_array(*fresh_keys.stride()[:2], *fresh_values.stride()[:2]),
@@ -204,7 +211,7 @@ def native_shift_chunks(
     table: Table, layer: int, weights: Tensor, cos: Tensor, sin: Tensor, layer_keys: Tensor, layer_values: Tensor
 ) -> None:
     """Add one layer of shifts to a cache, as :func:`fused_kv_kernels.shift_chunks` does; weights float32 [2, count]."""
-    loaded_library().fkv_shift_chunks(
+    loaded_library(layer_keys.dtype).fkv_shift_chunks(
         table,
         weights.shape[1],
         layer,
@@ -221,7 +228,7 @@ def native_fit_sums(
     """Return the inner products that :func:`fused_kv_kernels.fit_shifts` needs, float32 ``[count, Hkv, 4]``."""
     fresh_rows, selected = (rows.to(torch.int64).contiguous() for rows in (plan.fresh_rows, plan.selected))
     out = torch.empty(bounds.shape[0], stored[0].shape[0], 4)
-    loaded_library().fkv_fit_shifts(
+    loaded_library(stored[0].dtype).fkv_fit_shifts(
         table,
         bounds.shape[0],
         layer,

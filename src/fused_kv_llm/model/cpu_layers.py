@@ -1,7 +1,8 @@
 """Norms, attention and MLPs of a decoder on the CPU, through operators that pass over the memory once.
 
-The modules keep their weights and their class. In a fused pass in bfloat16, where the native operators are available,
-their forward takes another way to the same numbers.
+The modules keep their weights and their class. In a fused pass in bfloat16 or float32, where the native operators of
+the dtype are available, their forward takes another way to the same numbers; so do linear layers in float32 where
+torch's own way is the slower one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from fused_kv_kernels import gated_silu, rms_norm, rotate_rows_, why_not_native
+from fused_kv_llm.model.cpu_linear import linear_in_onednn, onednn_is_faster
 from fused_kv_llm.model.fused_forward import in_fused_forward
 
 __all__ = ["FastForward", "attach_cpu_layers"]
@@ -37,7 +39,8 @@ class FastForward:
         """Run the module."""
         module = self.module
         if in_fused_forward() and not torch.is_grad_enabled():
-            return _FAST[type(module).__name__](module, *args, **kwargs)
+            way = _linear if type(module) is torch.nn.Linear else _FAST[type(module).__name__]
+            return way(module, *args, **kwargs)
         return type(module).forward(module, *args, **kwargs)
 
 
@@ -50,16 +53,25 @@ def attach_cpu_layers(model: Any) -> None:
         Of a verified architecture. Modules of other classes, and those whose forward somebody else has replaced, stay
         as they are; attaching it again changes nothing.
     """
-    if model.dtype != torch.bfloat16 or why_not_native() is not None:
-        return
-    for module in model.modules():
-        if type(module).__name__ in _FAST and "forward" not in vars(module) and _has_known_gate(module):
+    native = why_not_native(model.dtype) is None
+    linear = model.dtype == torch.float32 and onednn_is_faster()
+    for module in model.get_decoder().modules():
+        fast = linear if type(module) is torch.nn.Linear else native and type(module).__name__ in _FAST
+        if fast and "forward" not in vars(module) and _has_known_gate(module):
             module.forward = FastForward(module)
 
 
 def _has_known_gate(module: Any) -> bool:
     gate = getattr(module, "act_fn", getattr(module, "activation_fn", None))
     return gate is None or isinstance(gate, _SILU)
+
+
+def _linear(module: Any, x: Tensor) -> Tensor:
+    # Weights that somebody moves, converts or quantises after loading go torch's way.
+    plain = type(module.weight) is torch.nn.Parameter and module.weight.dtype == x.dtype == torch.float32
+    if not plain or x.device.type != "cpu":
+        return torch.nn.functional.linear(x, module.weight, module.bias)
+    return linear_in_onednn(x, module.weight, module.bias)
 
 
 def _norm(module: Any, hidden_states: Tensor) -> Tensor:

@@ -1,24 +1,15 @@
 // Products of bfloat16 matrices in registers, and the packed layouts that they read.
 //
-// VDPBF16PS multiplies pairs of neighbouring bfloat16 and adds both products to a float32. So a left operand is a row of
-// 32-bit words (pairs along the inner dimension), and a right operand is packed as [inner pairs][columns] of words.
+// VDPBF16PS multiplies pairs of neighbouring bfloat16 and adds both products to a float32. So a left operand is a row
+// of 32-bit words (pairs along the inner dimension), and a right operand is packed as [inner pairs][columns] of words.
 #pragma once
 
-#include <immintrin.h>
-
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
-#include <limits>
+#include "vectors.h"
 
 namespace fkv {
 
-constexpr int kLanes = 16;   // float32 lanes of a register
 constexpr int kPanel = 64;   // keys of a packed panel: four registers of scores
 constexpr int kTileRows = 6; // 6 x 4 accumulators, 4 right operands and a broadcast fill 29 of 32 registers
-constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
-
-inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
 // C[rows, 16 * Registers] = A[rows, pairs] B[pairs, columns], or C = C * factor + A B with one factor a row.
 template <int Rows, int Registers>
@@ -154,18 +145,6 @@ inline __m512 exp2_register(__m512 x) {
     value = _mm512_fmadd_ps(value, part, _mm512_set1_ps(6.9326090e-1f));
     value = _mm512_fmadd_ps(value, part, _mm512_set1_ps(9.9992522e-1f));
     return _mm512_scalef_ps(value, whole);
-}
-
-inline __mmask16 first_lanes(int64_t count) {
-    return static_cast<__mmask16>(count >= kLanes ? 0xffffu : (1u << std::max<int64_t>(count, 0)) - 1u);
-}
-
-inline __m512 load_wide(const uint16_t *source, __mmask16 present) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(present, source)), 16));
-}
-
-inline void store_narrow(uint16_t *target, __mmask16 present, __m512 value) {
-    _mm256_mask_storeu_epi16(target, present, (__m256i)_mm512_cvtneps_pbh(value));
 }
 
 } // namespace fkv

@@ -1,4 +1,5 @@
-// Row attention on AVX512-BF16, and AMX where there is one: scattered query rows, each with its own causal limit, one pass over the keys.
+// Row attention on AVX512-BF16, and AMX where there is one: scattered query rows, each with its own causal limit, one
+// pass over the keys.
 //
 // The query heads that share a key head are folded into rows. Keys and values of a head are packed once; then every
 // block of rows goes over the key blocks up to its last row with a running maximum and sum (online softmax), so that
@@ -27,7 +28,8 @@ struct Workspace {
     // Matrix products read whole tiles: unused rows stay zero.
     Workspace(int64_t dim, int64_t padded)
         : queries(kRowBlock * dim / 2), weights(kRowBlock * kKeyBlock / 2), scores(kRowBlock * kKeyBlock),
-          sums(kRowBlock * padded), highest(2 * kLanes), maximum(2 * kLanes), total(kRowBlock * kLanes), factor(2 * kLanes), limits(kRowBlock) {}
+          sums(kRowBlock * padded), highest(2 * kLanes), maximum(2 * kLanes), total(kRowBlock * kLanes),
+          factor(2 * kLanes), limits(kRowBlock) {}
 };
 
 inline void keep(uint16_t *target, __m512 weight) {
@@ -38,7 +40,8 @@ inline void keep(uint16_t *target, __m512 weight) {
 inline float highest_score(const float *scores, int64_t limit) {
     __m512 highest = _mm512_set1_ps(kMinusInfinity);
     int64_t column = 0;
-    for (; column + kLanes <= limit; column += kLanes) highest = _mm512_max_ps(highest, _mm512_loadu_ps(scores + column));
+    for (; column + kLanes <= limit; column += kLanes)
+        highest = _mm512_max_ps(highest, _mm512_loadu_ps(scores + column));
     const __mmask16 rest = first_lanes(limit - column);
     if (rest) highest = _mm512_mask_max_ps(highest, rest, highest, _mm512_loadu_ps(scores + column));
     return _mm512_reduce_max_ps(highest);
@@ -48,7 +51,8 @@ inline float highest_score(const float *scores, int64_t limit) {
 inline void rescale(Workspace &space, int64_t count, float scale) {
     for (int64_t row = 0; row < count; row += kLanes) {
         const __m512 before = _mm512_loadu_ps(space.maximum.data() + row);
-        const __m512 after = _mm512_max_ps(before, _mm512_mul_ps(_mm512_loadu_ps(space.highest.data() + row), _mm512_set1_ps(scale)));
+        const __m512 found = _mm512_mul_ps(_mm512_loadu_ps(space.highest.data() + row), _mm512_set1_ps(scale));
+        const __m512 after = _mm512_max_ps(before, found);
         const __mmask16 same = _mm512_cmp_ps_mask(before, after, _CMP_EQ_OQ);
         // Of a row without keys so far the difference is not a number: the second operand is taken.
         const __m512 power = _mm512_max_ps(_mm512_sub_ps(before, after), _mm512_set1_ps(-200.0f));
@@ -88,9 +92,9 @@ inline void weigh(Workspace &space, int64_t row, int64_t limit, int64_t width, f
 extern "C" {
 
 // Bytes of scratch that fkv_row_attention wants: the packed keys and values.
-int64_t fkv_row_attention_scratch(int64_t batch, int64_t kv_heads, int64_t keys, int64_t dim) {
-    const int64_t padded = round_up(dim, kLanes);
-    return batch * kv_heads * round_up(keys, kPanel) / 2 * (dim + padded) * 4;
+int64_t fkv_row_attention_scratch(const int64_t *shape, int) {
+    const int64_t heads = shape[0] * shape[2], keys = shape[4], dim = shape[5];
+    return heads * round_up(keys, kPanel) / 2 * (dim + round_up(dim, kLanes)) * 4;
 }
 
 // q [B, Hq, R, D], k and v [B, Hkv, N, D] by strides (batch, head, row; elements; the last dimension is dense),
@@ -116,10 +120,12 @@ void fkv_row_attention(const uint16_t *q, const uint16_t *k, const uint16_t *v, 
             const uint16_t *values = v + head / s.kv_heads * v_strides[0] + head % s.kv_heads * v_strides[1];
             pack_keys(keys + first * k_strides[2], k_strides[2], count, s.dim, packed_keys + task * panel_words);
             for (int64_t row = first; row < first + count; row += 2)
-                pack_value_pair(values + row * v_strides[2], row + 1 < s.keys ? values + (row + 1) * v_strides[2] : nullptr,
-                                s.dim, padded, packed_values + (head * value_rows + row / 2) * padded);
+                pack_value_pair(values + row * v_strides[2],
+                                row + 1 < s.keys ? values + (row + 1) * v_strides[2] : nullptr, s.dim, padded,
+                                packed_values + (head * value_rows + row / 2) * padded);
             const int64_t pairs = (count + 1) / 2;
-            std::memset(packed_values + (head * value_rows + first / 2 + pairs) * padded, 0, (kPanel / 2 - pairs) * padded * 4);
+            std::memset(packed_values + (head * value_rows + first / 2 + pairs) * padded, 0,
+                        (kPanel / 2 - pairs) * padded * 4);
         }
         Workspace space(s.dim, padded);
         int64_t seen[kRowBlock];
@@ -136,7 +142,6 @@ void fkv_row_attention(const uint16_t *q, const uint16_t *k, const uint16_t *v, 
                             q + batch * q_strides[0] + q_head * q_strides[1] + at * q_strides[2], s.dim * 2);
                 space.limits[row] = positions[at] + 1;
                 space.maximum[row] = kMinusInfinity;
-                
             }
             std::fill(space.sums.begin(), space.sums.end(), 0.0f);
             std::fill(space.total.begin(), space.total.end(), 0.0f);
@@ -171,11 +176,12 @@ void fkv_row_attention(const uint16_t *q, const uint16_t *k, const uint16_t *v, 
             for (int64_t row = 0; row < count; ++row) {
                 const int64_t at = (first + row) / groups, q_head = kv_head * groups + (first + row) % groups;
                 uint16_t *target = out + batch * out_strides[0] + q_head * out_strides[1] + at * out_strides[2];
-                const __m512 share = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(_mm512_loadu_ps(space.total.data() + row * kLanes)));
+                const __m512 total = _mm512_loadu_ps(space.total.data() + row * kLanes);
+                const __m512 share = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(total));
                 for (int64_t column = 0; column < s.dim; column += kLanes) {
-                    const __m512 value = _mm512_mul_ps(_mm512_loadu_ps(space.sums.data() + row * padded + column), share);
+                    const __m512 sum = _mm512_loadu_ps(space.sums.data() + row * padded + column);
                     _mm256_mask_storeu_epi16(target + column, first_lanes(s.dim - column),
-                                             (__m256i)_mm512_cvtneps_pbh(value));
+                                             (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(sum, share)));
                 }
             }
         }

@@ -1,6 +1,7 @@
 // A shift of a chunk's KV as the operators on shifts take it: seven numbers in a table.
 #pragma once
-#include "tiles.h"
+
+#include "element.h"
 
 namespace fkv {
 
@@ -18,10 +19,6 @@ inline Shift shift_at(const int64_t *shifts, int64_t chunk) {
     Shift shift;
     std::memcpy(&shift, shifts + chunk * 7, sizeof shift);
     return shift;
-}
-
-inline __m512 load_bytes(const int8_t *source, __mmask16 here, __m512 scale) {
-    return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(here, source))), scale);
 }
 
 } // namespace fkv

@@ -1,0 +1,21 @@
+// What the operators of all dtypes have to know of bfloat16.
+#pragma once
+
+#include "vectors.h"
+
+namespace fkv {
+
+typedef uint16_t Element;
+
+inline Lanes load(const Element *from, Mask here) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(here, from)), 16));
+}
+inline void store(Element *to, Mask here, Lanes value) {
+    _mm256_mask_storeu_epi16(to, here, (__m256i)_mm512_cvtneps_pbh(value));
+}
+// The value as it would be after storing and loading it.
+inline Lanes rounded(Lanes value) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(value)), 16));
+}
+
+} // namespace fkv

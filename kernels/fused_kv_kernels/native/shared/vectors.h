@@ -1,0 +1,103 @@
+// Registers of float32 as the compiler's vector extensions give them: one source for AVX2 and AVX-512.
+#pragma once
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+namespace fkv {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16; // float32 lanes of a register
+#else
+constexpr int kLanes = 8;
+#endif
+constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+
+typedef float Lanes __attribute__((vector_size(kLanes * 4)));
+typedef int32_t WholeLanes __attribute__((vector_size(kLanes * 4)));
+typedef float LooseLanes __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
+typedef int32_t LooseWholeLanes __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
+
+inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
+
+inline Lanes splat(float value) { return value - Lanes{}; }
+inline Lanes load_floats(const float *from) { return *reinterpret_cast<const LooseLanes *>(from); }
+inline WholeLanes load_whole(const int32_t *from) { return *reinterpret_cast<const LooseWholeLanes *>(from); }
+inline void store_floats(float *to, Lanes value) { *reinterpret_cast<LooseLanes *>(to) = value; }
+
+// The first `count` lanes, all of them from kLanes on: what is loaded is zero elsewhere, what is stored leaves the
+// rest as it is. Of numbers that cannot be compared, `larger` and `smaller` return the second.
+#if defined(__AVX512F__)
+inline Lanes larger(Lanes a, Lanes b) { return _mm512_max_ps(a, b); }
+inline Lanes smaller(Lanes a, Lanes b) { return _mm512_min_ps(a, b); }
+inline Lanes widened(__m128i bytes) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)); }
+typedef __mmask16 Mask;
+inline Mask first_lanes(int64_t count) {
+    return static_cast<Mask>(count >= kLanes ? 0xffffu : (1u << std::max<int64_t>(count, 0)) - 1u);
+}
+inline Lanes load_floats(const float *from, Mask here) { return _mm512_maskz_loadu_ps(here, from); }
+inline void store_floats(float *to, Mask here, Lanes value) { _mm512_mask_storeu_ps(to, here, value); }
+#else
+inline Lanes larger(Lanes a, Lanes b) { return _mm256_max_ps(a, b); }
+inline Lanes smaller(Lanes a, Lanes b) { return _mm256_min_ps(a, b); }
+inline Lanes widened(__m128i bytes) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)); }
+typedef WholeLanes Mask;
+inline Mask first_lanes(int64_t count) {
+    return WholeLanes{0, 1, 2, 3, 4, 5, 6, 7} < static_cast<int32_t>(std::clamp<int64_t>(count, 0, kLanes));
+}
+inline Lanes load_floats(const float *from, Mask here) { return _mm256_maskload_ps(from, (__m256i)here); }
+inline void store_floats(float *to, Mask here, Lanes value) { _mm256_maskstore_ps(to, (__m256i)here, value); }
+#endif
+
+inline Lanes load_bytes(const int8_t *from, int64_t count) {
+    __m128i bytes = _mm_setzero_si128();
+    if (count >= kLanes)
+        std::memcpy(&bytes, from, kLanes);
+    else
+        std::memcpy(&bytes, from, std::max<int64_t>(count, 0));
+    return widened(bytes);
+}
+
+inline float sum_lanes(Lanes value) {
+    float sums[kLanes];
+    store_floats(sums, value);
+    for (int width = kLanes / 2; width; width /= 2)
+        for (int i = 0; i < width; ++i) sums[i] += sums[i + width];
+    return sums[0];
+}
+
+// 2^whole for whole numbers of -127 (zero) to 127.
+inline Lanes power_of_two(WholeLanes whole) { return (Lanes)((whole + 127) << 23); }
+
+// Added to 1.5 * 2^23, a number is rounded to a whole one, which then stands in the last bits.
+constexpr float kRounding = 12582912.0f;
+inline WholeLanes whole_part(Lanes shifted) { return (WholeLanes)shifted - 0x4b400000; }
+
+// 2^x for x <= 0, relative error below 2e-7; zero below -126.5, and what is not a number stays that.
+inline Lanes exp2_lanes(Lanes x) {
+    x = larger(splat(-127.0f), x);
+    const Lanes shifted = x + kRounding, part = x - (shifted - kRounding);
+    Lanes value = splat(1.535336e-4f);
+    for (const float factor : {1.3398875e-3f, 9.618437e-3f, 5.5503324e-2f, 2.4022648e-1f, 6.931472e-1f, 1.0f})
+        value = value * part + factor;
+    return value * power_of_two(whole_part(shifted));
+}
+
+// e^x, relative error below 2e-7; infinite where x is too large, zero where it is too small.
+inline Lanes exp_lanes(Lanes x) {
+    x = smaller(splat(105.0f), larger(splat(-105.0f), x));
+    const Lanes shifted = x * 1.44269504f + kRounding, whole = shifted - kRounding;
+    const Lanes part = (x - whole * 0.693145752f) - whole * 1.42860677e-6f; // ln 2 in two parts
+    Lanes value = splat(1.3814466e-3f);
+    for (const float factor : {8.368781e-3f, 4.1668393e-2f, 0.1666652f, 0.49999994f, 1.0f, 1.0f})
+        value = value * part + factor;
+    // The power may be out of a float32's range where the result is not: in two steps.
+    const WholeLanes power = whole_part(shifted), first = power >> 1;
+    return value * power_of_two(first) * power_of_two(power - first);
+}
+
+} // namespace fkv
