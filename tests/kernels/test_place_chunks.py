@@ -48,6 +48,18 @@ def test_equals_reference(
     torch.testing.assert_close(layer[0].float(), want[0].float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize(("stored", "computed"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+def test_chunks_in_another_dtype_than_the_layer(stored: torch.dtype, computed: torch.dtype) -> None:
+    """Native operators take one dtype: a stack of another must not be read as if it had the layer's."""
+    keys, values = torch.randn(2, 2, 3, 11, 64).to(stored)
+    tables = rotation_tables(torch.tensor([7]), _inv_freq(64))
+    layer = torch.zeros(2, 3, 20, 64, dtype=computed)
+    ChunkStack([(keys, values)], [5], *tables).place(1, *layer)
+    want = rerotate_keys_reference(keys[1].float(), torch.full((11,), 7), _inv_freq(64))
+    torch.testing.assert_close(layer[0, :, 5:16].float(), want, atol=4e-2, rtol=1e-2)
+    assert torch.equal(layer[1, :, 5:16], values[1].to(computed))
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_a_chunk_that_does_not_move_keeps_every_bit(dtype: torch.dtype) -> None:
     keys, values = torch.randn(2, 3, 11, 64).to(dtype)
