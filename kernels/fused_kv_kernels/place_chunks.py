@@ -8,20 +8,29 @@ import torch
 from torch import Tensor
 
 from .dispatch import UnsupportedOperandsError, triton_op, use_triton
-from .native import chunk_table, native_place_chunks, supports_rows
+from .native import (
+    Table,
+    chunk_table,
+    int8_chunk_table,
+    native_place_chunks,
+    supports_int8_rows,
+    supports_rows,
+)
 from .rotate import rotate_in_torch
 
 __all__ = ["ChunkStack", "place_chunks"]
 
+_Pairs = Sequence[tuple[Tensor, Tensor]]
+
 
 def place_chunks(
-    chunks: Sequence[tuple[Tensor, Tensor]],
+    chunks: _Pairs,
     starts: Sequence[int],
     cos: Tensor,
     sin: Tensor,
     layer_keys: Tensor,
     layer_values: Tensor,
-    scales: Sequence[tuple[Tensor, Tensor]] | None = None,
+    scales: _Pairs | None = None,
     interleaved: bool = False,
 ) -> None:
     """Write the KV of several chunks into one layer, each chunk's keys rotated by one distance.
@@ -51,25 +60,18 @@ def place_chunks(
     """
     if not chunks:
         return
-    _check(chunks, starts, cos, sin, layer_keys, layer_values)
+    _check(chunks, starts, cos, sin, layer_keys, layer_values, scales)
     operands = (chunks, starts, cos, sin, layer_keys, layer_values)
     if use_triton("chunk placement", layer_keys=layer_keys, layer_values=layer_values):
         _in_triton(*operands, scales, interleaved)
         return
-    if scales is not None:
-        whole = [
-            tuple(part.float() * scale.float() for part, scale in zip(*both, strict=True))
-            for both in zip(chunks, scales, strict=True)
-        ]
-        place_chunks([(keys, values) for keys, values in whole], *operands[1:], interleaved=interleaved)
-        return
-    tensors = [tensor for pair in chunks for tensor in pair]
-    if not interleaved and supports_rows(*tensors, layer_keys, layer_values):
-        cos, sin = (part.float().contiguous() for part in (cos, sin))
-        table = chunk_table([(keys[None], values[None]) for keys, values in chunks], starts)
-        native_place_chunks(table, len(chunks), 0, cos, sin, layer_keys, layer_values)
-        return
-    _in_torch(*operands, interleaved)
+    if not interleaved and supports_rows(layer_keys, layer_values):
+        table = _native_table(_of_one_layer(chunks), starts, None if scales is None else _of_one_layer(scales))
+        if table is not None:
+            cos, sin = (part.float().contiguous() for part in (cos, sin))
+            native_place_chunks(table, len(chunks), 0, cos, sin, layer_keys, layer_values, int8=scales is not None)
+            return
+    _in_torch(*operands, scales, interleaved)
 
 
 class ChunkStack:
@@ -80,47 +82,76 @@ class ChunkStack:
     Parameters
     ----------
     chunks : sequence of (Tensor, Tensor)
-        Keys and values ``[L, Hkv, T, D]`` of every chunk, all in one floating dtype.
+        Keys and values ``[L, Hkv, T, D]`` of every chunk, all in one floating dtype or int8.
     starts : sequence of int
         Where each chunk begins in a layer.
     cos, sin : Tensor
         float32 ``[len(chunks), rotary / 2]``, as :func:`place_chunks` takes them.
+    scales : sequence of (Tensor, Tensor), optional
+        float16 scales of every int8 chunk: ``[L, Hkv, 1, D]`` of keys and ``[L, Hkv, T, 1]`` of values.
     """
 
     def __init__(
-        self, chunks: Sequence[tuple[Tensor, Tensor]], starts: Sequence[int], cos: Tensor, sin: Tensor
+        self,
+        chunks: _Pairs,
+        starts: Sequence[int],
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        scales: _Pairs | None = None,
     ) -> None:
         self.chunks, self.starts = list(chunks), list(starts)
+        self.scales = None if scales is None else list(scales)
         self.cos, self.sin = (table.float().contiguous() for table in (cos, sin))
         self._fits: tuple[int, torch.Size] | None = None
-        tensors = [part[0] for pair in chunks for part in pair]
+        tensors = [part for pair in chunks for part in pair]
         self._dtype = tensors[0].dtype if tensors else None
-        self._table = chunk_table(self.chunks, starts) if chunks and supports_rows(*tensors) else None
+        self._table = _native_table(self.chunks, starts, scales) if chunks else None
 
     def place(self, layer: int, layer_keys: Tensor, layer_values: Tensor) -> None:
         """Write layer `layer` of the stack into a layer of a cache, ``[Hkv, N, D]`` each."""
         there = (layer_keys, layer_values)
         on_triton = use_triton("chunk placement", layer_keys=layer_keys, layer_values=layer_values)
-        fits = layer_keys.dtype == self._dtype and supports_rows(*there)
-        if self._table is not None and not on_triton and fits:
-            count = len(self.chunks)
-            if self._fits is None or not 0 <= layer < self._fits[0] or layer_keys.shape != self._fits[1]:
-                one = [(keys[layer], values[layer]) for keys, values in self.chunks]
-                _check(one, self.starts, self.cos, self.sin, *there)
-                self._fits = min(keys.shape[0] for keys, _ in self.chunks), layer_keys.shape
-            native_place_chunks(self._table, count, layer, self.cos, self.sin, layer_keys, layer_values)
+        fits = (self.scales is not None or layer_keys.dtype == self._dtype) and supports_rows(*there)
+        if self._table is None or on_triton or not fits:
+            chunks, scales = self._layer(layer)
+            place_chunks(chunks, self.starts, self.cos, self.sin, *there, scales)
             return
+        if self._fits is None or not 0 <= layer < self._fits[0] or layer_keys.shape != self._fits[1]:
+            chunks, scales = self._layer(layer)
+            _check(chunks, self.starts, self.cos, self.sin, *there, scales)
+            self._fits = min(part.shape[0] for pair in self._all() for part in pair), layer_keys.shape
+        int8 = self.scales is not None
+        native_place_chunks(self._table, len(self.chunks), layer, self.cos, self.sin, *there, int8=int8)
+
+    def _all(self) -> _Pairs:
+        return [*self.chunks, *(self.scales or ())]
+
+    def _layer(self, layer: int) -> tuple[_Pairs, _Pairs | None]:
         chunks = [(keys[layer], values[layer]) for keys, values in self.chunks]
-        place_chunks(chunks, self.starts, self.cos, self.sin, layer_keys, layer_values)
+        return chunks, None if self.scales is None else [(keys[layer], values[layer]) for keys, values in self.scales]
+
+
+def _of_one_layer(pairs: _Pairs) -> _Pairs:
+    return [(keys[None], values[None]) for keys, values in pairs]
+
+
+def _native_table(chunks: _Pairs, starts: Sequence[int], scales: _Pairs | None) -> Table | None:
+    """Return chunks ``[L, Hkv, T, D]`` as the native operators take them; None if they do not."""
+    if scales is not None:
+        return int8_chunk_table(chunks, scales, starts) if supports_int8_rows(chunks, scales) else None
+    rows = [part[0] for pair in chunks for part in pair]
+    return chunk_table(chunks, starts) if supports_rows(*rows) else None
 
 
 def _check(
-    chunks: Sequence[tuple[Tensor, Tensor]],
+    chunks: _Pairs,
     starts: Sequence[int],
     cos: Tensor,
     sin: Tensor,
     layer_keys: Tensor,
     layer_values: Tensor,
+    scales: _Pairs | None,
 ) -> None:
     heads, length, dim = layer_keys.shape
     tables_fit = cos.shape == sin.shape and cos.shape[0] == len(chunks) and 2 * cos.shape[1] <= dim
@@ -138,21 +169,37 @@ def _check(
                 f"{list(layer_keys.shape)} at {start}"
             )
             raise ValueError(msg)
+    if scales is not None:
+        _check_scales(chunks, scales)
+
+
+def _check_scales(chunks: _Pairs, scales: _Pairs) -> None:
+    if len(scales) != len(chunks):
+        msg = f"{len(scales)} pairs of scales and {len(chunks)} chunks do not fit together"
+        raise ValueError(msg)
+    for (keys, _), (key_scale, value_scale) in zip(chunks, scales, strict=True):
+        heads, rows, dim = keys.shape
+        if tuple(key_scale.shape) != (heads, 1, dim) or tuple(value_scale.shape) != (heads, rows, 1):
+            msg = (
+                f"scales of keys {list(key_scale.shape)} and of values {list(value_scale.shape)} are not those of a "
+                f"chunk {list(keys.shape)}"
+            )
+            raise ValueError(msg)
 
 
 def _in_triton(
-    chunks: Sequence[tuple[Tensor, Tensor]],
+    chunks: _Pairs,
     starts: Sequence[int],
     cos: Tensor,
     sin: Tensor,
     layer_keys: Tensor,
     layer_values: Tensor,
-    scales: Sequence[tuple[Tensor, Tensor]] | None,
+    scales: _Pairs | None,
     interleaved: bool,
 ) -> None:
     device = layer_keys.device
 
-    def there(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    def there(pairs: _Pairs) -> list[tuple[Tensor, Tensor]]:
         return [(a.to(device, non_blocking=True), b.to(device, non_blocking=True)) for a, b in pairs]
 
     dtypes = {tensor.dtype for pair in chunks for tensor in pair}
@@ -172,14 +219,20 @@ def _in_triton(
 
 
 def _in_torch(
-    chunks: Sequence[tuple[Tensor, Tensor]],
+    chunks: _Pairs,
     starts: Sequence[int],
     cos: Tensor,
     sin: Tensor,
     layer_keys: Tensor,
     layer_values: Tensor,
+    scales: _Pairs | None,
     interleaved: bool,
 ) -> None:
+    if scales is not None:
+        chunks = [
+            (keys.float() * key_scale.float(), values.float() * value_scale.float())
+            for (keys, values), (key_scale, value_scale) in zip(chunks, scales, strict=True)
+        ]
     # All chunks are rotated in one go: chunk by chunk, dispatching would cost more than rotating.
     lengths = torch.tensor([keys.shape[1] for keys, _ in chunks], device=cos.device)
     tables = (cos.repeat_interleave(lengths, dim=0), sin.repeat_interleave(lengths, dim=0))

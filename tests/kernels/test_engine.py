@@ -18,8 +18,9 @@ ALWAYS = {"place_chunks", "row_attention"}
 SELECTORS = {"middle_layers": ALWAYS | {"token_scores"}, "cacheblend": ALWAYS | {"kv_deviation"}}
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 def test_triton_gives_the_logits_of_torch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device
+    kv_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     """Both kinds of selectors, so that every operator that the engine uses is run (interpreted: seconds each)."""
     called = mock.Mock(wraps=dispatch.triton_op)
@@ -27,9 +28,8 @@ def test_triton_gives_the_logits_of_torch(
         monkeypatch.setattr(sys.modules[f"fused_kv_kernels.{operator}"], "triton_op", called)
     monkeypatch.setenv("FUSED_KV_KERNELS", "torch")
     model = tiny_model().to(device)
-    with FusedKVEngine(
-        model, tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, preprocessing="none", store_misses=False
-    ) as engine:
+    options = {"kv_dtype": kv_dtype, "preprocessing": "none", "store_misses": False}
+    with FusedKVEngine(model, tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, **options) as engine:
         engine.build_kv_cache(SHORT[:2], progress=False)
         prompt = rag_prompt(SHORT[:2])
         for selector, operators in SELECTORS.items():

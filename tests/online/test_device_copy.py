@@ -5,6 +5,7 @@ The streams are stand-ins that run everything at once and write down what they w
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -76,12 +77,15 @@ def test_no_stream_without_a_gpu() -> None:
     assert copy_stream(torch.device("cpu")) is None
 
 
-@pytest.mark.parametrize("selector", ["middle_layers", "prefill_h2o"])
-@pytest.mark.parametrize("tier", ["memory", "disk"])
-def test_every_layer_is_waited_for(selector: str, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with FusedKVEngine(
-        tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, preprocessing="none", store_misses=False
-    ) as engine:
+@pytest.mark.parametrize(
+    ("selector", "tier", "kv_dtype"),
+    [*itertools.product(["middle_layers", "prefill_h2o"], ["memory", "disk"], ["auto"]), ("boundary", "disk", "int8")],
+)
+def test_every_layer_is_waited_for(
+    selector: str, tier: str, kv_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"kv_dtype": kv_dtype, "preprocessing": "none", "store_misses": False}
+    with FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, **options) as engine:
         engine.build_kv_cache(SHORT[:3], progress=False)
         prompt = rag_prompt(SHORT[:3])
         want, report = engine.prefill(prompt, recompute_ratio=0.2, selector=selector)

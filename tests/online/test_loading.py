@@ -14,6 +14,7 @@ from models import smollm2_tokenizer, tiny_model
 
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.online.loading import layer_groups
+from fused_kv_llm.store import StoredKV
 
 
 @given(num_layers=st.integers(1, 64), first=st.sets(st.integers(0, 63), max_size=6))
@@ -61,3 +62,38 @@ def test_prefetch_brings_chunks_into_memory(tmp_path: Path) -> None:
             time.sleep(0.01)
         _, report = engine.prefill(rag_prompt(SHORT[:3]), recompute_ratio=0.0)
         assert set(report.bytes_loaded) == {"memory"}
+
+
+def _placed_kv(engine: FusedKVEngine) -> torch.Tensor:
+    fused, report = engine.prefill(rag_prompt(SHORT[:4]), recompute_ratio=0.0)
+    assert report.trace is not None
+    placed = torch.from_numpy(report.trace.kind >= 0).nonzero()[:, 0]
+    assert len(placed) > 50
+    return torch.stack([fused.cache.keys, fused.cache.values])[..., placed, :].float()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_eight_bits_are_placed_without_a_copy_in_between(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From both tiers and by every implementation the cache gets what dequantising first gives, or nearer to it."""
+    model = tiny_model(hidden_size=96).to(dtype)
+    with FusedKVEngine(
+        model, preprocessing="none", tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, kv_dtype="int8"
+    ) as engine:
+        engine.build_kv_cache(SHORT[:4], progress=False)
+        engine.store.drop_memory()
+        got = {"disk": _placed_kv(engine)}
+        monkeypatch.setattr(StoredKV, "read_layers", lambda *_: pytest.fail("int8 was dequantised on its own"))
+        got["memory"] = _placed_kv(engine)
+        monkeypatch.setenv("FUSED_KV_KERNELS", "torch")
+        got["torch"] = _placed_kv(engine)
+        monkeypatch.undo()
+        # One chunk that says otherwise: all are dequantised first, since they are placed together.
+        monkeypatch.setattr(StoredKV, "storage", "auto")
+        want = _placed_kv(engine)
+    assert torch.equal(got["disk"], got["memory"])
+    # What was dequantised to bfloat16 first is rounded before it is turned, by up to 2^-9 of the pair.
+    tolerance = (1e-6 if dtype == torch.float32 else 2**-7) * float(want.abs().max())
+    for name in ("disk", "torch"):
+        torch.testing.assert_close(got[name], want, atol=tolerance, rtol=0)

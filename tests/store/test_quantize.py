@@ -100,6 +100,26 @@ def test_a_store_gives_back_what_the_dtype_can_hold(kv_dir, make_chunk, storage,
         assert chunk.open(store).read_layers(1, 2)[1].equal(wanted[1][1:2])
 
 
+@pytest.mark.parametrize("storage", STORAGE_DTYPES)
+def test_what_is_stored_is_what_is_read(kv_dir, make_chunk, storage):
+    """int8 comes with its scales, everything else as `read_layers` gives it; one layer of it is a view."""
+    chunk = make_chunk(3, dtype=torch.bfloat16, tokens=40, dim=32)
+    with KVStore(kv_dir, kv_dtype=storage) as store:
+        chunk.put(store)
+        with chunk.open(store) as stored:
+            found, wanted = stored.read_stored(1, 3), stored.read_layers(1, 3)
+            assert stored.storage == storage
+            assert stored.is_stored_as_read == (storage in ("bfloat16", "int8"))
+    assert (found.scales is not None) == (storage == "int8")
+    key_scale, value_scale = found.scales or (torch.ones(()), torch.ones(()))
+    assert (found.keys * key_scale.float()).bfloat16().equal(wanted[0])
+    assert (found.values * value_scale.float()).bfloat16().equal(wanted[1])
+    layer = found.layer(1)
+    assert layer.keys.data_ptr() == found.keys[1].data_ptr()
+    assert layer.nbytes == found.nbytes // 2
+    assert layer.to(torch.device("cpu")).values.equal(found.values[1])
+
+
 @pytest.mark.parametrize("storage", ["float16", "int8", "int4"])
 def test_what_does_not_fit_is_refused(kv_dir, make_chunk, storage):
     chunk = make_chunk()

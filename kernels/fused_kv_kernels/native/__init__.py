@@ -7,6 +7,7 @@ from .library import native_library, why_not_native
 from .operators import (
     Table,
     chunk_table,
+    int8_chunk_table,
     native_fit_sums,
     native_place_chunks,
     native_row_attention,
@@ -16,12 +17,14 @@ from .operators import (
     row_attention_scratch,
     shift_table,
     supports,
+    supports_int8_rows,
     supports_rows,
 )
 
 __all__ = [
     "Table",
     "chunk_table",
+    "int8_chunk_table",
     "native_fit_sums",
     "native_gated_silu",
     "native_library",
@@ -35,6 +38,7 @@ __all__ = [
     "row_attention_scratch",
     "shift_table",
     "supports",
+    "supports_int8_rows",
     "supports_rows",
     "takes_rows",
     "why_not_native",

@@ -26,6 +26,7 @@ _ARGUMENTS = {
     "fkv_row_attention": [*[_POINTER] * 11, _REAL, _THREADS],
     "fkv_token_scores": [*[_POINTER] * 7, _REAL, _THREADS],
     "fkv_place_chunks": [_POINTER, _NUMBER, _NUMBER, *[_POINTER] * 4, *[_NUMBER] * 5, _THREADS],
+    "fkv_place_int8_chunks": [_POINTER, _NUMBER, _NUMBER, *[_POINTER] * 4, *[_NUMBER] * 5, _THREADS],
     "fkv_shift_chunks": [_POINTER, _NUMBER, _NUMBER, *[_POINTER] * 5, *[_NUMBER] * 5, _THREADS],
     "fkv_fit_shifts": [_POINTER, _NUMBER, _NUMBER, *[_POINTER] * 11, *[_NUMBER] * 5, _THREADS],
     "fkv_rms_norm": [*[_POINTER] * 3, _NUMBER, _NUMBER, _REAL, _THREADS],

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Table",
     "chunk_table",
+    "int8_chunk_table",
     "native_fit_sums",
     "native_place_chunks",
     "native_row_attention",
@@ -27,6 +28,7 @@ __all__ = [
     "row_attention_scratch",
     "shift_table",
     "supports",
+    "supports_int8_rows",
     "supports_rows",
 ]
 
@@ -54,6 +56,20 @@ def supports(*tensors: Tensor) -> bool:
 def supports_rows(*tensors: Tensor) -> bool:
     """Return whether the native operators take ``[H, N, D]`` whose rows also lie one after another."""
     return all(t.stride(1) == t.shape[2] for t in tensors) and supports(*tensors)
+
+
+def supports_int8_rows(chunks: Sequence[tuple[Tensor, Tensor]], scales: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    """Return whether the native operators take chunks ``[..., Hkv, T, D]`` in eight bits with their float16 scales."""
+    rows = [part for pair in chunks for part in pair]
+    factors = [part for pair in scales for part in pair]
+    dense_scales = all(keys.stride(-1) == 1 and values.stride(-2) == 1 for keys, values in scales)
+    return (
+        len(chunks) == len(scales)
+        and all(t.dtype == torch.int8 and t.device.type == "cpu" for t in rows)
+        and all(t.dtype == torch.float16 and t.device.type == "cpu" for t in factors)
+        and all(t.stride(-1) == 1 and t.stride(-2) == t.shape[-1] <= _LARGEST_DIM for t in rows)
+        and dense_scales
+    )
 
 
 def _layer(layer_keys: Tensor, layer_values: Tensor, cos: Tensor) -> tuple[int, ...]:
@@ -159,13 +175,30 @@ def chunk_table(chunks: Sequence[tuple[Tensor, Tensor]], starts: Sequence[int]) 
     return int64_array(*flat)
 
 
+def int8_chunk_table(
+    chunks: Sequence[tuple[Tensor, Tensor]], scales: Sequence[tuple[Tensor, Tensor]], starts: Sequence[int]
+) -> Table:
+    """Return how :func:`native_place_chunks` takes int8 ``[L, Hkv, T, D]`` and their scales; they must outlive it."""
+    flat: list[int] = []
+    for pair, factors, start in zip(chunks, scales, starts, strict=True):
+        tensors = (*pair, *factors)
+        flat += [tensor.data_ptr() for tensor in tensors]
+        flat += [step for tensor in tensors for step in tensor.stride()[:2]]
+        flat += [pair[0].shape[2], start]
+    return int64_array(*flat)
+
+
 def native_place_chunks(
-    table: Table, count: int, layer: int, cos: Tensor, sin: Tensor, layer_keys: Tensor, layer_values: Tensor
-) -> None:
-    """Rotate and copy one layer of `count` chunks into a cache, as :func:`fused_kv_kernels.place_chunks` does."""
-    loaded_library(layer_keys.dtype).fkv_place_chunks(
-        table, count, layer, cos.data_ptr(), sin.data_ptr(), *_layer(layer_keys, layer_values, cos)
-    )
+    table: Table, count: int, layer: int, cos: Tensor, sin: Tensor, layer_keys: Tensor, layer_values: Tensor,
+    *, int8: bool = False,
+) -> None:  # fmt: skip
+    """Rotate and copy one layer of `count` chunks into a cache, as :func:`fused_kv_kernels.place_chunks` does.
+
+    The table is one of :func:`chunk_table`, or of :func:`int8_chunk_table`.
+    """
+    library = loaded_library(layer_keys.dtype)
+    place = library.fkv_place_int8_chunks if int8 else library.fkv_place_chunks
+    place(table, count, layer, cos.data_ptr(), sin.data_ptr(), *_layer(layer_keys, layer_values, cos))
 
 
 def native_transfer(

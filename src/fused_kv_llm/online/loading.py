@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fused_kv_kernels import ChunkStack, place_chunks, rotation_tables
 from fused_kv_llm.model import FusedCache, Geometry
+from fused_kv_llm.store import StoredKV, StoredLayers
 
 from .device_copy import CopyStream, copy_stream
 
@@ -26,6 +27,8 @@ __all__ = ["LAYERS_PER_READ", "ChunkLoader", "layer_groups"]
 
 LAYERS_PER_READ = 4
 _LAYERS_AHEAD = 2
+
+_Pair = tuple[Tensor, Tensor]
 
 
 def layer_groups(num_layers: int, first: Iterable[int] = (), at_once: int = LAYERS_PER_READ) -> list[range]:
@@ -100,10 +103,12 @@ class ChunkLoader:
         self._group_of = {layer: group for group in groups for layer in group}
         self._seen: set[int] = set()
         self._nbytes: dict[int, int] = {}
-        # Of one group only: chunks that are stored compressed are copies here.
+        # Of one group only: chunks in four bits, or in another floating dtype, are copies here.
         self._stack: tuple[range, ChunkStack] | None = None
+        # Eight bits become the cache's dtype on their way into it. All chunks have them or none: identities differ.
+        self._in_int8 = all(placement.stored.storage == "int8" for placement in placements)
         self._reads = {
-            (index, group.start): executor.submit(placement.stored.read_layers, group.start, group.stop)
+            (index, group.start): executor.submit(self._read_now, placement.stored, group)
             for group in groups
             for index, placement in enumerate(placements)
             if placement.stored.tier != "memory"
@@ -146,9 +151,9 @@ class ChunkLoader:
         group = self._group_of[layer_idx]
         if self._stack is None or self._stack[0] != group:
             parts = [self._read(index, group) for index in range(len(self._placements))]
-            chunks = [self._inside(index, part) for index, part in enumerate(parts)]
-            self._stack = group, ChunkStack(chunks, self._starts, self._cos, self._sin)
-            nbytes = sum(keys.nbytes + values.nbytes for keys, values in parts)
+            chunks, scales = self._in_prompt(parts)
+            self._stack = group, ChunkStack(chunks, self._starts, self._cos, self._sin, scales=scales)
+            nbytes = sum(part.nbytes for part in parts)
             self._nbytes.update(dict.fromkeys(group, nbytes // len(group)))
         layer_keys, layer_values = self._cache.keys[layer_idx, 0], self._cache.values[layer_idx, 0]
         self._stack[1].place(layer_idx - group.start, layer_keys, layer_values)
@@ -156,30 +161,36 @@ class ChunkLoader:
     def _place_on_device(self, layer_idx: int) -> None:
         """Put one layer's chunk KV in place on the current stream, and note its bytes."""
         device, group = self._cache.keys.device, self._group_of[layer_idx]
-        chunks, nbytes = [], 0
+        parts = []
         for index in range(len(self._placements)):
-            part = range(layer_idx, layer_idx + 1) if (index, group.start) not in self._reads else group
-            keys, values = (both[layer_idx - part.start] for both in self._read(index, part))
-            nbytes += keys.nbytes + values.nbytes
+            run = range(layer_idx, layer_idx + 1) if (index, group.start) not in self._reads else group
             # A part of a chunk is not contiguous: only whole ones are copied without a detour.
-            moved = keys.to(device, non_blocking=True), values.to(device, non_blocking=True)
-            chunks.append(self._inside(index, moved))
+            parts.append(self._read(index, run).layer(layer_idx - run.start).to(device))
+        chunks, scales = self._in_prompt(parts)
         layer_keys, layer_values = self._cache.keys[layer_idx, 0], self._cache.values[layer_idx, 0]
-        place_chunks(chunks, self._starts, self._cos, self._sin, layer_keys, layer_values)
-        self._nbytes[layer_idx] = nbytes
+        place_chunks(chunks, self._starts, self._cos, self._sin, layer_keys, layer_values, scales)
+        self._nbytes[layer_idx] = sum(part.nbytes for part in parts)
 
-    def _inside(self, index: int, parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the tokens ``[..., T, D]`` of a chunk that stand in the prompt."""
-        segment = self._placements[index].segment
-        span = slice(segment.chunk_start, segment.chunk_start + self._placements[index].num_tokens)
-        return parts[0][..., span, :], parts[1][..., span, :]
+    def _in_prompt(self, parts: Sequence[StoredLayers]) -> tuple[list[_Pair], list[_Pair] | None]:
+        """Return keys and values ``[..., T, D]`` of the tokens that stand in the prompt, and int8's scales."""
+        chunks, scales = [], []
+        for placement, part in zip(self._placements, parts, strict=True):
+            first = placement.segment.chunk_start
+            span = slice(first, first + placement.num_tokens)
+            chunks.append((part.keys[..., span, :], part.values[..., span, :]))
+            if part.scales is not None:
+                scales.append((part.scales[0], part.scales[1][..., span, :]))
+        return chunks, scales if self._in_int8 else None
 
-    def _read(self, index: int, group: range) -> tuple[Tensor, Tensor]:
-        """Return keys and values ``[len(group), Hkv, T, D]`` of a whole chunk, waiting for them if need be."""
+    def _read(self, index: int, group: range) -> StoredLayers:
+        """Return layers ``[len(group), Hkv, T, D]`` of a whole chunk, waiting for them if need be."""
         queued = self._reads.get((index, group.start))
-        if queued is None:
-            return self._placements[index].stored.read_layers(group.start, group.stop)
-        return queued.result()
+        return self._read_now(self._placements[index].stored, group) if queued is None else queued.result()
+
+    def _read_now(self, stored: StoredKV, group: range) -> StoredLayers:
+        if self._in_int8:
+            return stored.read_stored(group.start, group.stop)
+        return StoredLayers(*stored.read_layers(group.start, group.stop))
 
     def cancel(self) -> None:
         """Drop reads that have not begun and wait for those that have, so that files can be closed."""
@@ -191,6 +202,5 @@ class ChunkLoader:
 
 
 def _is_at_hand(placement: Placement) -> bool:
-    """Whether a chunk's layers need no reading, and no decompression."""
-    stored = placement.stored
-    return stored.tier == "memory" and not stored.is_compressed
+    """Whether a chunk's layers need neither be read nor made from something smaller."""
+    return placement.stored.tier == "memory" and placement.stored.is_stored_as_read

@@ -9,7 +9,7 @@ from fused_kv_llm.store.policies import DEFAULT_POLICY, POLICIES
 from fused_kv_llm.store.quantize import STORAGE_DTYPES
 from fused_kv_llm.store.stats import StoreStats
 from fused_kv_llm.store.store import KVStore
-from fused_kv_llm.store.stored_kv import StoredKV
+from fused_kv_llm.store.stored_kv import StoredKV, StoredLayers
 from fused_kv_llm.store.uses import StoreCounters
 
 __all__ = [
@@ -27,5 +27,6 @@ __all__ = [
     "StoreCounters",
     "StoreStats",
     "StoredKV",
+    "StoredLayers",
     "rebuild_index",
 ]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
@@ -13,7 +13,7 @@ from fused_kv_llm.errors import ConfigError, StoreError
 from fused_kv_llm.store.header import ChunkHeader
 from fused_kv_llm.store.quantize import expand, expand_into
 
-__all__ = ["LayerSource", "StoredKV", "Tier"]
+__all__ = ["LayerSource", "StoredKV", "StoredLayers", "Tier"]
 
 Tier = Literal["memory", "disk", "remote"]
 
@@ -33,6 +33,39 @@ class LayerSource(Protocol):
 
     def release(self) -> None:
         """Let go of the chunk."""
+
+
+class StoredLayers(NamedTuple):
+    """Some layers of a chunk as ``fused_kv_kernels.place_chunks`` takes them.
+
+    Parameters
+    ----------
+    keys, values : torch.Tensor
+        ``[layers, kv_heads, tokens, head_dim]``, int8 or the chunk's dtype.
+    scales : tuple of torch.Tensor, or None
+        float16 scales of int8 keys ``[layers, kv_heads, 1, head_dim]`` and values ``[layers, kv_heads, tokens, 1]``.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(part.nbytes for part in (self.keys, self.values, *(self.scales or ())))
+
+    def layer(self, number: int) -> StoredLayers:
+        """Return one of the layers, without its axis."""
+        return self._each(lambda part: part[number])
+
+    def to(self, device: torch.device) -> StoredLayers:
+        """Return them on a device; from pinned memory the copies run beside the caller."""
+        return self._each(lambda part: part.to(device, non_blocking=True))
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> StoredLayers:
+        scales = None if self.scales is None else (change(self.scales[0]), change(self.scales[1]))
+        return StoredLayers(change(self.keys), change(self.values), scales)
 
 
 class StoredKV:
@@ -92,9 +125,14 @@ class StoredKV:
         return self._source.header.nbytes
 
     @property
-    def is_compressed(self) -> bool:
-        """Whether ``read_layers`` makes its tensors from something smaller, rather than giving views."""
-        return self._source.header.storage != str(self.dtype).removeprefix("torch.")
+    def storage(self) -> str:
+        """Dtype in which the keys and values are stored, one of ``STORAGE_DTYPES``."""
+        return self._source.header.storage
+
+    @property
+    def is_stored_as_read(self) -> bool:
+        """Whether ``read_stored`` gives views of what is stored, rather than tensors made from it."""
+        return self.storage in ("int8", str(self.dtype).removeprefix("torch."))
 
     def read_layers(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of layers ``start`` to ``stop - 1``, verified against their checksums.
@@ -121,6 +159,13 @@ class StoredKV:
             The chunk was closed.
         """
         return expand(self._read(start, stop), self._source.header.storage, self.dtype)
+
+    def read_stored(self, start: int, stop: int) -> StoredLayers:
+        """Return what ``read_layers`` returns, int8 without having been dequantised; raises as it does."""
+        parts = self._read(start, stop)
+        if self._source.header.storage == "int8":
+            return StoredLayers(parts["k"], parts["v"], (parts["k_scale"], parts["v_scale"]))
+        return StoredLayers(*expand(parts, self._source.header.storage, self.dtype))
 
     def load_layers(self, start: int, stop: int) -> None:
         """Have layers ``start`` to ``stop - 1`` in memory, verified, for ``copy_layers``; raises as ``read_layers``."""
