@@ -1,10 +1,11 @@
-"""Storage dtypes: bytes a token, load time, and what storing does to the answers.
+"""Storage dtypes: bytes a token, load time, time to first token, and what storing does to the answers.
 
     python benchmarks/compression.py --data ../shared/data/squad10.jsonl
 
 Every passage is prefilled once; its KV is then stored in every dtype, so that nothing else differs. For every
 question the distribution over the next token at every position of the gold answer is compared with full prefill's
-(KL). The default should be the smallest dtype whose KL at ratio 0.15 is within 5% of float32's.
+(KL). The default should be the smallest dtype whose KL at ratio 0.15 is within 5% of float32's. A load is a chunk's
+reading and its placing in a request's cache; times to first token are from memory, for prompts of 3,600 tokens.
 
 Records are appended question by question beside the result; the same command goes on where it was stopped.
 """
@@ -30,16 +31,20 @@ from evaluation.records import RecordFile, read_records, settings_digest
 from evaluation.summary import bootstrap
 from quality import neighbours_in
 from rich.progress import track
+from ttft import build_prompt
 
+from fused_kv_kernels import ChunkStack, rotation_tables
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.chunk import ChunkKV
 from fused_kv_llm.config import DEFAULT_RATIO, DEFAULT_SELECTOR
+from fused_kv_llm.context_shift import CONTEXT_SHIFT
 from fused_kv_llm.model import LoadedModel, load_model
 from fused_kv_llm.prompt.texthash import content_hash
 from fused_kv_llm.store import STORAGE_DTYPES, ChunkRow, KVStore
 from fused_kv_llm.store.quantize import stored_bytes_per_token
 
 BOUND = 1.05
+Times = dict[str, dict[str, float]]
 
 
 def parse() -> argparse.Namespace:
@@ -73,7 +78,7 @@ def build(loaded: LoadedModel, data: Path, questions: list[Question], kv_dir: Pa
 
 
 def copy_chunk(source: KVStore, target: KVStore, row: ChunkRow) -> None:
-    """Store a chunk's KV once more, in the dtype of another store."""
+    """Store a chunk's KV once more, in the dtype of another store, with the shift that belongs to it."""
     if target.contains([row.key]):
         return
     stored = source.open(row.key, row.token_ids)
@@ -83,13 +88,20 @@ def copy_chunk(source: KVStore, target: KVStore, row: ChunkRow) -> None:
         keys, values = stored.read_layers(0, stored.num_layers)
     target.put(row.key, row.identity, row.text, content_hash(row.text),
                ChunkKV(keys, values, row.token_ids, row.position))  # fmt: skip
+    shift = source.sides.read(row.key, CONTEXT_SHIFT)
+    if shift is not None:
+        target.sides.put(row.key, CONTEXT_SHIFT, shift, by_rows=True)
 
 
-def load_times(kv_dir: Path, rows: list[ChunkRow], dtype: torch.dtype, chunks: int = 40) -> dict[str, dict[str, float]]:
-    """Return microseconds a token that loading into a request's buffers takes, files cached and not."""
+def load_times(kv_dir: Path, rows: list[ChunkRow], loaded: LoadedModel, chunks: int = 40) -> Times:
+    """Return microseconds a token from a chunk's file to a request's cache, as an engine places it, cached and not."""
     picked = sorted(rows, key=lambda row: len(row.token_ids), reverse=True)[:chunks]
-    found: dict[str, dict[str, float]] = {storage: {} for storage in STORAGE_DTYPES}
+    found: Times = {storage: {} for storage in STORAGE_DTYPES}
     stores = {name: KVStore(kv_dir / name, memory_bytes=0) for name in STORAGE_DTYPES}
+    geometry = loaded.geometry
+    shape = (2, geometry.num_layers, geometry.num_kv_heads, 2 * len(picked[0].token_ids), geometry.head_dim)
+    cache = torch.zeros(shape, dtype=loaded.dtype)
+    tables = rotation_tables(torch.tensor([100]), geometry.inv_freq)
     # Dtypes take turns, so that whatever else the machine does meets all of them.
     for state in ("cold", "warm"):
         seconds: dict[str, list[float]] = {name: [] for name in STORAGE_DTYPES}
@@ -97,7 +109,7 @@ def load_times(kv_dir: Path, rows: list[ChunkRow], dtype: torch.dtype, chunks: i
             for name, store in stores.items():
                 if state == "cold":
                     drop_page_cache(kv_dir / name / "chunks" / row.key[:2])
-                seconds[name].append(_load(store, row, dtype) / len(row.token_ids) * 1e6)
+                seconds[name].append(_load(store, row, cache, tables) / len(row.token_ids) * 1e6)
         for name, values in seconds.items():
             found[name][f"{state}_us_per_token"] = statistics.median(values)
     for store in stores.values():
@@ -105,20 +117,39 @@ def load_times(kv_dir: Path, rows: list[ChunkRow], dtype: torch.dtype, chunks: i
     return found
 
 
-def _load(store: KVStore, row: ChunkRow, dtype: torch.dtype) -> float:
+def _load(store: KVStore, row: ChunkRow, cache: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> float:
     stored = store.open(row.key, row.token_ids)
     if stored is None:
         raise SystemExit(f"chunk {row.key} is gone")
     with stored:
-        header_shape = stored._source.header.shape
-        buffers = torch.zeros((2, *header_shape), dtype=dtype)
         started = time.perf_counter()
-        stored.copy_layers(0, stored.num_layers, buffers[0], buffers[1])
+        layers = stored.read_stored(0, stored.num_layers)
+        scales = None if layers.scales is None else [layers.scales]
+        stack = ChunkStack([(layers.keys, layers.values)], [16], *tables, scales=scales)
+        for layer in range(stored.num_layers):
+            stack.place(layer, cache[0, layer], cache[1, layer])
         return time.perf_counter() - started
 
 
+def first_token_times(engines: dict[str, FusedKVEngine], rows: list[ChunkRow], ratios: list[float],
+                      rounds: int = 7) -> Times:  # fmt: skip
+    """Return seconds to the first token of a long prompt whose chunks are in memory; dtypes take turns."""
+    prompt = build_prompt(engines["float32"], [row.text for row in rows], "What is said of the first?", 3600)
+    seconds: dict[tuple[str, float], list[float]] = {}
+    for turn in range(rounds + 1):
+        for name, engine in engines.items():
+            for ratio in ratios:
+                report = engine.generate(prompt, max_tokens=1, recompute_ratio=ratio).report
+                if turn:
+                    seconds.setdefault((name, ratio), []).append(report.ttft_s)
+    found: Times = {name: {} for name in engines}
+    for (name, ratio), values in seconds.items():
+        found[name][f"ttft_{ratio:g}_s"] = statistics.median(values)
+    return found
+
+
 def table(records: dict[tuple[str, str], dict[str, Any]], questions: list[Question], ratios: list[float],
-          sizes: dict[str, float], times: dict[str, dict[str, float]]) -> list[dict[str, Any]]:  # fmt: skip
+          sizes: dict[str, float], times: Times) -> list[dict[str, Any]]:  # fmt: skip
     """Return one row a storage dtype; KL ratios come with bootstrap intervals over questions."""
     rows = []
     for storage in STORAGE_DTYPES:
@@ -159,11 +190,13 @@ def main() -> None:
         }
         for question in track([q for q in questions if (q.id, FULL.key) not in records], description=args.data.stem):
             out.append(question.id, one_question(engines, question, methods))
+        times = first_token_times(engines, rows, args.ratios)
         geometry = loaded.geometry
         layers, heads, dim = geometry.num_layers, geometry.num_kv_heads, geometry.head_dim
     sizes = {name: stored_bytes_per_token(name, layers, heads, dim) for name in STORAGE_DTYPES}
-    found = table(read_records(args.out, digest), questions, args.ratios, sizes,
-                  load_times(kv_dir, rows, loaded.dtype))  # fmt: skip
+    for name, more in load_times(kv_dir, rows, loaded).items():
+        times[name] |= more
+    found = table(read_records(args.out, digest), questions, args.ratios, sizes, times)
     within = [row for row in found if row[f"kl_over_float32_{DEFAULT_RATIO:g}"] <= BOUND]
     result = {
         "environment": environment(), "data": args.data.stem, "questions": len(questions), "passages": args.passages,

@@ -32,7 +32,7 @@ from environment import drop_page_cache, environment, peak_rss_bytes, reset_peak
 from fused_kv_llm.catalog import ChunkCatalog
 from fused_kv_llm.chunk import ChunkKV, chunk_key
 from fused_kv_llm.prompt.texthash import content_hash
-from fused_kv_llm.store import KVStore
+from fused_kv_llm.store import KVStore, StoredKV
 from fused_kv_llm.store.tensor_file import byte_view
 
 LAYERS, HEADS, TOKENS, DIM = 30, 3, 512, 64
@@ -78,6 +78,9 @@ class Loads:
         self.plain = byte_view(torch.empty(self.paths[0].stat().st_size, dtype=torch.uint8))
         # A request's cache is longer than a chunk, so the chunk's place in it is not contiguous.
         self.cache = torch.zeros((2, LAYERS, HEADS, 5 * TOKENS, DIM), dtype=torch.bfloat16)
+        self.places = [self.cache[:, :, :, slot * TOKENS : (slot + 1) * TOKENS].unbind() for slot in range(5)]
+        self.groups = [(start, min(LAYERS, start + 4)) for start in range(0, LAYERS, 4)]
+        self.parts = [tuple(part[start:stop] for part in self.places[1]) for start, stop in self.groups]
         self.known = KVStore(folder, memory_bytes=0)
         self.unknown = KVStore(folder, memory_bytes=0)
         # A memory tier that holds one chunk keeps every chunk that is read, and has none that is asked for.
@@ -104,13 +107,15 @@ class Loads:
         """Have the chunk in a request's cache, every checksum verified."""
         self._copy(self.unknown, number)
 
-    def into_cache(self, number: int, layers: int = LAYERS) -> None:
+    def into_cache(self, number: int) -> None:
         """The same of a file that this process has verified before."""
-        self._copy(self.known, number, layers)
+        self._copy(self.known, number)
 
     def into_cache_by_four_layers(self, number: int) -> None:
         """The same, in parts as large as an engine's, which computes with the first while the next are read."""
-        self.into_cache(number, 4)
+        with self.open(self.known, number) as stored:
+            for (start, stop), (keys, values) in zip(self.groups, self.parts, strict=True):
+                stored.copy_layers(start, stop, keys, values)
 
     def into_cache_and_memory_tier(self, number: int) -> None:
         """The same, and the memory tier keeps the chunk for the next request."""
@@ -118,18 +123,20 @@ class Loads:
 
     def into_memory(self, number: int) -> None:
         """Have it in memory of the store's."""
-        key, _, kv = self.chunks[number]
-        with self.known.open(key, kv.token_ids) as stored:  # type: ignore[union-attr]
+        with self.open(self.known, number) as stored:
             stored.load_layers(0, LAYERS)
 
-    def _copy(self, store: KVStore, number: int, layers: int = LAYERS) -> None:
+    def open(self, store: KVStore, number: int) -> StoredKV:
+        """Open a chunk."""
         key, _, kv = self.chunks[number]
-        where = slice(TOKENS, 2 * TOKENS)
-        with store.open(key, kv.token_ids) as stored:  # type: ignore[union-attr]
-            for start in range(0, LAYERS, layers):
-                stop = min(LAYERS, start + layers)
-                target = self.cache[:, start:stop, :, where]
-                stored.copy_layers(start, stop, target[0], target[1])
+        stored = store.open(key, kv.token_ids)
+        if stored is None:
+            raise SystemExit(f"chunk {number} is gone")
+        return stored
+
+    def _copy(self, store: KVStore, number: int) -> None:
+        with self.open(store, number) as stored:
+            stored.copy_layers(0, LAYERS, *self.places[1])
 
 
 def load(folder: Path, count: int = 12, rounds: int = 7) -> dict[str, Any]:
@@ -161,29 +168,38 @@ def load(folder: Path, count: int = 12, rounds: int = 7) -> dict[str, Any]:
     return found
 
 
-def several(loads: Loads, count: int) -> dict[str, float]:
-    """Measure four chunks at once in four threads: into the cache, and plain reads into memory that is there."""
+def several(loads: Loads, count: int) -> dict[str, dict[str, float]]:
+    """Measure four chunks at once in four threads: into the cache, and plain reads into memory that is there.
+
+    A request opens its chunks one after the other, and its threads read them; or each thread does both.
+    """
     buffers = [byte_view(torch.zeros(len(loads.plain), dtype=torch.uint8)) for _ in range(4)]
 
     def plain(slot: int, number: int) -> None:
         with loads.paths[number].open("rb", buffering=0) as file:
             file.readinto(buffers[slot])
 
-    def into_cache(slot: int, number: int) -> None:
-        key, _, kv = loads.chunks[number]
-        target = loads.cache[:, :, :, slot * TOKENS : (slot + 1) * TOKENS]
-        with loads.known.open(key, kv.token_ids) as stored:  # type: ignore[union-attr]
-            stored.copy_layers(0, LAYERS, target[0], target[1])
+    def read(slot: int, stored: StoredKV) -> None:
+        with stored:
+            stored.copy_layers(0, LAYERS, *loads.places[slot])
 
-    seconds: dict[str, list[float]] = {"readinto": [], "into_cache": []}
+    def open_and_read(slot: int, number: int) -> None:
+        read(slot, loads.open(loads.known, number))
+
+    ways: dict[str, Callable[[list[int]], object]] = {
+        "readinto": lambda numbers: list(pool.map(plain, range(4), numbers)),
+        "into_cache": lambda numbers: list(pool.map(read, range(4), [loads.open(loads.known, n) for n in numbers])),
+        "opened_by_threads": lambda numbers: list(pool.map(open_and_read, range(4), numbers)),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
     with ThreadPoolExecutor(4) as pool:
-        for number in range(2 * count):
-            numbers = [(4 * number + i) % count for i in range(4)]
-            for way in (plain, into_cache):
-                name = "readinto" if way is plain else "into_cache"
-                seconds[name].append(timed(lambda w=way, n=numbers: list(pool.map(w, range(4), n))))
-    medians = {f"{name}_ms": median_ms(values) for name, values in seconds.items()}
-    return {**medians, "share_of_readinto": medians["readinto_ms"] / medians["into_cache_ms"]}
+        for turn in range(3 * count):
+            numbers = [(4 * turn + i) % count for i in range(4)]
+            for name, way in ways.items():
+                seconds[name].append(timed(lambda w=way, n=numbers: w(n)))
+    medians = {name: median_ms(values) for name, values in seconds.items()}
+    shares = {name: medians["readinto"] / value for name, value in medians.items()}
+    return {"median_ms": medians, "share_of_readinto": shares}
 
 
 def put(folder: Path, count: int = 40) -> dict[str, Any]:

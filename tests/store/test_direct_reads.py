@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import tempfile
+import threading
+from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,8 +17,6 @@ from hypothesis import strategies as st
 from fused_kv_llm.errors import ChunkDamagedError
 from fused_kv_llm.store import KVStore, known, pieces
 from fused_kv_llm.store.strided import layer_segments
-
-ALL = slice(None)
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +45,19 @@ def hashed(monkeypatch):
     return found
 
 
-@settings(max_examples=120, deadline=None)
-@given(data=st.data())
-def test_strided_targets_get_what_a_copy_gives(shared, make_chunk, data):
+@contextmanager
+def read_by_two(share: bool = True):
+    """Have reads of any size cut into blocks of a piece, which two threads take."""
+    with pytest.MonkeyPatch.context() as patch:
+        if share:
+            patch.setattr(pieces, "_SHARED_NBYTES", 0)
+            patch.setattr(pieces, "_SHARED_READ_NBYTES", 1)
+        yield patch
+
+
+@settings(max_examples=160, deadline=None)
+@given(data=st.data(), by_two=st.booleans())
+def test_strided_targets_get_what_a_copy_gives(shared, make_chunk, data, by_two):
     layers, heads, tokens = (data.draw(st.integers(1, most), label) for label, most in (("L", 5), ("H", 3), ("T", 9)))
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
     chunk = make_chunk(layers * 100 + heads * 10 + tokens, layers=layers, heads=heads, tokens=tokens, dtype=dtype)
@@ -57,7 +69,7 @@ def test_strided_targets_get_what_a_copy_gives(shared, make_chunk, data):
     room, at = data.draw(st.integers(last - first, last - first + 4)), data.draw(st.integers(0, 3))
     cache = torch.full((2, layers, heads, at + room, 8), float("nan"), dtype=dtype)
     place = cache[:, start:stop, :, at : at + last - first]
-    with chunk.open(shared) as stored:
+    with chunk.open(shared) as stored, read_by_two(by_two):
         stored.copy_layers(start, stop, place[0], place[1], slice(first, last))
     assert torch.equal(place[0], chunk.kv.keys[start:stop, :, first:last])
     assert torch.equal(place[1], chunk.kv.values[start:stop, :, first:last])
@@ -156,6 +168,33 @@ def test_a_new_file_is_hashed_every_time(diskonly, make_chunk, hashed):
     assert sum(hashed) == 2 * chunk.kv.nbytes
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_cached_in_part_is_believed_in_part(diskonly, make_chunk, settled, hashed, monkeypatch, seed):
+    """Whatever the system has, and whichever thread asks: what it has not is read and hashed, and nothing else."""
+    chunk, rng, lock = make_chunk(layers=12), random.Random(seed), threading.Lock()
+    chunk.put(diskonly)
+    size, missing = chunk.kv.keys[0].nbytes, []
+
+    def cached(fd, segments, offset, nbytes):
+        with lock:
+            there = rng.random() < 0.7
+            missing.extend([] if there else [nbytes])
+        for segment in segments:
+            np.frombuffer(segment, np.uint8)[:] = 0xAA
+        return there and os.preadv(fd, segments, offset) == nbytes
+
+    with read_by_two():
+        _load(diskonly, chunk)
+        assert sum(hashed) == chunk.kv.nbytes
+        hashed.clear()
+        monkeypatch.setattr(pieces, "_read_cached", cached)
+        _load(diskonly, chunk)
+    # The first that is missing ends the asking; a second thread may be in the middle of one.
+    assert len(missing) <= 2
+    assert bool(hashed) == bool(missing)
+    assert all(nbytes == size for nbytes in hashed)
+
+
 @pytest.mark.parametrize("reopened", [False, True])
 def test_a_file_that_was_touched_is_not_believed(diskonly, kv_dir, make_chunk, settled, reopened):
     chunk = make_chunk(layers=4)
@@ -176,7 +215,8 @@ def test_a_file_that_was_touched_is_not_believed(diskonly, kv_dir, make_chunk, s
         opened.copy_layers(0, 4, keys, values)
 
 
-def test_an_error_while_reading_costs_the_layers_it_hits(diskonly, make_chunk, monkeypatch):
+@pytest.mark.parametrize("by_two", [False, True])
+def test_an_error_while_reading_costs_the_layers_it_hits(diskonly, make_chunk, monkeypatch, by_two):
     chunk = make_chunk(layers=4)
     chunk.put(diskonly)
     real, size = os.preadv, chunk.kv.keys[0].nbytes
@@ -190,7 +230,38 @@ def test_an_error_while_reading_costs_the_layers_it_hits(diskonly, make_chunk, m
             return real(fd, buffers, offset, *flags)
 
         monkeypatch.setattr(os, "preadv", broken)
-        with pytest.raises(ChunkDamagedError, match="layer 2 cannot be read"):
-            stored.copy_layers(0, 4, keys, values)
-        stored.copy_layers(0, 2, keys[:2], values[:2])
+        with read_by_two(by_two):
+            with pytest.raises(ChunkDamagedError, match="layer 2 cannot be read"):
+                stored.copy_layers(0, 4, keys, values)
+            stored.copy_layers(0, 2, keys[:2], values[:2])
     assert torch.equal(keys[:2], chunk.kv.keys[:2])
+
+
+@pytest.mark.parametrize("way", ["into a cache", "into memory"])
+def test_two_threads_notice_what_one_notices(diskonly, store, kv_dir, make_chunk, way):
+    """A piece that is damaged is told by its name, wherever it is; a file that was shortened costs its last layers."""
+    chunk = make_chunk(layers=4)
+    chunk.put(diskonly)
+    keys, values = torch.empty_like(chunk.kv.keys), torch.empty_like(chunk.kv.values)
+    raw, size = chunk.path(kv_dir).read_bytes(), chunk.kv.keys[0].nbytes
+
+    def read(stored, start, stop):
+        if way == "into memory":
+            return stored.read_layers(start, stop)
+        stored.copy_layers(start, stop, keys[start:stop], values[start:stop])
+        return keys[start:stop], values[start:stop]
+
+    for number in range(8):
+        damaged = bytearray(raw)
+        damaged[len(raw) - (number + 1) * size + number] ^= 1
+        chunk.path(kv_dir).write_bytes(damaged)
+        with KVStore(kv_dir, memory_bytes=0, read_only=True) as reader, read_by_two(), chunk.open(reader) as stored:
+            name, layer = ("v", 3 - number) if number < 4 else ("k", 7 - number)
+            with pytest.raises(ChunkDamagedError, match=rf"'{name}' of layer {layer} does"):
+                read(stored, 0, 4)
+    chunk.path(kv_dir).write_bytes(raw)
+    with KVStore(kv_dir, memory_bytes=0, read_only=True) as reader, read_by_two(), chunk.open(reader) as stored:
+        os.truncate(chunk.path(kv_dir), len(raw) - 1)
+        with pytest.raises(ChunkDamagedError, match="layer 3 cannot be read"):
+            read(stored, 0, 4)
+        assert torch.equal(read(stored, 0, 3)[1], chunk.kv.values[:3])

@@ -7,8 +7,9 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
+from types import TracebackType
 
 from fused_kv_llm.errors import IndexDamagedError, StoreError, StoreFullError, StoreUnavailableError
 
@@ -61,8 +62,7 @@ class Database:
             self.close()
             raise
 
-    @contextmanager
-    def connection(self) -> Iterator[sqlite3.Connection]:
+    def connection(self) -> AbstractContextManager[sqlite3.Connection]:
         """Give this thread's connection, in autocommit mode.
 
         Raises
@@ -72,6 +72,10 @@ class Database:
         StoreFullError
             The disk is full.
         """
+        return _Use(self)
+
+    def begin_use(self) -> sqlite3.Connection:
+        """Return this thread's connection, which is not closed before ``end_use``."""
         with self._changed:
             if self._closed:
                 raise StoreUnavailableError("The chunk-KV store was closed. Open a new KVStore.")
@@ -79,12 +83,19 @@ class Database:
         try:
             if getattr(self._local, "pid", None) != os.getpid():
                 self._local.connection, self._local.pid = self._connect(), os.getpid()
-            yield self._local.connection
-        except sqlite3.Error as error:
-            raise self.error(error) from error
-        finally:
-            with self._changed:
-                self._active -= 1
+            connection: sqlite3.Connection = self._local.connection
+        except BaseException as error:
+            self.end_use()
+            if isinstance(error, sqlite3.Error):
+                raise self.error(error) from error
+            raise
+        return connection
+
+    def end_use(self) -> None:
+        """Say that the connection is not used any more."""
+        with self._changed:
+            self._active -= 1
+            if self._closed:
                 self._changed.notify_all()
 
     @contextmanager
@@ -186,6 +197,25 @@ class Database:
             f"Make a new one from the stored files: fused-kv store check --fix --kv-dir {self._path.parent}; "
             "or set kv_dir to another folder."
         )
+
+
+class _Use:
+    """A connection in use. Looking up a chunk is most of opening it, so this is no generator."""
+
+    __slots__ = ("_database",)
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def __enter__(self) -> sqlite3.Connection:
+        return self._database.begin_use()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._database.end_use()
+        if isinstance(error, sqlite3.Error):
+            raise self._database.error(error) from error
 
 
 def _create(connection: sqlite3.Connection, schema: Sequence[str]) -> None:

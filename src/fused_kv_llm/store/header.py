@@ -128,7 +128,7 @@ def _parse(about: dict[str, Any], parts: tuple[Part, ...], cipher: FileCipher | 
         identity=_text(about["identity"]),
         text=_text(about["text"]),
         content=ContentHash(_natural(prefix), _natural(full), _natural(length)),
-        token_ids=tuple(_natural(i) for i in about["token_ids"]),
+        token_ids=_naturals(about["token_ids"]),
         position=_natural(about["position"]),
         dtype=COMPUTE_DTYPES[about["dtype"]],
         storage=about["storage"],
@@ -182,6 +182,14 @@ def _natural(number: Any) -> int:
     if type(number) is not int or number < 0:
         raise ValueError(f"{number!r} is not a natural number")
     return number
+
+
+def _naturals(numbers: Any) -> tuple[int, ...]:
+    # All at once: one by one it would take a third of the time that reading a header takes.
+    found = tuple(numbers)
+    if set(map(type, found)) - {int} or (found and min(found) < 0):
+        raise ValueError("a token id is no natural number")
+    return found
 
 
 def _positive(number: Any) -> int:

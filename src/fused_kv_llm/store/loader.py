@@ -5,9 +5,11 @@ What the memory tier does not keep anyway is read straight to where a request ne
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from io import FileIO
 
 import torch
 
@@ -16,7 +18,7 @@ from fused_kv_llm.store.buffers import BufferPool
 from fused_kv_llm.store.header import ChunkHeader
 from fused_kv_llm.store.known import KnownFile
 from fused_kv_llm.store.memory import ResidentChunk
-from fused_kv_llm.store.pieces import read_pieces, scatter_pieces
+from fused_kv_llm.store.pieces import Destination, read_destinations, read_pieces
 from fused_kv_llm.store.strided import layer_segments
 from fused_kv_llm.store.tensor_file import Part, byte_view
 
@@ -73,7 +75,7 @@ class ChunkLoader:
         self._bytes: dict[str, memoryview] = {}
         # A FileIO rather than a bare descriptor: forgotten loaders close their file when collected. Last, so
         # that a failure above leaves the descriptor to the caller.
-        self._file = open(fd, "rb", buffering=0)  # noqa: SIM115
+        self._file = FileIO(fd, "rb")
 
     def resident(self) -> ResidentChunk:
         """Return the buffers as a chunk for the memory tier; only when all layers are there."""
@@ -98,7 +100,12 @@ class ChunkLoader:
         self._on_unused(self)
 
     def read(self, start: int, stop: int) -> dict[str, torch.Tensor]:
-        """Return the stored tensors of layers ``start`` to ``stop - 1``, reading those that nobody has read yet.
+        """Return the stored tensors of layers ``start`` to ``stop - 1``; raises as ``load``."""
+        self.load(start, stop)
+        return {name: tensor[start:stop] for name, tensor in self._tensors.items()}
+
+    def load(self, start: int, stop: int) -> None:
+        """Read those of layers ``start`` to ``stop - 1`` that nobody has read yet.
 
         Raises
         ------
@@ -111,22 +118,21 @@ class ChunkLoader:
             missing = wanted - self._loaded
             self._check_used(missing)
             if not self._tensors:
-                self._tensors = _carve(self._pool, self.header)
-                self._bytes = {name: byte_view(tensor) for name, tensor in self._tensors.items()}
+                self._tensors, self._bytes = _carve(self._pool, self.header)
             self._loading |= missing
-        if missing:
-            damage: ChunkDamagedError | None = None
-            verified: set[int] = set()
-            try:
-                for first, last in _runs(sorted(missing)):
-                    good, found = self._load(first, last)
-                    verified |= good
-                    damage = damage or found
-            finally:
-                self._finish(missing, verified)
-            if damage is not None:
-                raise damage
-        return {name: tensor[start:stop] for name, tensor in self._tensors.items()}
+        if not missing:
+            return
+        damage: ChunkDamagedError | None = None
+        verified: set[int] = set()
+        try:
+            for first, last in _runs(sorted(missing)):
+                good, found = self._load(first, last)
+                verified |= good
+                damage = damage or found
+        finally:
+            self._finish(missing, verified)
+        if damage is not None:
+            raise damage
 
     def read_into(self, start: int, stop: int, targets: Mapping[str, torch.Tensor], tokens: range) -> bool:
         """Read layers ``start`` to ``stop - 1`` to where they are needed, without the shared buffers.
@@ -150,15 +156,17 @@ class ChunkLoader:
         ChunkDamagedError
             One of these layers is damaged.
         """
-        segments = {} if self._keep or self.header.cipher is not None else self._segments(targets, stop - start, tokens)
-        wanted = set(range(start, stop))
+        places = None if self._keep or self.header.cipher is not None else self._places(start, stop, targets, tokens)
+        if places is None:
+            return False
+        wanted = frozenset(range(start, stop))
         with self._changed:
-            if not segments or not wanted.isdisjoint(self._loaded | self._loading):
+            if not (wanted.isdisjoint(self._loaded) and wanted.isdisjoint(self._loading)):
                 return False
             self._check_used(wanted)
             self._direct_reads += 1
         try:
-            good, damage = self._scatter(start, stop, segments)
+            good, damage = self._read_to(wanted, places)
         except (OSError, EOFError):
             # The other way finds out which of the layers can be read.
             return False
@@ -172,22 +180,22 @@ class ChunkLoader:
             raise damage
         return True
 
-    def _segments(
-        self, targets: Mapping[str, torch.Tensor], layers: int, tokens: range
-    ) -> dict[str, tuple[list[memoryview], int]]:
-        """Return where each stored tensor's layers belong; empty if they cannot go there as they are stored."""
-        found: dict[str, tuple[list[memoryview], int]] = {}
+    def _places(
+        self, start: int, stop: int, targets: Mapping[str, torch.Tensor], tokens: range
+    ) -> list[Destination] | None:
+        """Return where each stored tensor's layers belong; None if they cannot go there as they are stored."""
+        found = []
         for part in self.header.parts:
             target = targets.get(part.name)
             if target is None or target.dtype != part.dtype:
-                return {}
-            segments = layer_segments(target, (layers, *self.header.shape[1:]), tokens)
+                return None
+            segments = layer_segments(target, (stop - start, *self.header.shape[1:]), tokens)
             if segments is None:
-                return {}
-            found[part.name] = segments
+                return None
+            found.append(Destination(part, start, *segments))
         return found
 
-    def _check_used(self, wanted: set[int]) -> None:
+    def _check_used(self, wanted: Set[int]) -> None:
         if wanted and self._users == 0:
             raise StoreError(f"The KV of chunk {self.header.key[:16]} was closed while it was being read.")
 
@@ -206,46 +214,45 @@ class ChunkLoader:
         if len(self._loaded) == self.header.num_layers and not self._direct_reads:
             self._file.close()
 
-    def _load(self, start: int, stop: int) -> tuple[set[int], ChunkDamagedError | None]:
+    def _load(self, start: int, stop: int) -> tuple[Set[int], ChunkDamagedError | None]:
         """Read layers ``start`` to ``stop - 1``; return the good ones, and what is wrong with others."""
-        header, fd = self.header, self._file.fileno()
-
-        def read(part: Part, *, verified: bool) -> list[int]:
-            target = self._bytes[part.name][start * part.piece_nbytes : stop * part.piece_nbytes]
-            return read_pieces(fd, part, header.cipher, start, stop, target, verified=verified)
-
+        header, layers = self.header, frozenset(range(start, stop))
         try:
-            return self._read_parts(start, stop, read)
+            if header.cipher is None:
+                return self._read_to(layers, [self._in_buffers(part, start, stop) for part in header.parts])
+            damaged = []
+            for part in header.parts:
+                target = self._bytes[part.name][start * part.piece_nbytes : stop * part.piece_nbytes]
+                pieces = read_pieces(self._file.fileno(), part, header.cipher, start, stop, target)
+                damaged += [(part.name, piece) for piece in pieces]
+            return self._judged(layers, damaged)
         except (OSError, EOFError) as error:
             if stop - start > 1:
                 return self._load_singly(start, stop)
             return set(), ChunkDamagedError(header.key, f"layer {start} cannot be read ({error})")
 
-    def _scatter(
-        self, start: int, stop: int, segments: Mapping[str, tuple[list[memoryview], int]]
-    ) -> tuple[set[int], ChunkDamagedError | None]:
-        """As ``_load``, to other memory; raises OSError and EOFError."""
+    def _in_buffers(self, part: Part, start: int, stop: int) -> Destination:
+        size, whole = part.piece_nbytes, self._bytes[part.name]
+        return Destination(part, start, [whole[layer * size : (layer + 1) * size] for layer in range(start, stop)])
+
+    def _read_to(
+        self, layers: frozenset[int], wanted: Sequence[Destination]
+    ) -> tuple[Set[int], ChunkDamagedError | None]:
+        """As ``_load``, to any memory; raises OSError and EOFError."""
         fd = self._file.fileno()
+        verified = self._known.is_verified(fd, layers)
+        return self._judged(layers, read_destinations(fd, wanted, verified=verified))
 
-        def read(part: Part, *, verified: bool) -> list[int]:
-            return scatter_pieces(fd, part, start, *segments[part.name], verified=verified)
+    def _judged(
+        self, layers: frozenset[int], damaged: Sequence[tuple[str, int]]
+    ) -> tuple[Set[int], ChunkDamagedError | None]:
+        if not damaged:
+            return layers, None
+        name, layer = damaged[0]
+        error = ChunkDamagedError(self.header.key, f"the checksum of {name!r} of layer {layer} does not match")
+        return layers.difference(layer for _, layer in damaged), error
 
-        return self._read_parts(start, stop, read)
-
-    def _read_parts(
-        self, start: int, stop: int, read: Callable[..., list[int]]
-    ) -> tuple[set[int], ChunkDamagedError | None]:
-        good = set(range(start, stop))
-        verified = self._known.is_verified(self._file.fileno(), good)
-        damage: ChunkDamagedError | None = None
-        for part in self.header.parts:
-            for layer in read(part, verified=verified):
-                good.discard(layer)
-                reason = f"the checksum of {part.name!r} of layer {layer} does not match"
-                damage = damage or ChunkDamagedError(self.header.key, reason)
-        return good, damage
-
-    def _load_singly(self, start: int, stop: int) -> tuple[set[int], ChunkDamagedError | None]:
+    def _load_singly(self, start: int, stop: int) -> tuple[Set[int], ChunkDamagedError | None]:
         """Find out which layers of an unreadable range are readable on their own."""
         results = [self._load(layer, layer + 1) for layer in range(start, stop)]
         good = set[int]().union(*(layers for layers, _ in results))
@@ -261,15 +268,14 @@ def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
             start = i
 
 
-def _carve(pool: BufferPool, header: ChunkHeader) -> dict[str, torch.Tensor]:
-    """Return the chunk's tensors, all in one buffer."""
-    places: dict[str, int] = {}
-    size = 0
-    for part in header.parts:
-        places[part.name] = size
-        size += -(-part.nbytes // _ALIGNMENT) * _ALIGNMENT
-    buffer = pool.take(size)
-    return {
-        part.name: buffer[places[part.name] : places[part.name] + part.nbytes].view(part.dtype).view(part.shape)
-        for part in header.parts
-    }
+def _carve(pool: BufferPool, header: ChunkHeader) -> tuple[dict[str, torch.Tensor], dict[str, memoryview]]:
+    """Return the chunk's tensors, all in one buffer, and their bytes."""
+    sizes = [part.nbytes for part in header.parts]
+    ends = list(itertools.accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes))
+    buffer = pool.take(ends[-1])
+    whole = byte_view(buffer)
+    tensors, views = {}, {}
+    for part, size, begin in zip(header.parts, sizes, (0, *ends), strict=False):
+        tensors[part.name] = buffer[begin : begin + size].view(part.dtype).view(part.shape)
+        views[part.name] = whole[begin : begin + size]
+    return tensors, views

@@ -1,26 +1,62 @@
 """Reading pieces of a file's tensors, verified: the only place where stored bytes become tensor bytes.
 
 Bytes that were verified before are believed as long as the system still has them in its cache; what comes from the
-disk once more is verified once more. Reads are cut into parts that stay in the processor's cache until they are
-hashed; from a disk that is faster than one large read too, because the system reads ahead between them.
+disk once more is verified once more. Reads are cut into blocks that stay in the processor's cache until they are
+hashed; from a disk that is faster than one large read too, because the system reads ahead between them. What the
+system has in its cache is a matter of the processor: of a large read, a second thread takes a part of the blocks.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import xxhash
 
 from fused_kv_llm.store.cipher import FileCipher
+from fused_kv_llm.store.crew import crew
 from fused_kv_llm.store.tensor_file import Part
 
-__all__ = ["read_pieces", "scatter_pieces"]
+__all__ = ["Destination", "read_destinations", "read_pieces"]
 
 _READ_NBYTES = 1 << 20
+# Below this, waking a thread takes as long as it saves; and each block that two threads read makes them meet once more.
+_SHARED_NBYTES = 4 << 20
+_SHARED_READ_NBYTES = 3 << 19
+_PAGE_NBYTES = 4096
 _MOST_SEGMENTS = 1024  # IOV_MAX of Linux
 # Reads what the system has in its cache, and nothing else; only Linux has it.
 _CACHED_ONLY: int | None = getattr(os, "RWF_NOWAIT", None)
+
+
+class Destination(NamedTuple):
+    """Where some pieces of a tensor belong.
+
+    Parameters
+    ----------
+    part : Part
+        The tensor.
+    start : int
+        The first piece.
+    segments : sequence of memoryview
+        The memory, in the order of the bytes.
+    each : int
+        How many segments take one piece.
+    """
+
+    part: Part
+    start: int
+    segments: Sequence[memoryview]
+    each: int = 1
+
+
+class _Block(NamedTuple):
+    """Pieces that are read at once: where they belong, where they begin in the file, and how many bytes they have."""
+
+    to: Destination
+    offset: int
+    nbytes: int
 
 
 def read_pieces(
@@ -30,8 +66,6 @@ def read_pieces(
     start: int,
     stop: int,
     target: memoryview,
-    *,
-    verified: bool = False,
 ) -> list[int]:
     """Read pieces ``start`` to ``stop - 1`` of a tensor.
 
@@ -47,8 +81,6 @@ def read_pieces(
         The pieces.
     target : memoryview
         Where their bytes go; exactly as many.
-    verified : bool
-        Whether these pieces of this file were verified before.
 
     Returns
     -------
@@ -63,7 +95,7 @@ def read_pieces(
     size = part.piece_nbytes
     pieces = [target[begin : begin + size] for begin in range(0, (stop - start) * size, size)]
     if cipher is None:
-        return scatter_pieces(fd, part, start, pieces, verified=verified)
+        return [piece for _, piece in read_destinations(fd, [Destination(part, start, pieces)])]
     stored = size + part.overhead
     sealed = memoryview(bytearray((stop - start) * stored))
     _read_exactly(fd, [sealed], part.start + start * stored)
@@ -75,40 +107,104 @@ def read_pieces(
     return damaged
 
 
-def scatter_pieces(
-    fd: int, part: Part, start: int, segments: Sequence[memoryview], each: int = 1, *, verified: bool = False
-) -> list[int]:
-    """Read pieces of a tensor, the first of them ``start``, to where their bytes belong.
+def read_destinations(fd: int, wanted: Sequence[Destination], *, verified: bool = False) -> list[tuple[str, int]]:
+    """Read pieces to where they belong, from a file that is not encrypted.
 
     Parameters
     ----------
-    segments : sequence of memoryview
-        The memory, in the order of the bytes.
-    each : int
-        How many segments take one piece.
+    fd : int
+        The file.
+    wanted : sequence of Destination
+        The pieces.
+    verified : bool
+        Whether these pieces of this file were verified before.
 
-    Notes
-    -----
-    The file is not encrypted; otherwise as :func:`read_pieces`.
+    Returns
+    -------
+    list of (str, int)
+        The pieces that are damaged, by their tensors' names; what is in the memory for them is meaningless.
+
+    Raises
+    ------
+    OSError, EOFError
+        The file cannot be read, or is too short.
     """
-    size, count = part.piece_nbytes, len(segments) // each
-    at_once = max(1, _READ_NBYTES // max(1, size))
-    done = 0
-    if verified:
-        # If the first of them are not cached, asking for all would have the system read ahead all of it, and wait.
-        for stop in (min(at_once, count), count):
-            offset, nbytes = part.start + (start + done) * size, (stop - done) * size
-            if not _read_cached(fd, segments[done * each : stop * each], offset, nbytes):
-                break
-            done = stop
-    damaged = []
-    for first in range(done, count, at_once):
-        last = min(first + at_once, count)
-        _read_exactly(fd, segments[first * each : last * each], part.start + (start + first) * size)
-        digests = [_digest(segments[number * each : (number + 1) * each]) for number in range(first, last)]
-        expected = part.digests[start + first : start + last]
-        damaged += [start + first + i for i in range(last - first) if digests[i] != expected[i]]
-    return damaged
+    reading = _Reading(fd, verified=verified)
+    nbytes = sum(len(place.segments) // place.each * place.part.piece_nbytes for place in wanted)
+    large = nbytes >= _SHARED_NBYTES
+    rest = list(_blocks(wanted, _SHARED_READ_NBYTES if large else _READ_NBYTES, verified=verified))
+    if large and _ends_cached(fd, rest[-1]):
+        crew.run(reading.read_cached, rest)
+        rest = sorted(reading.left, key=lambda block: block.offset)
+    elif large:
+        # From a disk one thread reads, and nothing is believed.
+        rest = list(_blocks(wanted, _READ_NBYTES, verified=False))
+    elif verified:
+        for block in rest:
+            reading.read_cached(block)
+        rest = reading.left
+    for block in rest:
+        reading.read(block)
+    return sorted(reading.damaged)
+
+
+def _blocks(wanted: Sequence[Destination], nbytes: int, *, verified: bool) -> Iterator[_Block]:
+    """Yield blocks of about so many bytes in the order of what is wanted; at least a piece each."""
+    for number, (part, start, segments, each) in enumerate(wanted):
+        size, count = part.piece_nbytes, len(segments) // each
+        first = 0
+        while first < count:
+            # What is believed is not hashed: one block shows whether it is cached, and the rest need not be cut.
+            whole = verified and (number > 0 or first > 0)
+            last = count if whole else min(count, first + max(1, nbytes // max(1, size)))
+            to = Destination(part, start + first, segments[first * each : last * each], each)
+            yield _Block(to, part.start + (start + first) * size, (last - first) * size)
+            first = last
+
+
+class _Reading:
+    """Blocks on their way from a file, each read by one thread.
+
+    Parameters
+    ----------
+    fd : int
+        The file.
+    verified : bool
+        Whether what the system has in its cache is believed.
+
+    Attributes
+    ----------
+    left : list of _Block
+        What could not be read from the system's cache, in any order.
+    damaged : list of (str, int)
+        Pieces whose checksums do not match, in any order.
+    """
+
+    def __init__(self, fd: int, *, verified: bool) -> None:
+        self._fd = fd
+        self._verified = verified
+        self.left: list[_Block] = []
+        self.damaged: list[tuple[str, int]] = []
+
+    def read_cached(self, block: _Block) -> None:
+        """Read a block from the system's cache, unless that had not all of one that was asked for before."""
+        # Asking for more than it has would have the system read ahead all of it, and wait.
+        if self.left or not _read_cached(self._fd, block.to.segments, block.offset, block.nbytes):
+            self.left.append(block)
+        elif not self._verified:
+            self._verify(block.to)
+
+    def read(self, block: _Block) -> None:
+        """Read a block, wherever it comes from, and verify it."""
+        _read_exactly(self._fd, block.to.segments, block.offset)
+        self._verify(block.to)
+
+    def _verify(self, to: Destination) -> None:
+        part, start, segments, each = to
+        for number in range(len(segments) // each):
+            digest = _digest(segments[number * each : (number + 1) * each])
+            if digest != part.digests[start + number]:
+                self.damaged.append((part.name, start + number))
 
 
 def _digest(piece: Sequence[memoryview]) -> str:
@@ -132,6 +228,12 @@ def _read_cached(fd: int, segments: Sequence[memoryview], offset: int, nbytes: i
         # Whatever it is, an ordinary read meets it again and says so.
         return False
     return nbytes == 0
+
+
+def _ends_cached(fd: int, block: _Block) -> bool:
+    """Whether the system has a block's end in its cache: most likely it has all of the file then."""
+    end = block.to.segments[-1][-_PAGE_NBYTES:]
+    return _read_cached(fd, [end], block.offset + block.nbytes - len(end), len(end))
 
 
 def _read_exactly(fd: int, segments: Sequence[memoryview], offset: int) -> None:

@@ -74,7 +74,7 @@ class Prefetcher:
             for layer in range(source.header.num_layers):
                 if self._closed.is_set():
                     return 0
-                source.read(layer, layer + 1)
+                source.load(layer, layer + 1)
             return source.header.nbytes
         finally:
             source.release()

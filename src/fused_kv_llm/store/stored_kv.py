@@ -28,6 +28,9 @@ class LayerSource(Protocol):
     def read(self, start: int, stop: int) -> dict[str, torch.Tensor]:
         """Return the stored tensors of layers ``start`` to ``stop - 1``, verified."""
 
+    def load(self, start: int, stop: int) -> None:
+        """Have layers ``start`` to ``stop - 1`` in memory, verified."""
+
     def read_into(self, start: int, stop: int, targets: Mapping[str, torch.Tensor], tokens: range) -> bool:
         """Read layers to where they are needed, verified; False if they have to be copied there from ``read``."""
 
@@ -169,7 +172,8 @@ class StoredKV:
 
     def load_layers(self, start: int, stop: int) -> None:
         """Have layers ``start`` to ``stop - 1`` in memory, verified, for ``copy_layers``; raises as ``read_layers``."""
-        self._read(start, stop)
+        self._check(start, stop)
+        self._source.load(start, stop)
 
     def copy_layers(
         self, start: int, stop: int, keys: torch.Tensor, values: torch.Tensor, tokens: slice = slice(None)

@@ -261,9 +261,11 @@ def _parts(shown: Any, described: Any, data_start: int, *, sealed: bool) -> tupl
     offset = message = 0
     for (name, about), place in zip(described.items(), shown.values(), strict=True):
         shape = tuple(_natural(size) for size in about["shape"])
-        digests = tuple(_text(digest) for digest in about["xxh3_64"])
+        digests = tuple(about["xxh3_64"])
         overhead = TAG_NBYTES if sealed else 0
         part = Part(name, DTYPES[about["dtype"]], shape, data_start + offset, digests, overhead, message)
+        if set(map(type, digests)) - {str}:
+            raise TypeError(f"a digest of {name} is not a string")
         if not digests or part.nbytes % len(digests):
             raise ValueError(f"{name} has {len(digests)} digests for {part.nbytes} bytes")
         end = offset + part.stored_nbytes
