@@ -65,7 +65,8 @@ def place_chunks(
     if use_triton("chunk placement", layer_keys=layer_keys, layer_values=layer_values):
         _in_triton(*operands, scales, interleaved)
         return
-    if not interleaved and supports_rows(layer_keys, layer_values):
+    same = scales is not None or all(part.dtype == layer_keys.dtype for pair in chunks for part in pair)
+    if not interleaved and same and supports_rows(layer_keys, layer_values):
         table = _native_table(_of_one_layer(chunks), starts, None if scales is None else _of_one_layer(scales))
         if table is not None:
             cos, sin = (part.float().contiguous() for part in (cos, sin))
