@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from fused_kv_kernels import (
@@ -22,12 +24,57 @@ from fused_kv_kernels import (
     token_scores,
 )
 
-from .clock import median_s
+from .clock import host_s, median_s
 
 __all__ = ["measure_others"]
 
 Q_HEADS, KV_HEADS, DIM = 28, 4, 128
 CHUNK_TOKENS, QUESTION_ROWS, PAGE = 512, 32, 64
+SCALE = DIM**-0.5
+INV_FREQ = 1.0 / 10000 ** (torch.arange(0, DIM, 2) / DIM)
+
+Records = Iterator[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Context:
+    """What all operators of one context length are measured on: `keys` and `values` are ``[B, Hkv, N, D]``."""
+
+    keys: Tensor
+    values: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self.keys.device
+
+    @property
+    def length(self) -> int:
+        return self.keys.shape[2]
+
+    @property
+    def batch(self) -> int:
+        return self.keys.shape[0]
+
+    @property
+    def chunk_starts(self) -> range:
+        """Where the chunks begin: as many as there is room for."""
+        return range(0, self.length - CHUNK_TOKENS + 1, CHUNK_TOKENS)
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device=self.device).to(self.keys.dtype)
+
+    def pair(self, operator: str, nbytes: float, run: Callable[[], object], other: str = "plain torch",
+             against: Callable[[], object] | None = None) -> Records:  # fmt: skip
+        """Yield the records of an operator and of what it is measured against: without `against`, itself in torch."""
+        sizes = {"operator": operator, "keys": self.length, "batch": self.batch, "ratio": None}
+
+        def record(what: str, call: Callable[[], object]) -> dict[str, Any]:
+            seconds = median_s(call)
+            return {**sizes, "what": what, "seconds": seconds, "host_s": host_s(call), "bytes_per_s": nbytes / seconds}
+
+        yield record(operator, run)
+        with _in_torch():
+            yield record(other, against or run)
 
 
 @contextmanager
@@ -42,67 +89,70 @@ def _in_torch() -> Iterator[None]:
             os.environ["FUSED_KV_KERNELS"] = before
 
 
-def measure_others(keys: int, batch: int, device: torch.device, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
+def measure_others(keys: int, batch: int, device: torch.device, dtype: torch.dtype) -> Records:
     """Yield one record a contestant at one context length."""
-    item = torch.empty(0, dtype=dtype).element_size()
-    scale = DIM**-0.5
+    shape = (batch, KV_HEADS, keys, DIM)
+    context = _Context(*(torch.randn(shape, device=device).to(dtype) for _ in range(2)))
+    for measure in (_decoding, _pages, _placement, _scores, _deviation):
+        yield from measure(context)
 
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, device=device).to(dtype)
 
-    def pair(operator: str, nbytes: float, run: Callable[[], object], other: str = "plain torch",
-             against: Callable[[], object] | None = None) -> Iterator[dict[str, Any]]:  # fmt: skip
-        sizes = {"operator": operator, "keys": keys, "batch": batch, "ratio": None}
-        seconds = median_s(run)
-        yield {**sizes, "what": operator, "seconds": seconds, "bytes_per_s": nbytes / seconds}
-        with _in_torch():
-            seconds = median_s(against or run)
-        yield {**sizes, "what": other, "seconds": seconds, "bytes_per_s": nbytes / seconds}
-
-    q, k, v = random(batch, Q_HEADS, 1, DIM), random(batch, KV_HEADS, keys, DIM), random(batch, KV_HEADS, keys, DIM)
-    last = torch.tensor([keys - 1], device=device)
-    plan = RowPlan(last, keys)
-    yield from pair(
-        "decoding", 2.0 * k.nbytes, lambda: row_attention(q, k, v, plan, scale),
-        "SDPA", lambda: sdpa(q, k, v, scale=scale, enable_gqa=True),
+def _decoding(context: _Context) -> Records:
+    q, k, v = context.random(context.batch, Q_HEADS, 1, DIM), context.keys, context.values
+    plan = RowPlan(torch.tensor([context.length - 1], device=context.device), context.length)
+    yield from context.pair(
+        "decoding", 2.0 * k.nbytes, lambda: row_attention(q, k, v, plan, SCALE),
+        "SDPA", lambda: sdpa(q, k, v, scale=SCALE, enable_gqa=True),
     )  # fmt: skip
 
-    inv_freq = 1.0 / 10000 ** (torch.arange(0, DIM, 2) / DIM)
-    pages = keys // PAGE
-    pool = random(2, pages + batch, KV_HEADS, PAGE, DIM)
+
+def _pages(context: _Context) -> Records:
+    """Decoding of requests that share all chunks. Without pages each holds its own copy: SDPA reads that."""
+    batch, length, device = context.batch, context.length, context.device
+    q, k, v = context.random(batch, Q_HEADS, 1, DIM), context.keys, context.values
+    pages = length // PAGE
+    pool = context.random(2, pages + batch, KV_HEADS, PAGE, DIM)
     chunks = [
-        SharedPages(range(at // PAGE, (at + CHUNK_TOKENS) // PAGE), CHUNK_TOKENS, at, at)
-        for at in range(0, keys - CHUNK_TOKENS + 1, CHUNK_TOKENS)
+        SharedPages(range(at // PAGE, (at + CHUNK_TOKENS) // PAGE), CHUNK_TOKENS, at, at) for at in context.chunk_starts
     ]
-    table = PageTable([chunks] * batch, [[pages + b] for b in range(batch)], PAGE, inv_freq, device)
-    beyond = torch.tensor([keys], device=device)
+    table = PageTable([chunks] * batch, [[pages + request] for request in range(batch)], PAGE, INV_FREQ, device)
     for request in range(batch):
-        table.take(request, [keys])
-    # Without pages, every request holds its own copy: SDPA reads that.
-    yield from pair(
+        table.take(request, [length])
+    beyond = torch.tensor([length], device=device)
+    yield from context.pair(
         "decoding over shared pages", 2.0 * k.nbytes,
-        lambda: paged_row_attention(q, *pool, table, beyond, scale),
-        "SDPA over copies", lambda: sdpa(q, k, v, scale=scale, enable_gqa=True),
+        lambda: paged_row_attention(q, *pool, table, beyond, SCALE),
+        "SDPA over copies", lambda: sdpa(q, k, v, scale=SCALE, enable_gqa=True),
     )  # fmt: skip
 
-    starts = list(range(0, keys - CHUNK_TOKENS + 1, CHUNK_TOKENS))
-    tables = tuple(t.to(device) for t in rotation_tables(torch.tensor(starts), inv_freq))
-    tokens = len(starts) * CHUNK_TOKENS
-    stored = [(random(KV_HEADS, CHUNK_TOKENS, DIM), random(KV_HEADS, CHUNK_TOKENS, DIM)) for _ in starts]
-    moved = 2.0 * KV_HEADS * tokens * DIM
-    yield from pair("chunk placement", moved * 2 * item, lambda: place_chunks(stored, starts, *tables, k[0], v[0]))
+
+def _placement(context: _Context) -> Records:
+    starts, item, device = list(context.chunk_starts), context.keys.element_size(), context.device
+    layer = context.keys[0], context.values[0]
+    tables = tuple(table.to(device) for table in rotation_tables(torch.tensor(starts), INV_FREQ))
+    shape = (KV_HEADS, CHUNK_TOKENS, DIM)
+    stored = [(context.random(*shape), context.random(*shape)) for _ in starts]
+    moved = 2.0 * KV_HEADS * len(starts) * CHUNK_TOKENS * DIM
+    yield from context.pair(
+        "chunk placement", moved * 2 * item, lambda: place_chunks(stored, starts, *tables, *layer)
+    )  # fmt: skip
     small = [tuple((30 * part).to(torch.int8) for part in both) for both in stored]
     scale_shapes = ((KV_HEADS, 1, DIM), (KV_HEADS, CHUNK_TOKENS, 1))
     factors = [tuple(torch.rand(shape, device=device).half() for shape in scale_shapes) for _ in starts]
-    yield from pair(
+    yield from context.pair(
         "chunk placement from int8", moved * (1 + item),
-        lambda: place_chunks(small, starts, *tables, k[0], v[0], factors),
+        lambda: place_chunks(small, starts, *tables, *layer, factors),
     )  # fmt: skip
 
-    question = random(Q_HEADS, QUESTION_ROWS, DIM)
-    asking = torch.arange(keys - QUESTION_ROWS, keys, device=device)
-    yield from pair("token scores", 2.0 * k[0].nbytes, lambda: token_scores(question, k[0], asking, scale))
 
-    rows = torch.arange(keys, device=device)
-    fresh = random(2, KV_HEADS, keys, DIM)
-    yield from pair("KV deviation", 4.0 * k[0].nbytes, lambda: kv_deviation(*fresh, k[0], v[0], rows, rows))
+def _scores(context: _Context) -> Records:
+    question, k = context.random(Q_HEADS, QUESTION_ROWS, DIM), context.keys[0]
+    asking = torch.arange(context.length - QUESTION_ROWS, context.length, device=context.device)
+    yield from context.pair("token scores", 2.0 * k.nbytes, lambda: token_scores(question, k, asking, SCALE))
+
+
+def _deviation(context: _Context) -> Records:
+    stored = context.keys[0], context.values[0]
+    rows = torch.arange(context.length, device=context.device)
+    fresh = context.random(2, KV_HEADS, context.length, DIM)
+    yield from context.pair("KV deviation", 4.0 * stored[0].nbytes, lambda: kv_deviation(*fresh, *stored, rows, rows))

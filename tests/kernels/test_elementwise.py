@@ -1,4 +1,7 @@
-"""Norm, rotary positions and MLP gate against transformers' own formulas, bit by bit where no sum is involved."""
+"""Norm, rotary positions and MLP gate against transformers' own formulas, bit by bit where no sum is involved.
+
+In float32, where every step of those rounds, norm and gate are held to the exact result instead.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,9 @@ SIZES = st.sampled_from([1, 3, 16, 33, 64, 576])
 
 
 def _ulps(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Return the largest difference in units of the dtype's last place."""
-    gap = (got.float() - want.float()).abs() / want.float().abs().clamp_min(1e-6)
-    return float(gap.max()) / torch.finfo(want.dtype).eps
-
-
-def _near(got: torch.Tensor, want: torch.Tensor, exact: torch.Tensor) -> float:
-    """Return the distance from transformers' result or, where float32 rounds that too at every step, the exact one."""
-    return _ulps(got, want) if got.dtype == torch.bfloat16 else min(_ulps(got, want), _ulps(got, exact))
+    """Return the largest difference in units of the last place of `got`."""
+    gap = (got.double() - want.double()).abs() / want.double().abs().clamp_min(1e-6)
+    return float(gap.max()) / torch.finfo(got.dtype).eps
 
 
 @settings(max_examples=40, deadline=None)
@@ -37,10 +35,12 @@ def test_norm(rows: int, dim: int, dtype: torch.dtype, seed: int) -> None:
         got, want = rms_norm(x, norm.weight, 1e-5), norm(x)
     assert got.dtype == dtype
     assert got.shape == want.shape
-    # The order of the sum may move the result to the neighbouring number.
-    wide = x.double()
-    exact = norm.weight.detach().double() * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
-    assert rows == 0 or _near(got, want, exact.to(dtype)) <= 2
+    if dtype == torch.float32:
+        # transformers' result is itself up to 2.3 units from the exact one, in another direction: not what to be near.
+        wide = x.double()
+        want = norm.weight.detach().double() * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
+    # Otherwise the order of the sum may move the result to the neighbouring number.
+    assert rows == 0 or _ulps(got, want) <= 2
 
 
 @settings(max_examples=40, deadline=None)
@@ -54,7 +54,9 @@ def test_gate(rows: int, width: int, packed: bool, dtype: torch.dtype, seed: int
     got, want = gated_silu(gate, up), silu(gate) * up
     assert got.dtype == dtype
     assert got.shape == want.shape
-    assert rows == 0 or _near(got, want, (silu(gate.double()) * up.double()).to(dtype)) <= 2
+    if dtype == torch.float32:
+        want = silu(gate.double()) * up.double()
+    assert rows == 0 or _ulps(got, want) <= 2
 
 
 def test_gate_of_extreme_numbers() -> None:

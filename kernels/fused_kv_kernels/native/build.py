@@ -18,8 +18,6 @@ import tempfile
 import warnings
 from pathlib import Path
 
-from platformdirs import user_cache_dir
-
 __all__ = ["build", "processor_features"]
 
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC")
@@ -35,6 +33,15 @@ def processor_features() -> frozenset[str]:
         if line.startswith("flags"):
             return frozenset(line.split(":", 1)[1].split())
     return frozenset()
+
+
+def _cache_folder() -> Path:
+    if os.environ.get("FUSED_KV_CACHE"):
+        return Path(os.environ["FUSED_KV_CACHE"])
+    # Not at the top: whoever has a GPU builds nothing, and can do without the package.
+    from platformdirs import user_cache_dir
+
+    return Path(user_cache_dir("fused_kv_llm"))
 
 
 def build(folder: str, *extra_flags: str) -> Path:
@@ -63,7 +70,7 @@ def build(folder: str, *extra_flags: str) -> Path:
     digest = hashlib.sha256(version + " ".join((*_FLAGS, *extra_flags, *sorted(processor_features()))).encode())
     for source in headers + sources:
         digest.update(source.read_bytes())
-    cache = Path(os.environ.get("FUSED_KV_CACHE") or user_cache_dir("fused_kv_llm")) / "native"
+    cache = _cache_folder() / "native"
     target = cache / f"{folder}-{digest.hexdigest()[:24]}.so"
     if not target.exists():
         cache = _folder_to_build_in(cache)

@@ -6,14 +6,16 @@ import os
 import tempfile
 from pathlib import Path
 
-from platformdirs import user_cache_dir
-
 __all__ = ["cache_folder", "write_atomically"]
 
 
 def cache_folder() -> Path:
     """Return the user's cache folder of this project; ``FUSED_KV_CACHE`` overrides it."""
-    return Path(os.environ.get("FUSED_KV_CACHE") or user_cache_dir("fused_kv_llm"))
+    if os.environ.get("FUSED_KV_CACHE"):
+        return Path(os.environ["FUSED_KV_CACHE"])
+    from platformdirs import user_cache_dir
+
+    return Path(user_cache_dir("fused_kv_llm"))
 
 
 def write_atomically(path: Path, data: bytes) -> None:
