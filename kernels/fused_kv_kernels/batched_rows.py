@@ -38,7 +38,8 @@ def batched_row_attention(
     scale : float
         Multiplies the scores; positive.
     kv_positions : Tensor, optional
-        int64 ``[N]`` or ``[B, N]``, in any order: where each key stands. Key ``j`` stands at ``j`` without it.
+        int64 ``[N]`` or ``[B, N]``, in any order: where each key stands. Key ``j`` stands at ``j`` without it. In
+        Triton, a key at ``2^31 - 1`` or beyond is hidden from all rows.
     q_lengths, kv_lengths : Tensor, optional
         int64 ``[B]``: rows and keys of each sequence; what lies beyond is padding.
 
@@ -79,7 +80,13 @@ def _check(
     kv_lengths: Tensor | None,
 ) -> None:
     batch, q_heads, rows, dim = q.shape
-    fits = k.shape == v.shape and k.shape[0] == batch and k.shape[3] == dim and q_heads % max(k.shape[1], 1) == 0
+    fits = (
+        k.shape == v.shape
+        and k.shape[0] == batch
+        and k.shape[3] == dim
+        and k.shape[1] > 0
+        and q_heads % k.shape[1] == 0
+    )
     keys = k.shape[2]
     positions_fit = q_positions.shape in ((rows,), (batch, rows))
     keys_fit = kv_positions is None or kv_positions.shape in ((keys,), (batch, keys))

@@ -41,13 +41,13 @@ def paged_row_attention(
     Raises
     ------
     ValueError
-        If the shapes do not fit together.
+        If the shapes do not fit together, or the table names a page that is not there.
     UnsupportedOperandsError
         If no kernel takes the tensors on their device.
     """
     batch, q_heads, rows, dim = q.shape
     _, kv_heads, page_size, page_dim = page_keys.shape
-    fits = page_keys.shape == page_values.shape and page_dim == dim and q_heads % kv_heads == 0
+    fits = page_keys.shape == page_values.shape and page_dim == dim and kv_heads > 0 and q_heads % kv_heads == 0
     fits = fits and page_size == table.page_size and table.pages.shape[0] == batch
     if not fits or q_positions.shape not in ((rows,), (batch, rows)) or 2 * table.cos.shape[-1] > dim:
         msg = (
@@ -55,6 +55,9 @@ def paged_row_attention(
             f"{list(q_positions.shape)} and a table of {list(table.pages.shape)} pages of {table.page_size} slots "
             "do not fit together"
         )
+        raise ValueError(msg)
+    if table.largest_page >= page_keys.shape[0]:
+        msg = f"the table names page {table.largest_page}, but there are {page_keys.shape[0]} pages"
         raise ValueError(msg)
     if use_triton("paged row attention", q_positions, table.pages, q=q, k=page_keys, v=page_values):
         out, lse = triton_op("paged_rows", q.device)(q, page_keys, page_values, table, q_positions, scale)

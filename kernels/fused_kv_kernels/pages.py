@@ -65,11 +65,13 @@ class PageTable:
         int64 ``[B, P * page_size]``: where each slot stands, -1 where the request does not see it.
     cos, sin : Tensor
         float32 ``[B, P, rotary / 2]``: by what the keys of each page are rotated.
+    largest_page : int
+        Of all that are named; -1 if there are none.
 
     Raises
     ------
     ValueError
-        If the page size is none, or a chunk has more tokens than its pages have slots.
+        If the page size is none, a chunk has more tokens than its pages have slots, or chunks of a request overlap.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class PageTable:
         ids, deltas, positions = [], [], []
         self._free: list[list[int]] = []
         for chunks, own in zip(shared, own_pages, strict=True):
+            _check_spans(chunks)
             pages, moves, stands = list[int](), list[int](), list[int]()
             for chunk in chunks:
                 slots = len(chunk.pages) * page_size
@@ -102,6 +105,7 @@ class PageTable:
             deltas.append([*moves, *([0] * len(own))])
             positions.append([*stands, *([HIDDEN] * (len(own) * page_size))])
         most = max((len(row) for row in ids), default=0)
+        self.largest_page = max((page for row in ids for page in row), default=-1)
         self.pages = _padded(ids, most, 0).to(device)
         self.positions = _padded(positions, most * page_size, HIDDEN).to(device)
         tables = rotation_tables(_padded(deltas, most, 0).flatten(), inv_freq.cpu())
@@ -124,19 +128,35 @@ class PageTable:
         Raises
         ------
         ValueError
-            If its own pages have no room for them.
+            If its own pages have no room for them, one is named twice, or is negative.
         """
+        if len(set(positions)) < len(positions) or any(position < 0 for position in positions):
+            msg = f"positions {list(positions)} must each be named once, and none be negative"
+            raise ValueError(msg)
         free = self._free[request]
         if len(positions) > len(free):
             msg = f"request {request} has {len(free)} free slots for {len(positions)} tokens: give it more pages"
             raise ValueError(msg)
         taken, self._free[request] = free[: len(positions)], free[len(positions) :]
         device = self.positions.device
-        slots, stands = torch.tensor(taken, device=device), torch.tensor(list(positions), device=device)
+        slots, stands = (torch.tensor(list(x), dtype=torch.int64, device=device) for x in (taken, positions))
         row = self.positions[request]
         row[torch.isin(row, stands)] = HIDDEN
         row[slots] = stands
         return torch.stack((self.pages[request, slots // self.page_size], slots % self.page_size), dim=1)
+
+
+def _check_spans(chunks: Sequence[SharedPages]) -> None:
+    """Refuse chunks with a position that is negative, which would hide a token, or two of them have."""
+    ends_at = 0
+    for chunk in sorted(chunks, key=lambda chunk: chunk.start):
+        if chunk.start < 0:
+            msg = f"a chunk cannot begin at start={chunk.start}"
+            raise ValueError(msg)
+        if chunk.start < ends_at and chunk.num_tokens:
+            msg = f"chunks overlap: one begins at {chunk.start}, before another's end at {ends_at}"
+            raise ValueError(msg)
+        ends_at = max(ends_at, chunk.start + chunk.num_tokens)
 
 
 def _padded(rows: Sequence[Sequence[int]], length: int, filler: int) -> Tensor:

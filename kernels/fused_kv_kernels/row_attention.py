@@ -155,7 +155,8 @@ def row_attention(q: Tensor, k: Tensor, v: Tensor, plan: RowPlan, scale: float) 
     """
     # What runs below reads memory by these shapes.
     batch, q_heads, _, dim = q.shape
-    fits = k.shape == v.shape and (k.shape[0], k.shape[3]) == (batch, dim) and q_heads % max(k.shape[1], 1) == 0
+    fits = k.shape == v.shape and (k.shape[0], k.shape[3]) == (batch, dim)
+    fits = fits and k.shape[1] > 0 and q_heads % k.shape[1] == 0
     if not fits:
         msg = f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit together"
         raise ValueError(msg)

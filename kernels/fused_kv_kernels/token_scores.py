@@ -39,7 +39,7 @@ def token_scores(q: Tensor, k: Tensor, q_positions: Tensor, scale: float) -> Ten
     UnsupportedOperandsError
         If no kernel takes the tensors on their device.
     """
-    heads_fit = q.shape[-3] % max(k.shape[-3], 1) == 0 and q.shape[:-3] == k.shape[:-3]
+    heads_fit = k.shape[-3] > 0 and q.shape[-3] % k.shape[-3] == 0 and q.shape[:-3] == k.shape[:-3]
     if not heads_fit or q.shape[-1] != k.shape[-1] or q_positions.shape != q.shape[-2:-1]:
         msg = f"q {list(q.shape)}, k {list(k.shape)} and q_positions {list(q_positions.shape)} do not fit together"
         raise ValueError(msg)

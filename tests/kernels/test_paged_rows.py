@@ -88,7 +88,9 @@ def test_a_request_is_what_it_would_be_alone(device: torch.device) -> None:
     pool[:, page, :, slot] = decoded[:, :, 0]
     got, _ = paged_row_attention(q[:, :, :1], *pool, table, torch.tensor([75], device=device), 0.125)
     longer = torch.cat((fused, decoded), dim=2)[:, None]
-    assert_near(got, row_attention_reference(q[:, :, :1], *longer, torch.tensor([75]), 0.125), torch.float32)
+    assert_near(
+        got, row_attention_reference(q[:, :, :1], *longer, torch.tensor([75], device=device), 0.125), torch.float32
+    )
 
 
 def test_stale_entries_do_not_matter(device: torch.device) -> None:

@@ -13,7 +13,7 @@ __all__ = ["combine"]
 _BLOCK_R = 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "total_rows", "splits"])
 def _combine_kernel(
     part_out, part_lse, out, lse, stride_ob, stride_oh, stride_or, heads, rows, total_rows, splits,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,

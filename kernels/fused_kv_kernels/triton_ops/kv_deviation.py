@@ -14,7 +14,7 @@ __all__ = ["kv_deviation"]
 _BLOCK_T = 16
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _deviation_kernel(
     fresh_k, fresh_v, stored_k, stored_v, fresh_rows, stored_rows, out,
     stride_fkh, stride_fkt, stride_fvh, stride_fvt, stride_skh, stride_skt, stride_svh, stride_svt, tokens, heads,

@@ -26,7 +26,7 @@ __all__ = ["paged_rows"]
 _LOG2_E = 1.4426950408889634
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "num_pages", "splits"])
 def _paged_kernel(
     q, page_k, page_v, out, lse, pages, positions, cos, sin, q_positions,
     stride_qb, stride_qh, stride_qr, stride_kp, stride_kh, stride_kn, stride_vp, stride_vh, stride_vn,

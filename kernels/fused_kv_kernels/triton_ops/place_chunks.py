@@ -25,7 +25,7 @@ def _turn(x, y, cos, sin):
     return x * cos[None, :] - y * sin[None, :], y * cos[None, :] + x * sin[None, :]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks"])
 def _place_kernel(
     table, chunks, cos, sin, layer_k, layer_v, stride_lkh, stride_lkn, stride_lvh, stride_lvn,
     SOURCE: tl.constexpr, COLUMNS: tl.constexpr, ALIGNED: tl.constexpr, SCALED: tl.constexpr,

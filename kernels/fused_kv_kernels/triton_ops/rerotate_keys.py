@@ -12,7 +12,7 @@ __all__ = ["rerotate_keys"]
 _BLOCK_T = 32
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _rerotate_kernel(
     keys, cos, sin, out, stride_h, stride_t, stride_angle, tokens,
     INTERLEAVED: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,

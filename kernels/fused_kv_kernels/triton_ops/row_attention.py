@@ -24,6 +24,12 @@ _LOG2_E = 1.4426950408889634
 
 
 @triton.jit
+def _row_positions(positions):
+    """Return rows' positions in 32 bits. Those of keys that no row may see are larger than any of them."""
+    return tl.minimum(positions, 2147483646).to(tl.int32)
+
+
+@triton.jit
 def _softmax_step(acc, peak, total, scores, values, PRECISION: tl.constexpr, MASKED: tl.constexpr):
     """Fold one block of scores (base two, minus infinity where unseen) into the running softmax."""
     new_peak = tl.maximum(peak, tl.max(scores, 1))
@@ -36,7 +42,7 @@ def _softmax_step(acc, peak, total, scores, values, PRECISION: tl.constexpr, MAS
     return dot(weights.to(values.dtype), values, acc, PRECISION), new_peak, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "keys", "splits", "work"])
 def _row_attention_kernel(
     q, k, v, out, lse, q_positions, kv_positions, q_lengths, kv_lengths,
     stride_qb, stride_qh, stride_qr, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
@@ -60,12 +66,12 @@ def _row_attention_kernel(
     head = kv_head * GROUP + packed % GROUP
     dims = tl.arange(0, BLOCK_D)
     is_row = row < num_rows
-    positions = tl.load(q_positions + batch * stride_pb + row, mask=is_row, other=-1).to(tl.int32)
+    positions = _row_positions(tl.load(q_positions + batch * stride_pb + row, mask=is_row, other=-1))
     first_row = block * BLOCK_M // GROUP
     last_row = tl.minimum((block * BLOCK_M + BLOCK_M - 1) // GROUP, num_rows - 1)
     has_rows = first_row < num_rows
-    first = tl.load(q_positions + batch * stride_pb + first_row, mask=has_rows, other=-1).to(tl.int32)
-    last = tl.load(q_positions + batch * stride_pb + last_row, mask=has_rows, other=-1).to(tl.int32)
+    first = _row_positions(tl.load(q_positions + batch * stride_pb + first_row, mask=has_rows, other=-1))
+    last = _row_positions(tl.load(q_positions + batch * stride_pb + last_row, mask=has_rows, other=-1))
 
     end = num_keys if HAS_KV_POSITIONS else tl.minimum(last + 1, num_keys)
     end = tl.where(has_rows, end, 0)
@@ -106,7 +112,6 @@ def _row_attention_kernel(
         inside = column < end
         if HAS_KV_POSITIONS:
             key_positions = tl.load(kv_positions + batch * stride_np + column, mask=inside, other=2147483647)
-            key_positions = key_positions.to(tl.int32)
             inside = key_positions <= last
             needed = tl.min(key_positions) <= last
         else:
@@ -183,6 +188,9 @@ def row_attention(
         minus infinity; so are rows beyond a sequence's length.
     """
     q_positions = _dense(q_positions)
+    if kv_positions is not None:
+        # Whoever hides a key may put it at the largest number there is.
+        kv_positions = kv_positions.clamp(-(2**31), 2**31 - 1).to(torch.int32)
     kv_positions, q_lengths, kv_lengths = (
         None if x is None else _dense(x) for x in (kv_positions, q_lengths, kv_lengths)
     )

@@ -23,7 +23,7 @@ COLUMNS = 9
 _BLOCK_T = 32
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["shifts"])
 def _shift_kernel(
     table, shifts, weights, cos, sin, layer_k, layer_v, stride_lkh, stride_lkt, stride_lvh, stride_lvt,
     COLUMNS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,

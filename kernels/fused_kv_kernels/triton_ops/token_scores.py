@@ -20,7 +20,7 @@ __all__ = ["token_scores"]
 _LOG2_E = 1.4426950408889634
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "keys", "splits"])
 def _denominator_kernel(
     q, k, levels, q_positions, stride_ql, stride_qh, stride_qr, stride_kl, stride_kh, stride_kn,
     rows, keys, kv_heads, splits, scale_log2,
@@ -42,7 +42,7 @@ def _denominator_kernel(
     start = split * span
     end = tl.minimum(start + span, end)
 
-    q_at = q + layer * stride_ql + head[:, None] * stride_qh + row[:, None] * stride_qr + dims[None, :]
+    q_at = q + layer * stride_ql + head[:, None] * stride_qh + row.to(tl.int64)[:, None] * stride_qr + dims[None, :]
     queries = tl.load(q_at, mask=is_row[:, None] & (dims < D)[None, :], other=0.0)
     columns = tl.arange(0, BLOCK_N)
     k_at = k + layer * stride_kl + kv_head * stride_kh + start.to(tl.int64) * stride_kn
@@ -68,7 +68,7 @@ def _denominator_kernel(
     tl.store(levels + at, level, mask=is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "keys", "splits"])
 def _mass_kernel(
     q, k, levels, q_positions, mass, stride_ql, stride_qh, stride_qr, stride_kl, stride_kh, stride_kn,
     rows, keys, kv_heads, splits, scale_log2,
@@ -92,7 +92,7 @@ def _mass_kernel(
         head = kv_head * GROUP + packed % GROUP
         is_row = row < rows
         positions = tl.load(q_positions + row, mask=is_row, other=-1).to(tl.int32)
-        q_at = q + layer * stride_ql + head[:, None] * stride_qh + row[:, None] * stride_qr + dims[None, :]
+        q_at = q + layer * stride_ql + head[:, None] * stride_qh + row.to(tl.int64)[:, None] * stride_qr + dims[None, :]
         queries = tl.load(q_at, mask=is_row[:, None] & (dims < D)[None, :], other=0.0)
         # Each split's share of the denominator: there are few, and reading them costs less than one more launch.
         at = (layer * kv_heads * GROUP + head) * rows + row

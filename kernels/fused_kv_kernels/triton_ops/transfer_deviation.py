@@ -83,7 +83,7 @@ def _add(layer, change, mask):
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["positions"])
 def _add_kernel(
     layer_k, layer_v, chunk_of, cos, sin, sums, stride_lkh, stride_lkt, stride_lvh, stride_lvt, positions,
     D: tl.constexpr, BLOCK_D: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
