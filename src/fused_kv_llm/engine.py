@@ -40,6 +40,7 @@ from fused_kv_llm.offline import CorpusPlanner, GivenNeighbours, Ingestor, Simil
 from fused_kv_llm.offline.anchors import AnchorBuilder
 from fused_kv_llm.offline.background import BackgroundIngestor
 from fused_kv_llm.online import Constraint, FusedPrompt, Generation, Piece, RequestPlanner, decode, fuse
+from fused_kv_llm.online.read_ahead import reader_threads
 from fused_kv_llm.online.selection import layer_scores, view_of
 from fused_kv_llm.prompt import ChatPrompt, PromptRenderer
 from fused_kv_llm.report import FusionReport, IngestReport
@@ -50,8 +51,6 @@ from fused_kv_llm.telemetry import RequestSpan, stage_span
 __all__ = ["FusedKVEngine", "Messages"]
 
 Messages = Sequence[dict[str, Any]]
-
-_READ_THREADS = 4
 
 
 class FusedKVEngine:
@@ -174,7 +173,8 @@ class FusedKVEngine:
     def _assemble(self) -> None:
         self._closed = False
         self._model_lock = threading.Lock()
-        self._readers = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="fused-kv-read")
+        threads = reader_threads(self.loaded.device)
+        self._readers = ThreadPoolExecutor(threads, thread_name_prefix="fused-kv-read") if threads else None
         self.renderer = PromptRenderer(self.loaded.tokenizer, wrap=self.wrap)
         self.identity = self._identify(self.tenant)
         self.store.describe(self.identity, ", ".join(self._description()))
@@ -616,7 +616,8 @@ class FusedKVEngine:
         self._closed = True
         if self._background is not None:
             self._background.close()
-        self._readers.shutdown(wait=True, cancel_futures=True)
+        if self._readers is not None:
+            self._readers.shutdown(wait=True, cancel_futures=True)
         self.store.close()
 
     def __enter__(self) -> FusedKVEngine:

@@ -1,4 +1,4 @@
-"""Layer-wise loading: order of reads, and the same KV from disk and from memory."""
+"""Layer-wise loading: the same KV from disk and from memory."""
 
 from __future__ import annotations
 
@@ -8,27 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 from corpus import SHORT, rag_prompt
-from hypothesis import given
-from hypothesis import strategies as st
 from models import smollm2_tokenizer, tiny_model
 
 from fused_kv_llm import FusedKVEngine
-from fused_kv_llm.online.loading import layer_groups
 from fused_kv_llm.store import StoredKV
 
 
-@given(num_layers=st.integers(1, 64), first=st.sets(st.integers(0, 63), max_size=6))
-def test_groups_cover_all_layers_once_with_the_needed_ones_first(num_layers: int, first: set[int]) -> None:
-    first = {layer for layer in first if layer < num_layers}
-    groups = layer_groups(num_layers, first)
-    read = [layer for group in groups for layer in group]
-    assert sorted(read) == list(range(num_layers))
-    assert read[: len(first)] == sorted(first)
-    assert all(len(group) <= 4 for group in groups)
-
-
+@pytest.mark.parametrize("threads", [0, 3])
 @pytest.mark.parametrize("ratio", [0.0, 0.2])
-def test_disk_and_memory_give_the_same_logits(ratio: float, tmp_path: Path) -> None:
+def test_disk_and_memory_give_the_same_logits(
+    ratio: float, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fused_kv_llm.engine.reader_threads", lambda device: threads)
     with FusedKVEngine(tiny_model(), preprocessing="none", tokenizer=smollm2_tokenizer(), kv_dir=tmp_path) as engine:
         engine.build_kv_cache(SHORT[:5], progress=False)
         engine.store.drop_memory()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Executor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -87,7 +87,7 @@ def fuse(
     prefix: PrefixKV,
     selector: Selector,
     ratio: float,
-    executor: Executor,
+    executor: Executor | None,
     pool: BufferPool,
     report: FusionReport,
     *,
@@ -106,8 +106,8 @@ def fuse(
     selector : Selector
     ratio : float
         Recomputed chunk tokens over reusable chunk tokens, in [0, 1].
-    executor : Executor
-        Threads that read from disk.
+    executor : Executor or None
+        Threads that read from disk; without them, the system is asked to read ahead.
     pool : BufferPool
         Where the cache's memory comes from.
     report : FusionReport
@@ -159,28 +159,32 @@ def _loading(
     request: Request,
     placements: list[Placement],
     cache: FusedCache,
-    executor: Executor,
+    executor: Executor | None,
     view: View | EarlyView,
     report: FusionReport,
     sides: SideFiles,
 ) -> Iterator[tuple[ChunkLoader, ContextShift]]:
-    with timed(report, "load"):
-        # Of the chunks themselves an anchor probe needs nothing.
-        first = () if isinstance(view, View) and view.anchors is not None else view.layers
-        loader = ChunkLoader(placements, loaded.geometry, cache, executor, first)
-    shift = ContextShift(placements, request.prefix_tokens, cache, loaded.geometry, sides, first)
+    # Of the chunks themselves an anchor probe needs nothing.
+    by_anchors = isinstance(view, View) and view.anchors is not None
+    first = () if by_anchors else view.layers
+    with ExitStack() as stack:
+        with timed(report, "load"):
+            shift = ContextShift(placements, request.prefix_tokens, cache, loaded.geometry, sides, executor, first)
+            stack.callback(shift.close)
+            if not by_anchors:
+                shift.start()
+            loader = ChunkLoader(placements, loaded.geometry, cache, executor, first)
+            stack.callback(loader.cancel)
 
-    def fill(layer_idx: int) -> None:
-        loader(layer_idx)
-        shift(layer_idx)
+        def fill(layer_idx: int) -> None:
+            loader(layer_idx)
+            shift(layer_idx)
 
-    cache.filler = fill
-    try:
-        yield loader, shift
-    finally:
-        loader.cancel()
-        shift.close()
-        cache.filler = None
+        cache.filler = fill
+        try:
+            yield loader, shift
+        finally:
+            cache.filler = None
 
 
 def _recompute(

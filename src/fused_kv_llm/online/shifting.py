@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Executor
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,17 +15,19 @@ from fused_kv_llm.model import FusedCache, Geometry
 from fused_kv_llm.store.side_reader import SideReader
 from fused_kv_llm.store.sides import SideFiles
 
-from .loading import LAYERS_PER_READ, layer_groups
+from .read_ahead import LayerReads, ReadAhead, layer_groups
 from .request import Placement
 
 __all__ = ["ContextShift"]
+
+_Side = dict[str, Tensor]
 
 
 class ContextShift:
     """Adds every chunk's context shift to its stored KV, layer by layer, after the loader has put it in place.
 
-    Side files are opened when the first layer is due, since a probe that sees only anchors needs none of them, and
-    read some layers at a time.
+    Side files are opened when the first layer is due, since a probe that sees only anchors needs none of them, or when
+    asked to; they are read some layers at a time, a little ahead of the layer that is due.
 
     Parameters
     ----------
@@ -35,6 +39,8 @@ class ContextShift:
     geometry : Geometry
     sides : SideFiles
         Where the shifts are; a chunk without one, stored without neighbours, stays as it is.
+    executor : Executor or None
+        Threads that read; without them, the system is asked to read ahead.
     first_layers : sequence of int
         Layers that are needed first.
 
@@ -51,6 +57,7 @@ class ContextShift:
         cache: FusedCache,
         geometry: Geometry,
         sides: SideFiles,
+        executor: Executor | None,
         first_layers: Sequence[int] = (),
     ) -> None:
         self._placements = placements
@@ -58,9 +65,10 @@ class ContextShift:
         self._cache = cache
         self._geometry = geometry
         self._sides = sides
+        self._executor = executor
         self._first_layers = first_layers
-        self._group_of: dict[int, range] = {}
         self._readers: dict[str, SideReader] = {}
+        self._ahead: ReadAhead[_Side] | None = None
         self._stack: tuple[range, ShiftStack] | None = None
         self.bytes_read = 0
 
@@ -104,35 +112,46 @@ class ContextShift:
         weights = fit_shifts(plan, stack, at, damping_tokens, (fresh_keys, fresh_values), layer)
         stack.add(at, *layer, weights)
 
+    def start(self) -> ReadAhead[_Side]:
+        """Open the side files, and begin to read the layers that are needed first."""
+        if self._ahead is None:
+            self._ahead = self._open()
+            self._ahead.start()
+        return self._ahead
+
     def close(self) -> None:
-        """Close the side files."""
+        """Wait for reads that have begun, and close the side files."""
+        if self._ahead is not None:
+            self._ahead.close()
         for reader in self._readers.values():
             reader.close()
 
     def _stack_of(self, layer_idx: int) -> tuple[ShiftStack, int]:
         """Return the shifts of the layer's group, read if they are not at hand, and the layer's place in them."""
-        if not self._group_of:
-            self._open()
-        group = self._group_of[layer_idx]
+        ahead = self.start()
+        group = ahead.group(layer_idx)
         if self._stack is None or self._stack[0] != group:
-            self._stack = group, self._read(group)
+            self._stack = group, self._read(ahead, layer_idx)
         return self._stack[1], layer_idx - group.start
 
-    def _open(self) -> None:
-        for key in dict.fromkeys(placement.stored.key for placement in self._placements if self._weight(placement) > 0):
-            reader = self._sides.open(key, CONTEXT_SHIFT)
-            if reader is not None:
-                self._readers[key] = reader
-        num_layers = self._geometry.num_layers
-        at_once = num_layers if all(reader.in_memory for reader in self._readers.values()) else LAYERS_PER_READ
-        groups = layer_groups(num_layers, self._first_layers, at_once)
-        self._group_of = {layer: group for group in groups for layer in group}
+    def _open(self) -> ReadAhead[_Side]:
+        keys = dict.fromkeys(placement.stored.key for placement in self._placements if self._weight(placement) > 0)
+        opened = (self._executor.map if self._executor else map)(partial(self._sides.open, name=CONTEXT_SHIFT), keys)
+        self._readers = {key: reader for key, reader in zip(keys, opened, strict=True) if reader is not None}
+        on_disk = [reader for reader in self._readers.values() if not reader.in_memory]
+        groups = layer_groups(self._geometry.num_layers, self._first_layers, at_hand=not on_disk)
+        return ReadAhead(self._executor, groups, [LayerReads(reader.read, reader.announce) for reader in on_disk])
 
     def _weight(self, placement: Placement) -> float:
         return place_weight(placement.segment.start - self._prefix_tokens, placement.stored.num_tokens)
 
-    def _read(self, group: range) -> ShiftStack:
-        parts = {key: reader.read(group.start, group.stop) for key, reader in self._readers.items()}
+    def _read(self, ahead: ReadAhead[_Side], layer_idx: int) -> ShiftStack:
+        """Return the shifts of the layer's group."""
+        group, read = ahead.group(layer_idx), iter(ahead.take(layer_idx))
+        parts = {
+            key: reader.read(group.start, group.stop) if reader.in_memory else next(read)
+            for key, reader in self._readers.items()
+        }
         self.bytes_read += sum(tensor.nbytes for side in parts.values() for tensor in side.values())
         shifts, deltas = [], []
         for placement in self._placements:

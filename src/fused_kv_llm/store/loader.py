@@ -18,7 +18,7 @@ from fused_kv_llm.store.buffers import BufferPool
 from fused_kv_llm.store.header import ChunkHeader
 from fused_kv_llm.store.known import KnownFile
 from fused_kv_llm.store.memory import ResidentChunk
-from fused_kv_llm.store.pieces import Destination, read_destinations, read_pieces
+from fused_kv_llm.store.pieces import Destination, announce, read_destinations, read_pieces
 from fused_kv_llm.store.strided import layer_segments
 from fused_kv_llm.store.tensor_file import Part, byte_view
 
@@ -103,6 +103,12 @@ class ChunkLoader:
         """Return the stored tensors of layers ``start`` to ``stop - 1``; raises as ``load``."""
         self.load(start, stop)
         return {name: tensor[start:stop] for name, tensor in self._tensors.items()}
+
+    def announce(self, start: int, stop: int) -> None:
+        """Have the system read layers ``start`` to ``stop - 1`` ahead, unless they have been read."""
+        with self._changed:
+            if self._users and not self._loaded.issuperset(range(start, stop)):
+                announce(self._file.fileno(), self.header.parts, start, stop)
 
     def load(self, start: int, stop: int) -> None:
         """Read those of layers ``start`` to ``stop - 1`` that nobody has read yet.

@@ -34,6 +34,9 @@ class ResidentChunk:
         """Return views of layers ``start`` to ``stop - 1``."""
         return {name: tensor[start:stop] for name, tensor in self.tensors.items()}
 
+    def announce(self, start: int, stop: int) -> None:
+        """Do nothing: all of it is there."""
+
     def load(self, start: int, stop: int) -> None:
         """Do nothing: all of it is there."""
 

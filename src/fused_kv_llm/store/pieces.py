@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import xxhash
@@ -18,7 +19,7 @@ from fused_kv_llm.store.cipher import FileCipher
 from fused_kv_llm.store.crew import crew
 from fused_kv_llm.store.tensor_file import Part
 
-__all__ = ["Destination", "read_destinations", "read_pieces"]
+__all__ = ["CAN_ANNOUNCE", "Destination", "announce", "read_destinations", "read_pieces"]
 
 _READ_NBYTES = 1 << 20
 # Below this, waking a thread takes as long as it saves; and each block that two threads read makes them meet once more.
@@ -28,6 +29,10 @@ _PAGE_NBYTES = 4096
 _MOST_SEGMENTS = 1024  # IOV_MAX of Linux
 # Reads what the system has in its cache, and nothing else; only Linux has it.
 _CACHED_ONLY: int | None = getattr(os, "RWF_NOWAIT", None)
+
+
+# Whether the system can be asked to read ahead.
+CAN_ANNOUNCE = hasattr(os, "posix_fadvise")
 
 
 class Destination(NamedTuple):
@@ -105,6 +110,20 @@ def read_pieces(
         if not cipher.open_into(part.message + start + number, message, data):
             damaged.append(start + number)
     return damaged
+
+
+def announce(fd: int, parts: Sequence[Part], start: int, stop: int) -> None:
+    """Tell the system that pieces ``start`` to ``stop - 1`` of some tensors will be read soon.
+
+    It then reads what it does not have from the disk by itself, and nobody has to wait for it meanwhile. What the
+    system makes of it is its own affair: there is no error, and where it cannot be told nothing happens.
+    """
+    if not CAN_ANNOUNCE:
+        return
+    for part in parts:
+        stored = part.piece_nbytes + part.overhead
+        with suppress(OSError):
+            os.posix_fadvise(fd, part.start + start * stored, (stop - start) * stored, os.POSIX_FADV_WILLNEED)
 
 
 def read_destinations(fd: int, wanted: Sequence[Destination], *, verified: bool = False) -> list[tuple[str, int]]:

@@ -8,7 +8,7 @@ from io import FileIO
 import torch
 
 from fused_kv_llm.errors import ChunkDamagedError
-from fused_kv_llm.store.pieces import read_pieces
+from fused_kv_llm.store.pieces import announce, read_pieces
 from fused_kv_llm.store.tensor_file import TensorFile, byte_view
 
 __all__ = ["SideReader", "read_rows"]
@@ -91,6 +91,12 @@ class SideReader:
             return read_rows(file.fileno(), header, self._key, self._name, start, stop)
         except OSError as error:
             raise ChunkDamagedError(self._key, f"its side file {self._name!r} cannot be read ({error})") from error
+
+    def announce(self, start: int, stop: int) -> None:
+        """Have the system read rows ``start`` to ``stop - 1`` ahead, since they will be needed soon."""
+        if self._file is not None:
+            file, header = self._file
+            announce(file.fileno(), header.parts, start, stop)
 
     def close(self) -> None:
         """Close the file; closing twice is harmless."""

@@ -28,6 +28,9 @@ class LayerSource(Protocol):
     def read(self, start: int, stop: int) -> dict[str, torch.Tensor]:
         """Return the stored tensors of layers ``start`` to ``stop - 1``, verified."""
 
+    def announce(self, start: int, stop: int) -> None:
+        """Have the system read layers ``start`` to ``stop - 1`` ahead, where they have to be read from a disk."""
+
     def load(self, start: int, stop: int) -> None:
         """Have layers ``start`` to ``stop - 1`` in memory, verified."""
 
@@ -169,6 +172,17 @@ class StoredKV:
         if self._source.header.storage == "int8":
             return StoredLayers(parts["k"], parts["v"], (parts["k_scale"], parts["v_scale"]))
         return StoredLayers(*expand(parts, self._source.header.storage, self.dtype))
+
+    def announce_layers(self, start: int, stop: int) -> None:
+        """Have the system read layers ``start`` to ``stop - 1`` ahead, since they will be needed soon.
+
+        Raises
+        ------
+        ConfigError, StoreError
+            As ``read_layers``.
+        """
+        self._check(start, stop)
+        self._source.announce(start, stop)
 
     def load_layers(self, start: int, stop: int) -> None:
         """Have layers ``start`` to ``stop - 1`` in memory, verified, for ``copy_layers``; raises as ``read_layers``."""
