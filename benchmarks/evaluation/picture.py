@@ -8,7 +8,7 @@ from typing import Any
 
 __all__ = ["draw"]
 
-_MARKERS = "osD^vP*X<>hd"
+_MARKERS = "osD^vP*X<>hdp"
 
 
 def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
@@ -37,9 +37,13 @@ def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def _panel(panel: Any, result: dict[str, Any]) -> None:
+    from matplotlib import colormaps
+
     rows = result["rows"]
     names = sorted({(row["selector"], row["preprocessing"]) for row in rows if row["selector"] != "full_prefill"})
-    colours = {name: f"C{index % 10}" for index, name in enumerate(sorted({selector for selector, _ in names}))}
+    # Twenty colours, the strong ones first.
+    wheel = colormaps["tab20"].colors[::2] + colormaps["tab20"].colors[1::2]
+    colours = {name: wheel[index % 20] for index, name in enumerate(sorted({selector for selector, _ in names}))}
     for index, (selector, preprocessing) in enumerate(names):
         line = [r for r in rows if (r["selector"], r["preprocessing"]) == (selector, preprocessing)]
         points = sorted((r["ttft_median_s"], r["recovered"], *r["recovered_95"]) for r in line)
