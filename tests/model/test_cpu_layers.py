@@ -13,7 +13,7 @@ from corpus import SHORT, rag_prompt
 from models import ARCHITECTURES, smollm2_tokenizer, tiny_model
 from torch.nn.functional import linear
 
-from fused_kv_kernels import why_not_native
+from fused_kv_kernels import few_row_linears, why_not_native
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.errors import ConfigError
 from fused_kv_llm.model import cpu_layers, load_model
@@ -53,7 +53,7 @@ def test_all_norms_attentions_and_mlps_have_a_fast_way(architecture: str, dtype:
 
 @pytest.mark.parametrize("faster", [False, True])
 def test_linear_layers_in_float32_take_the_faster_way(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of the decoder's, none of those that are no longer plain, and not in bfloat16."""
+    """All of the decoder's, and none of those that are no longer plain."""
     monkeypatch.setattr(cpu_layers, "onednn_is_faster", lambda: faster)
     calls: list[torch.Size] = []
     monkeypatch.setattr(cpu_layers, "linear_in_onednn", lambda x, w, b: calls.append(w.shape) or linear(x, w, b))
@@ -61,9 +61,6 @@ def test_linear_layers_in_float32_take_the_faster_way(faster: bool, monkeypatch:
     attach_cpu_layers(model)
     layers = model.config.num_hidden_layers
     assert modules_with_own_forward(model).count("Linear") == faster * 7 * layers
-    other = tiny_model().bfloat16()
-    attach_cpu_layers(other)
-    assert "Linear" not in modules_with_own_forward(other)
     mlp = model.get_decoder().layers[0].mlp
     x = torch.randn(1, 5, 48)
     with torch.inference_mode():
@@ -75,6 +72,37 @@ def test_linear_layers_in_float32_take_the_faster_way(faster: bool, monkeypatch:
             mlp.double()
             torch.testing.assert_close(mlp(x.double()), want.double(), atol=1e-6, rtol=1e-5)
     assert len(calls) == 3 * faster
+
+
+@needs_native
+def test_linear_layers_in_bfloat16_take_the_native_way_for_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries, keys and values at once, and so gate and up; the head too; of a hooked layer its hook is called."""
+    calls: list[int] = []
+    monkeypatch.setattr(
+        cpu_layers, "few_row_linears", lambda x, layers: calls.append(len(layers)) or few_row_linears(x, layers)
+    )
+    model = tiny_model().bfloat16()
+    attach_cpu_layers(model)
+    layers = model.config.num_hidden_layers
+    assert modules_with_own_forward(model).count("Linear") == 7 * layers + 1
+    x = torch.randn(1, 5, 48).bfloat16()
+    mlp = model.get_decoder().layers[0].mlp
+    with torch.inference_mode():
+        want = mlp(x)
+        assert calls == []
+        with fused_forward():
+            torch.testing.assert_close(mlp(x), want, atol=2e-2, rtol=2e-2)
+            assert calls == [2, 1]
+            seen: list[int] = []
+            handle = mlp.up_proj.register_forward_hook(lambda *_: seen.append(1))
+            torch.testing.assert_close(mlp(x), want, atol=2e-2, rtol=2e-2)
+            assert seen == [1]
+            handle.remove()
+            mlp.float()
+            torch.testing.assert_close(mlp(x.float()), want.float(), atol=2e-2, rtol=2e-2)
+            calls.clear()
+            model.lm_head(x)
+    assert calls == [1]
 
 
 def test_onednn_is_for_avx512_that_mkl_ignores() -> None:

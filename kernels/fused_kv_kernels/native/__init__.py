@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .elementwise import native_gated_silu, native_rms_norm, native_rotate_rows, takes_rows
 from .library import native_library, why_not_native
+from .linears import most_linear_rows, native_linears, takes_linears
 from .operators import (
     Table,
     chunk_table,
@@ -25,9 +26,11 @@ __all__ = [
     "Table",
     "chunk_table",
     "int8_chunk_table",
+    "most_linear_rows",
     "native_fit_sums",
     "native_gated_silu",
     "native_library",
+    "native_linears",
     "native_place_chunks",
     "native_rms_norm",
     "native_rotate_rows",
@@ -40,6 +43,7 @@ __all__ = [
     "supports",
     "supports_int8_rows",
     "supports_rows",
+    "takes_linears",
     "takes_rows",
     "why_not_native",
 ]

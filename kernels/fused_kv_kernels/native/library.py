@@ -34,6 +34,7 @@ _ARGUMENTS = {
     "fkv_rotate_rows": [*[_POINTER] * 5, _NUMBER, _NUMBER, _THREADS],
     "fkv_transfer": [*[_POINTER] * 8, _NUMBER, *[_POINTER] * 4, *[_NUMBER] * 5, _THREADS],
 }
+_OWN_ARGUMENTS = {"bfloat16": {"fkv_linears": [*[_POINTER] * 2, *[_NUMBER] * 3, _THREADS]}}
 _lock = threading.Lock()
 
 
@@ -134,15 +135,15 @@ def opened(folder: str, *extra_flags: str) -> ctypes.CDLL:
     """Return the library of one folder's sources, ready to be called."""
     path = build(folder, *extra_flags)
     try:
-        return _declared(ctypes.CDLL(str(path)))
+        return _declared(ctypes.CDLL(str(path)), folder)
     except (OSError, AttributeError):
         # No library, or another one, under this name: whatever happened to it, it is made again.
         path.unlink(missing_ok=True)
-        return _declared(ctypes.CDLL(str(build(folder, *extra_flags))))
+        return _declared(ctypes.CDLL(str(build(folder, *extra_flags))), folder)
 
 
-def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
-    for name, arguments in _ARGUMENTS.items():
+def _declared(library: ctypes.CDLL, folder: str) -> ctypes.CDLL:
+    for name, arguments in {**_ARGUMENTS, **_OWN_ARGUMENTS.get(folder, {})}.items():
         function = getattr(library, name)
         function.argtypes = arguments
         function.restype = _NUMBER if name.endswith("_scratch") else None

@@ -1,20 +1,20 @@
-"""Norms, attention and MLPs of a decoder on the CPU, through operators that pass over the memory once.
+"""Norms, attention, MLPs and linear layers of a decoder on the CPU, through operators that go over the memory once.
 
 The modules keep their weights and their class. In a fused pass in bfloat16 or float32, where the native operators of
-the dtype are available, their forward takes another way to the same numbers; so do linear layers in float32 where
-torch's own way is the slower one.
+the dtype are available, their forward takes another way to the same numbers; so do linear
+layers: in bfloat16 those of few rows, in float32 all of them where torch's own way is the slower one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.activations import ACT2FN
 
-from fused_kv_kernels import gated_silu, rms_norm, rotate_rows_, why_not_native
+from fused_kv_kernels import few_row_linears, gated_silu, rms_norm, rotate_rows_, why_not_native
 from fused_kv_llm.model.cpu_linear import linear_in_onednn, onednn_is_faster
 from fused_kv_llm.model.fused_forward import in_fused_forward
 
@@ -54,8 +54,10 @@ def attach_cpu_layers(model: Any) -> None:
         as they are; attaching it again changes nothing.
     """
     native = why_not_native(model.dtype) is None
-    linear = model.dtype == torch.float32 and onednn_is_faster()
-    for module in model.get_decoder().modules():
+    in_bfloat16 = model.dtype == torch.bfloat16
+    linear = native if in_bfloat16 else model.dtype == torch.float32 and onednn_is_faster()
+    head = (model.get_output_embeddings(),) if in_bfloat16 else ()
+    for module in (*model.get_decoder().modules(), *head):
         fast = linear if type(module) is torch.nn.Linear else native and type(module).__name__ in _FAST
         if fast and "forward" not in vars(module) and _has_known_gate(module):
             module.forward = FastForward(module)
@@ -68,10 +70,29 @@ def _has_known_gate(module: Any) -> bool:
 
 def _linear(module: Any, x: Tensor) -> Tensor:
     # Weights that somebody moves, converts or quantises after loading go torch's way.
-    plain = type(module.weight) is torch.nn.Parameter and module.weight.dtype == x.dtype == torch.float32
-    if not plain or x.device.type != "cpu":
-        return torch.nn.functional.linear(x, module.weight, module.bias)
-    return linear_in_onednn(x, module.weight, module.bias)
+    weight, bias = module.weight, module.bias
+    if type(weight) is torch.nn.Parameter and weight.dtype == x.dtype and x.device.type == "cpu":
+        if x.dtype == torch.bfloat16:
+            return few_row_linears(x, [(weight, bias)])[0]
+        if x.dtype == torch.float32 and onednn_is_faster():
+            return linear_in_onednn(x, weight, bias)
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def _linears(modules: Sequence[Any], x: Tensor) -> list[Tensor]:
+    """Call several linear layers with one input: together, unless somebody has wrapped, hooked or changed one."""
+    if x.dtype == torch.bfloat16 and all(map(_is_plain, modules)):
+        return few_row_linears(x, [(module.weight, module.bias) for module in modules])
+    return [module(x) for module in modules]
+
+
+def _is_plain(module: Any) -> bool:
+    return (
+        type(module) is torch.nn.Linear
+        and type(vars(module).get("forward")) is FastForward
+        and type(module.weight) is torch.nn.Parameter
+        and not (module._forward_pre_hooks or module._forward_hooks)
+    )
 
 
 def _norm(module: Any, hidden_states: Tensor) -> Tensor:
@@ -99,16 +120,15 @@ def _projected(module: Any, x: Tensor) -> tuple[Tensor, ...]:
     if packed is not None:
         heads, kv_heads = module.config.num_attention_heads, module.num_key_value_heads
         return tuple(packed(x).unflatten(-1, (-1, module.head_dim)).split((heads, kv_heads, kv_heads), dim=2))
-    q, k, v = (
-        project(x).unflatten(-1, (-1, module.head_dim)) for project in (module.q_proj, module.k_proj, module.v_proj)
-    )
+    projected = _linears((module.q_proj, module.k_proj, module.v_proj), x)
+    q, k, v = (part.view(*part.shape[:-1], -1, module.head_dim) for part in projected)
     if hasattr(module, "q_norm"):
         q, k = module.q_norm(q), module.k_norm(k)
     return q, k, v
 
 
 def _gated_mlp(module: Any, x: Tensor) -> Tensor:
-    down: Tensor = module.down_proj(gated_silu(module.gate_proj(x), module.up_proj(x)))
+    down: Tensor = module.down_proj(gated_silu(*_linears((module.gate_proj, module.up_proj), x)))
     return down
 
 
