@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,14 @@ from models import smollm2_tokenizer, tiny_model
 from fused_kv_kernels.reference import token_scores_reference
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.online import Request
+from fused_kv_llm.online.anchors import read_anchors
+from fused_kv_llm.online.request import Placement
 from fused_kv_llm.report import FusionReport
 from fused_kv_llm.selectors import Anchors, QueryAttention, View
 from fused_kv_llm.selectors.anchors import anchor_positions, knorm_scores, side_name, sink_scores
 from fused_kv_llm.selectors.profiles import critical_layers, save_profile
 
-from .reference_fusion import finish, project, stitched_kv
+from .reference_fusion import finish, project, recompute_rows, stitched_kv
 
 LAYERS = (1, 3)
 ANCHORS = Anchors("kvzip", 0.2)
@@ -106,6 +109,50 @@ def test_scores_equal_a_question_that_sees_header_and_anchors_only(engine: Fused
     fused, _ = engine.prefill(rag_prompt(SHORT[:5]), recompute_ratio=0.3)
     best = torch.stack(want).mean(0).topk(budget).indices
     assert fused.selected.tolist() == sorted(chunk[best].tolist())
+
+
+def test_nothing_of_the_probe_is_left_in_the_fused_pass(engine: FusedKVEngine) -> None:
+    request = plan(engine)
+    fused, _ = engine.prefill(rag_prompt(SHORT[:5]), recompute_ratio=0.3)
+    stored = stitched_kv(engine, request)
+    rows = request.rows(fused.selected)
+    logits, keys, values = recompute_rows(
+        engine.model, request.ids, rows, stored.keys, stored.values, request.kind, 0.0
+    )
+    torch.testing.assert_close(fused.logits, logits, atol=1e-4, rtol=1e-4)
+    count = request.num_tokens
+    torch.testing.assert_close(fused.cache.keys[..., :count, :], keys, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(fused.cache.values[..., :count, :], values, atol=1e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
+def test_anchors_stand_side_by_side_between_the_rows_of_the_prompt(engine: FusedKVEngine) -> None:
+    """Also of a chunk that is there twice, once in part, behind a question of some length."""
+    question = "Question: which of the following passages says how many passengers there are?"
+    planned = engine._planner.plan(f"{question}\n\n{SHORT[1]}\n\n{SHORT[2]}\n\n{SHORT[1]}", FusionReport())
+    first, second, third = planned.placements
+    segment = third.segment
+    cut = replace(segment, start=segment.start + 3, stop=segment.stop - 4, chunk_start=segment.chunk_start + 3)
+    placements = [first, second, Placement(cut, third.stored)]
+    request = Request(planned.ids, planned.prefix_tokens, placements)
+    rows, _ = request.question_rows()
+    assert int(rows[0]) < request.placements[0].segment.start
+    anchors = read_anchors(request, ANCHORS, LAYERS, engine._sides, engine.loaded.geometry, FusionReport())
+    positions = torch.cat(anchors.positions)
+    assert positions.tolist() == stored_anchors(engine, request)
+    header = torch.arange(request.prefix_tokens)
+    visible = torch.cat((header, positions, rows)).sort().values
+    available = torch.cat((header, request.chunk_positions, rows)).sort().values
+    full, cache = stitched_kv(engine, request), stitched_kv(engine, request)
+    scored = anchors.place(cache, visible, available, len(LAYERS))
+    among = torch.isin(visible, positions)
+    for part_of, want in ((cache.keys, full.keys), (cache.values, full.values)):
+        got = part_of[: max(LAYERS), :, :, : visible.shape[0]][:, :, :, among]
+        torch.testing.assert_close(got, want[: max(LAYERS), :, :, positions])
+        assert torch.equal(part_of[..., : request.prefix_tokens, :], want[..., : request.prefix_tokens, :])
+    chunk = torch.isin(available, request.chunk_positions)
+    want = full.keys[list(LAYERS), 0][:, :, request.chunk_positions]
+    torch.testing.assert_close(scored[:, :, chunk], want)
 
 
 def test_the_probe_reads_the_side_files_only(engine: FusedKVEngine) -> None:

@@ -1,62 +1,132 @@
-"""What an anchor probe sees of the chunks, put into the request's cache from the side files alone."""
+"""What an anchor probe sees of the chunks, put into the request's cache from the side files alone.
+
+The loader writes over it later: until then, all of a cache behind the header is the probe's to use. So the keys and
+values that the question sees stand there side by side, in the order of their positions and without gaps, and nothing
+has to be gathered layer by layer.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fused_kv_kernels import rerotate_keys, rotation_tables
+from fused_kv_kernels import place_chunks, rotation_tables
 from fused_kv_llm.model import FusedCache, Geometry
 from fused_kv_llm.report import FusionReport
-from fused_kv_llm.selectors import Anchors, View
+from fused_kv_llm.selectors import Anchors
 from fused_kv_llm.selectors.anchors import anchor_positions, side_name, sink_scores
 from fused_kv_llm.store.sides import SideFiles
 
 from .request import Placement, Request
 
-__all__ = ["place_anchors"]
+__all__ = ["ChunkAnchors", "read_anchors"]
+
+_Pair = tuple[Tensor, Tensor]
 
 
-def place_anchors(
-    request: Request, cache: FusedCache, view: View, sides: SideFiles, geometry: Geometry, report: FusionReport
-) -> Tensor:
-    """Put the anchors' KV and the critical layers' keys into the cache.
+@dataclass(frozen=True, slots=True)
+class ChunkAnchors:
+    """The anchors of a request's chunks, and the keys of the layers that score.
+
+    Parameters
+    ----------
+    positions : list of Tensor
+        int64, ascending: the anchors' prompt positions, by chunk.
+    anchors : list of (Tensor, Tensor)
+        Their keys and values ``[L, Hkv, A, D]`` in all layers below the deepest critical one.
+    critical_keys : list of Tensor
+        ``[len(layers), Hkv, T, D]``: keys of the chunk's tokens that stand in the prompt.
+    starts : list of int
+        Where the chunks begin in the prompt.
+    cos, sin : Tensor
+        float32 ``[chunks, rotary / 2]``: how far each chunk's keys have to move.
+    """
+
+    positions: list[Tensor]
+    anchors: list[_Pair]
+    critical_keys: list[Tensor]
+    starts: list[int]
+    cos: Tensor
+    sin: Tensor
+
+    def place(self, cache: FusedCache, visible: Tensor, available: Tensor, num_scored: int) -> Tensor:
+        """Put the anchors into the cache and return the keys that are scored.
+
+        Parameters
+        ----------
+        cache : FusedCache
+            Gets keys and values of the anchors in all layers below the deepest critical one, each at its index in
+            `visible`; what stands behind the header is lost otherwise.
+        visible, available : Tensor
+            int64, ascending prompt positions: what the question sees, and what is scored. Both contain the header.
+        num_scored : int
+            Layers that score.
+
+        Returns
+        -------
+        Tensor
+            ``[num_scored, Hkv, len(available), D]``, of which the chunks' part is written.
+        """
+        _, _, heads, _, dim = cache.keys.shape
+        scored = torch.empty(num_scored, heads, available.shape[0], dim, dtype=cache.keys.dtype,
+                             device=cache.keys.device)  # fmt: skip
+        # Chunks come with values. Those of the scored keys are nobody's: they go where the anchors are put next.
+        unused = cache.values[:num_scored, 0].flatten(0, 1)[:, : available.shape[0]]
+        self._place([(keys, keys) for keys in self.critical_keys], available, scored.flatten(0, 1), unused)
+        below = max((keys.shape[0] for keys, _ in self.anchors), default=0)
+        if below:
+            self._place(self.anchors, visible, *(part[:below, 0].flatten(0, 1) for part in (cache.keys, cache.values)))
+        return scored
+
+    def _place(self, chunks: list[_Pair], order: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Place all layers at once: to an operator that knows of heads only, they are heads."""
+        flat = [(chunk_keys.flatten(0, 1), chunk_values.flatten(0, 1)) for chunk_keys, chunk_values in chunks]
+        starts = torch.searchsorted(order, torch.tensor(self.starts, dtype=torch.int64)).tolist()
+        place_chunks(flat, starts, self.cos.to(keys.device), self.sin.to(keys.device), keys, values)
+
+
+def read_anchors(
+    request: Request, anchors: Anchors, layers: tuple[int, ...], sides: SideFiles, geometry: Geometry,
+    report: FusionReport,
+) -> ChunkAnchors:  # fmt: skip
+    """Read what is stored of the anchors of a request's chunks.
 
     Parameters
     ----------
     request : Request
-    cache : FusedCache
-        Gets keys and values at the anchors' positions below the deepest critical layer, and keys of all reusable
-        tokens in the critical layers; the loader writes the same values there later.
-    view : View
-        With anchors.
+    anchors : Anchors
+    layers : tuple of int
+        The critical layers.
     sides : SideFiles
     geometry : Geometry
     report : FusionReport
         Gets the bytes read, and a warning where a chunk has no side file: its first tokens are its anchors then,
         and its own KV is read.
-
-    Returns
-    -------
-    Tensor
-        int64, the anchors' prompt positions, ascending.
     """
-    if view.anchors is None:
-        return torch.empty(0, dtype=torch.int64)
-    name, missing, found = side_name(view.anchors, view.layers), 0, []
+    name, missing = side_name(anchors, layers), 0
+    found: list[dict[str, Tensor]] = []
     for placement in request.placements:
         side = sides.read(placement.stored.key, name)
         if side is None:
             missing += 1
-            side = _from_the_chunk(placement, view.anchors, view.layers)
+            side = _from_the_chunk(placement, anchors, layers)
         report.selection_bytes += sum(part.nbytes for part in side.values())
-        found.append(_place(placement, side, cache, view.layers, geometry))
+        found.append(_in_the_prompt(side, placement))
     if missing:
         report.warnings.append(
             f"{missing} chunks have no stored anchors for {name}: their KV was read instead. "
             "FusedKVEngine.build_anchors() stores them."
         )
-    return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
+    deltas = torch.tensor([placement.delta for placement in request.placements], dtype=torch.int64)
+    return ChunkAnchors(
+        [side["positions"] for side in found],
+        [(side["keys"], side["values"]) for side in found],
+        [side["critical_keys"] for side in found],
+        [placement.segment.start for placement in request.placements],
+        *rotation_tables(deltas, geometry.inv_freq),
+    )
 
 
 def _from_the_chunk(placement: Placement, anchors: Anchors, layers: tuple[int, ...]) -> dict[str, Tensor]:
@@ -70,27 +140,14 @@ def _from_the_chunk(placement: Placement, anchors: Anchors, layers: tuple[int, .
     }
 
 
-def _place(
-    placement: Placement, side: dict[str, Tensor], cache: FusedCache, layers: tuple[int, ...], geometry: Geometry
-) -> Tensor:
-    segment = placement.segment
-    positions = side["positions"].long()
-    inside = (positions >= segment.chunk_start) & (positions < segment.chunk_start + placement.num_tokens)
-    where = positions[inside] - segment.chunk_start + segment.start
-    target = where.to(cache.keys.device)
-    below = max(layers)
-    moved = _move(side["keys"][:, :, inside], placement.delta, geometry)
-    cache.keys[:below, 0].index_copy_(2, target, moved.to(cache.keys))
-    cache.values[:below, 0].index_copy_(2, target, side["values"][:, :, inside].to(target.device))
-    span = slice(segment.chunk_start, segment.chunk_start + placement.num_tokens)
-    critical = _move(side["critical_keys"][:, :, span], placement.delta, geometry).to(target.device)
-    for layer, keys in zip(layers, critical, strict=True):
-        cache.keys[layer, 0, :, segment.start : segment.stop] = keys
-    return where
-
-
-def _move(keys: Tensor, delta: int, geometry: Geometry) -> Tensor:
-    """Rotate ``[L, Hkv, T, D]`` keys by one distance, all layers in one go."""
-    layers, heads, tokens, dim = keys.shape
-    cos, sin = rotation_tables(torch.full((tokens,), delta), geometry.inv_freq)
-    return rerotate_keys(keys.reshape(layers * heads, tokens, dim), cos, sin).view(layers, heads, tokens, dim)
+def _in_the_prompt(side: dict[str, Tensor], placement: Placement) -> dict[str, Tensor]:
+    """Return what of a side file stands in the prompt, at the anchors' positions there."""
+    segment, count = placement.segment, placement.num_tokens
+    positions = side["positions"].long() - segment.chunk_start
+    if count < placement.stored.num_tokens:
+        inside = (positions >= 0) & (positions < count)
+        span = slice(segment.chunk_start, segment.chunk_start + count)
+        cut = {"keys": side["keys"][:, :, inside], "values": side["values"][:, :, inside]}
+        side = {**cut, "critical_keys": side["critical_keys"][:, :, span]}
+        positions = positions[inside]
+    return {**side, "positions": positions + segment.start}

@@ -24,7 +24,7 @@ from fused_kv_llm.selectors import (
 from fused_kv_llm.store.sides import SideFiles
 from fused_kv_llm.telemetry import stage_span
 
-from .anchors import place_anchors
+from .anchors import read_anchors
 from .early import early_probe
 from .probe import probe_scores
 from .request import Request
@@ -121,7 +121,9 @@ def _describe_chunks(request: Request, seed: int) -> Probe:
 def _question_scores(
     loaded: LoadedModel, request: Request, cache: FusedCache, view: View, sides: SideFiles, report: FusionReport
 ) -> Tensor:
-    anchors = place_anchors(request, cache, view, sides, loaded.geometry, report)
+    if view.anchors is None:
+        return probe_scores(loaded, request, cache, view)
+    anchors = read_anchors(request, view.anchors, view.layers, sides, loaded.geometry, report)
     return probe_scores(loaded, request, cache, view, anchors)
 
 
