@@ -166,6 +166,17 @@ def test_the_probe_reads_the_side_files_only(engine: FusedKVEngine) -> None:
     assert report.warnings == []
 
 
+def test_the_first_layer_alone_needs_no_anchors_below_it(engine: FusedKVEngine) -> None:
+    first = QueryAttention("first", layers=(0,), anchors=Anchors("sink", 0.2))
+    assert engine.build_anchors(SHORT[:5], selector=first, progress=False) == 5
+    _, report = engine.prefill(rag_prompt(SHORT[:5]), recompute_ratio=0.3, selector=first)
+    whole = QueryAttention("whole", layers=(0,))
+    assert report.warnings == []
+    got, _ = engine.prefill(rag_prompt(SHORT[:5]), recompute_ratio=0.3, selector=first)
+    want, _ = engine.prefill(rag_prompt(SHORT[:5]), recompute_ratio=0.3, selector=whole)
+    assert torch.equal(got.selected, want.selected)
+
+
 def test_other_selectors_read_whole_layers(engine: FusedKVEngine) -> None:
     for selector, share in (("fusionrag", 1 / 5), ("prophetkv", 1.0), ("boundary", 0.0), ("cacheblend", 4 / 5)):
         _, report = engine.prefill(rag_prompt(SHORT[:5]), recompute_ratio=0.3, selector=selector)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from probes import make_probe
 from fused_kv_llm.errors import ConfigError, FusedKVError
 from fused_kv_llm.selectors import (
     SELECTORS,
+    Anchors,
     Probe,
     QueryAttention,
     SinkAttention,
@@ -20,6 +22,25 @@ from fused_kv_llm.selectors import (
     budget_tokens,
     resolve_selector,
 )
+
+
+@pytest.mark.parametrize(
+    ("build", "told"),
+    [
+        (lambda: Anchors("best"), "ranks no anchors"),
+        (lambda: Anchors("sink", 0.0), "outside"),
+        (lambda: Anchors("sink", 1.5), "outside"),
+        (lambda: QueryAttention("x", layers="upper"), "use one of last, all"),
+        (lambda: QueryAttention("x", layers=()), "use one of last, all"),
+        (lambda: QueryAttention("x", layers="all", floor=1.5), "outside"),
+        (lambda: QueryAttention("x", layers="all", full_context=True, anchors=Anchors()), "exclude each other"),
+        (lambda: QueryAttention("x", layers=(2, 5)).view(5), "has 5 layers"),
+        (lambda: QueryAttention("x", layers=(-6,)).view(5), "has 5 layers"),
+    ],
+)
+def test_a_query_attention_that_cannot_be_is_told(build: Callable[[], object], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        build()
 
 
 @pytest.mark.parametrize("name", sorted(SELECTORS))

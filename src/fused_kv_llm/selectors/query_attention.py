@@ -11,13 +11,15 @@ from typing import Literal
 
 from torch import Tensor
 
-from fused_kv_llm.errors import FusedKVError
+from fused_kv_llm.errors import ConfigError, FusedKVError
 
 from .base import Probe
 from .budget import top_positions
 from .views import Anchors, View
 
 __all__ = ["ALL_LAYERS", "FUSIONRAG", "MIDDLE_LAYERS", "PROPHETKV", "QCFUSE", "QueryAttention"]
+
+_LAYERS = ("last", "all", "middle", "critical")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,13 @@ class QueryAttention:
     anchors : Anchors or None
         Tokens of the chunks it attends to instead.
     floor : float
-        Share of its proportional part of the budget that every chunk gets in any case.
+        Share of its proportional part of the budget that every chunk gets in any case, in [0, 1].
+
+    Raises
+    ------
+    ConfigError
+        If there are no such layers, the floor is out of range, or anchors are to replace the whole context and the
+        whole context is asked for too; from :meth:`view`, if the model has fewer layers.
     """
 
     name: str
@@ -47,9 +55,20 @@ class QueryAttention:
     anchors: Anchors | None = None
     floor: float = 0.0
 
+    def __post_init__(self) -> None:
+        if not self.layers or not (isinstance(self.layers, tuple) or self.layers in _LAYERS):
+            raise ConfigError(f"layers={self.layers!r}: use one of {', '.join(_LAYERS)}, or a tuple of layer numbers")
+        if not 0.0 <= self.floor <= 1.0:
+            raise ConfigError(f"floor={self.floor!r} is outside [0, 1]: 1 gives every chunk its proportional part")
+        if self.full_context and self.anchors is not None:
+            raise ConfigError("full_context=True and anchors exclude each other: the question sees one or the other")
+
     def view(self, num_layers: int) -> View:
         """Return the layers to look at in a model of `num_layers` layers."""
         if isinstance(self.layers, tuple):
+            missing = [layer for layer in self.layers if not -num_layers <= layer < num_layers]
+            if missing:
+                raise ConfigError(f"layers={missing} of the selector {self.name!r}: the model has {num_layers} layers")
             layers = tuple(sorted({layer % num_layers for layer in self.layers}))
         elif self.layers == "last":
             layers = (num_layers - 1,)

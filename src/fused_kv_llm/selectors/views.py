@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
+
+from fused_kv_llm.errors import ConfigError
 
 __all__ = ["AnchorRule", "Anchors", "EarlyView", "View"]
 
@@ -19,11 +21,22 @@ class Anchors:
     rule : {"kvzip", "knorm", "sink"}
         How they are ranked, see :mod:`fused_kv_llm.offline.anchors`.
     ratio : float
-        Share of a chunk's tokens, rounded up.
+        Share of a chunk's tokens, rounded up, in (0, 1].
+
+    Raises
+    ------
+    ConfigError
+        If there is no such rule, or the ratio is out of range.
     """
 
     rule: AnchorRule = "kvzip"
     ratio: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.rule not in get_args(AnchorRule):
+            raise ConfigError(f"rule={self.rule!r} ranks no anchors: use one of {', '.join(get_args(AnchorRule))}")
+        if not 0.0 < self.ratio <= 1.0:
+            raise ConfigError(f"ratio={self.ratio!r} of anchors is outside (0, 1]: 0.1 keeps a tenth of every chunk")
 
 
 @dataclass(frozen=True, slots=True)

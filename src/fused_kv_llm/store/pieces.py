@@ -98,7 +98,7 @@ def read_pieces(
         The file cannot be read, or is too short.
     """
     size = part.piece_nbytes
-    pieces = [target[begin : begin + size] for begin in range(0, (stop - start) * size, size)]
+    pieces = [target[number * size : (number + 1) * size] for number in range(stop - start)]
     if cipher is None:
         return [piece for _, piece in read_destinations(fd, [Destination(part, start, pieces)])]
     stored = size + part.overhead
