@@ -28,9 +28,12 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     for task in TASKS:
-        questions = make_ruler(
-            task, args.questions, words=args.words, passages=args.passages, needles=args.needles, seed=args.seed
-        )
+        try:
+            questions = make_ruler(
+                task, args.questions, words=args.words, passages=args.passages, needles=args.needles, seed=args.seed
+            )
+        except ValueError as error:
+            parser.error(str(error))
         path = args.out / f"ruler_{task}_{args.words}.jsonl"
         path.write_text("".join(json.dumps(question) + "\n" for question in questions), encoding="utf-8")
         print(path)

@@ -77,12 +77,22 @@ def make_ruler(
     -------
     list of dict
         ``id, question, answers[], passages[], gold_passage_ids[]``. The needles of a chain keep their order.
+
+    Raises
+    ------
+    ValueError
+        If the needles are fewer or more than that, or the words too few to hide them or to fill the passages.
     """
+    if not 2 <= needles <= len(_KEYS):
+        raise ValueError(f"needles={needles} is outside 2 to {len(_KEYS)}")
     questions = []
     for number in range(count):
         generator = random.Random(f"{task}/{seed}/{number}")
         lines, question, answers = _needles(task, generator, needles)
         hay = _filler(generator, words)
+        if len(hay) < max(passages, 2 * needles):
+            msg = f"words={words} make {len(hay)} sentences: too few for {passages} passages or {2 * needles} needles"
+            raise ValueError(f"{msg}. Give more words.")
         places = sorted(generator.sample(range(len(hay) + 1), len(lines)))
         if task != "variable_tracking":
             generator.shuffle(lines)

@@ -136,3 +136,9 @@ def test_measuring_and_summing_up(tmp_path: Path) -> None:
     assert records["q0", FULL.key]["answer"] == plain.strip().splitlines()[0].strip()
     assert records["q0", BASELINE.key]["recomputed_tokens"] == 0
     assert "| random | none | 0.5 |" in markdown_table(list(rows.values()))
+
+
+@pytest.mark.parametrize("options", [{"needles": 1}, {"needles": 13}, {"words": 20}, {"words": 100, "passages": 50}])
+def test_ruler_says_what_it_cannot_make(options: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"outside 2 to 12|Give more words"):
+        make_ruler("multi_query", 1, **options)
