@@ -7,6 +7,7 @@ import random
 import tempfile
 import threading
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fused_kv_llm.errors import ChunkDamagedError
-from fused_kv_llm.store import KVStore, known, pieces
+from fused_kv_llm.store import KVStore, known, native_pieces, pieces
 from fused_kv_llm.store.strided import layer_segments
 
 
@@ -46,19 +47,25 @@ def hashed(monkeypatch):
 
 
 @contextmanager
-def read_by_two(share: bool = True):
-    """Have reads of any size cut into blocks of a piece, which two threads take."""
+def read_by(way: str):
+    """Have reads of any size done by one thread or cut into blocks of a piece, which two threads take; or natively."""
     with pytest.MonkeyPatch.context() as patch:
-        if share:
+        if way == "native":
+            patch.setattr(pieces, "_NATIVE_NBYTES", 0)
+        if way != "one":
             patch.setattr(pieces, "_SHARED_NBYTES", 0)
             patch.setattr(pieces, "_SHARED_READ_NBYTES", 1)
+            patch.setattr(native_pieces, "_TOGETHER_NBYTES", 1)
         yield patch
 
 
-@settings(max_examples=160, deadline=None)
-@given(data=st.data(), by_two=st.booleans())
-def test_strided_targets_get_what_a_copy_gives(shared, make_chunk, data, by_two):
-    layers, heads, tokens = (data.draw(st.integers(1, most), label) for label, most in (("L", 5), ("H", 3), ("T", 9)))
+WAYS = ["one", "two", "native"]
+
+
+@settings(max_examples=240, deadline=None)
+@given(data=st.data(), way=st.sampled_from(WAYS))
+def test_strided_targets_get_what_a_copy_gives(shared, make_chunk, data, way):
+    layers, heads, tokens = (data.draw(st.integers(1, most), label) for label, most in (("L", 5), ("H", 3), ("T", 20)))
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
     chunk = make_chunk(layers * 100 + heads * 10 + tokens, layers=layers, heads=heads, tokens=tokens, dtype=dtype)
     chunk.put(shared)
@@ -69,7 +76,7 @@ def test_strided_targets_get_what_a_copy_gives(shared, make_chunk, data, by_two)
     room, at = data.draw(st.integers(last - first, last - first + 4)), data.draw(st.integers(0, 3))
     cache = torch.full((2, layers, heads, at + room, 8), float("nan"), dtype=dtype)
     place = cache[:, start:stop, :, at : at + last - first]
-    with chunk.open(shared) as stored, read_by_two(by_two):
+    with chunk.open(shared) as stored, read_by(way):
         stored.copy_layers(start, stop, place[0], place[1], slice(first, last))
     assert torch.equal(place[0], chunk.kv.keys[start:stop, :, first:last])
     assert torch.equal(place[1], chunk.kv.values[start:stop, :, first:last])
@@ -183,7 +190,7 @@ def test_what_is_cached_in_part_is_believed_in_part(diskonly, make_chunk, settle
             np.frombuffer(segment, np.uint8)[:] = 0xAA
         return there and os.preadv(fd, segments, offset) == nbytes
 
-    with read_by_two():
+    with read_by("two"):
         _load(diskonly, chunk)
         assert sum(hashed) == chunk.kv.nbytes
         hashed.clear()
@@ -215,8 +222,8 @@ def test_a_file_that_was_touched_is_not_believed(diskonly, kv_dir, make_chunk, s
         opened.copy_layers(0, 4, keys, values)
 
 
-@pytest.mark.parametrize("by_two", [False, True])
-def test_an_error_while_reading_costs_the_layers_it_hits(diskonly, make_chunk, monkeypatch, by_two):
+@pytest.mark.parametrize("way", WAYS)
+def test_an_error_while_reading_costs_the_layers_it_hits(diskonly, make_chunk, monkeypatch, way):
     chunk = make_chunk(layers=4)
     chunk.put(diskonly)
     real, size = os.preadv, chunk.kv.keys[0].nbytes
@@ -230,15 +237,18 @@ def test_an_error_while_reading_costs_the_layers_it_hits(diskonly, make_chunk, m
             return real(fd, buffers, offset, *flags)
 
         monkeypatch.setattr(os, "preadv", broken)
-        with read_by_two(by_two):
+        # Native code leaves what it cannot read to Python.
+        monkeypatch.setattr(native_pieces, "_library", lambda: SimpleNamespace(fkv_is_cached=lambda fd, offset: 0))
+        with read_by(way):
             with pytest.raises(ChunkDamagedError, match="layer 2 cannot be read"):
                 stored.copy_layers(0, 4, keys, values)
             stored.copy_layers(0, 2, keys[:2], values[:2])
     assert torch.equal(keys[:2], chunk.kv.keys[:2])
 
 
-@pytest.mark.parametrize("way", ["into a cache", "into memory"])
-def test_two_threads_notice_what_one_notices(diskonly, store, kv_dir, make_chunk, way):
+@pytest.mark.parametrize("target", ["into a cache", "into memory"])
+@pytest.mark.parametrize("way", WAYS[1:])
+def test_two_threads_notice_what_one_notices(diskonly, kv_dir, make_chunk, target, way):
     """A piece that is damaged is told by its name, wherever it is; a file that was shortened costs its last layers."""
     chunk = make_chunk(layers=4)
     chunk.put(diskonly)
@@ -246,7 +256,7 @@ def test_two_threads_notice_what_one_notices(diskonly, store, kv_dir, make_chunk
     raw, size = chunk.path(kv_dir).read_bytes(), chunk.kv.keys[0].nbytes
 
     def read(stored, start, stop):
-        if way == "into memory":
+        if target == "into memory":
             return stored.read_layers(start, stop)
         stored.copy_layers(start, stop, keys[start:stop], values[start:stop])
         return keys[start:stop], values[start:stop]
@@ -255,12 +265,12 @@ def test_two_threads_notice_what_one_notices(diskonly, store, kv_dir, make_chunk
         damaged = bytearray(raw)
         damaged[len(raw) - (number + 1) * size + number] ^= 1
         chunk.path(kv_dir).write_bytes(damaged)
-        with KVStore(kv_dir, memory_bytes=0, read_only=True) as reader, read_by_two(), chunk.open(reader) as stored:
+        with KVStore(kv_dir, memory_bytes=0, read_only=True) as reader, read_by(way), chunk.open(reader) as stored:
             name, layer = ("v", 3 - number) if number < 4 else ("k", 7 - number)
             with pytest.raises(ChunkDamagedError, match=rf"'{name}' of layer {layer} does"):
                 read(stored, 0, 4)
     chunk.path(kv_dir).write_bytes(raw)
-    with KVStore(kv_dir, memory_bytes=0, read_only=True) as reader, read_by_two(), chunk.open(reader) as stored:
+    with KVStore(kv_dir, memory_bytes=0, read_only=True) as reader, read_by(way), chunk.open(reader) as stored:
         os.truncate(chunk.path(kv_dir), len(raw) - 1)
         with pytest.raises(ChunkDamagedError, match="layer 3 cannot be read"):
             read(stored, 0, 4)

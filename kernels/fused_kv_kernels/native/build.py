@@ -44,15 +44,17 @@ def _cache_folder() -> Path:
     return Path(user_cache_dir("fused_kv_llm"))
 
 
-def build(folder: str, *extra_flags: str) -> Path:
+def build(folder: str, *extra_flags: str, alone: bool = False) -> Path:
     """Return the path of the library made of one folder's sources and the shared ones, compiling it if it is not there.
 
     Parameters
     ----------
     folder : str
-        Name of a dtype's folder beside this file.
+        Name of a dtype's folder beside this file, or of another one that needs nothing else.
     *extra_flags : str
         For the compiler.
+    alone : bool
+        Leave the shared sources out.
 
     Raises
     ------
@@ -65,7 +67,8 @@ def build(folder: str, *extra_flags: str) -> Path:
     if compiler is None:
         raise FileNotFoundError("no C++ compiler found (c++, g++ or clang++)")
     own, shared = (Path(__file__).parent / name for name in (folder, "shared"))
-    sources, headers = ([*sorted(own.glob(kind)), *sorted(shared.glob(kind))] for kind in ("*.cpp", "*.h"))
+    folders = (own,) if alone else (own, shared)
+    sources, headers = ([path for of in folders for path in sorted(of.glob(kind))] for kind in ("*.cpp", "*.h"))
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=_BUILD_SECONDS).stdout
     digest = hashlib.sha256(version + " ".join((*_FLAGS, *extra_flags, *sorted(processor_features()))).encode())
     for source in headers + sources:
@@ -79,7 +82,7 @@ def build(folder: str, *extra_flags: str) -> Path:
         handle, temporary = tempfile.mkstemp(dir=cache, suffix=".so")
         os.close(handle)
         try:
-            flags = (*_FLAGS, f"-I{own}", f"-I{shared}", *extra_flags)
+            flags = (*_FLAGS, *(f"-I{of}" for of in folders), *extra_flags)
             command = [compiler, *flags, *map(str, sources), "-o", temporary]
             subprocess.run(command, capture_output=True, check=True, text=True, timeout=_BUILD_SECONDS)
             os.replace(temporary, target)

@@ -15,11 +15,12 @@ import torch
 
 from fused_kv_llm.errors import ChunkDamagedError, StoreError
 from fused_kv_llm.store.buffers import BufferPool
+from fused_kv_llm.store.destination import Destination
 from fused_kv_llm.store.header import ChunkHeader
 from fused_kv_llm.store.known import KnownFile
 from fused_kv_llm.store.memory import ResidentChunk
-from fused_kv_llm.store.pieces import Destination, announce, read_destinations, read_pieces
-from fused_kv_llm.store.strided import layer_segments
+from fused_kv_llm.store.pieces import announce, read_ahead, read_destinations, read_pieces
+from fused_kv_llm.store.strided import Segments, layer_segments
 from fused_kv_llm.store.tensor_file import Part, byte_view
 
 __all__ = ["ChunkLoader"]
@@ -47,6 +48,8 @@ class ChunkLoader:
         Called with the loader when its last user released it.
     keep : bool
         Whether the chunk is to become the memory tier's, so that its layers belong into the buffers.
+    is_begun : bool
+        Whether the header was read from `fd`, so that the system reads ahead already.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class ChunkLoader:
         on_unused: Callable[[ChunkLoader], None],
         *,
         keep: bool,
+        is_begun: bool = True,
     ) -> None:
         self.header = known.header
         self._known = known
@@ -68,6 +72,7 @@ class ChunkLoader:
         self._keep = keep
         self._users = 1
         self._direct_reads = 0
+        self._is_begun = is_begun
         self._changed = threading.Condition()
         self._loaded: set[int] = set()
         self._loading: set[int] = set()
@@ -198,7 +203,7 @@ class ChunkLoader:
             segments = layer_segments(target, (stop - start, *self.header.shape[1:]), tokens)
             if segments is None:
                 return None
-            found.append(Destination(part, start, *segments))
+            found.append(Destination(part, start, segments))
         return found
 
     def _check_used(self, wanted: Set[int]) -> None:
@@ -238,14 +243,18 @@ class ChunkLoader:
             return set(), ChunkDamagedError(header.key, f"layer {start} cannot be read ({error})")
 
     def _in_buffers(self, part: Part, start: int, stop: int) -> Destination:
-        size, whole = part.piece_nbytes, self._bytes[part.name]
-        return Destination(part, start, [whole[layer * size : (layer + 1) * size] for layer in range(start, stop)])
+        tensor, size = self._tensors[part.name], part.piece_nbytes
+        place = Segments(tensor, tensor.data_ptr() + start * size, stop - start, 1, size, 0, size)
+        return Destination(part, start, place)
 
     def _read_to(
         self, layers: frozenset[int], wanted: Sequence[Destination]
     ) -> tuple[Set[int], ChunkDamagedError | None]:
         """As ``_load``, to any memory; raises OSError and EOFError."""
         fd = self._file.fileno()
+        if not self._is_begun:
+            self._is_begun = True
+            read_ahead(fd, self._known.version[1])
         verified = self._known.is_verified(fd, layers)
         return self._judged(layers, read_destinations(fd, wanted, verified=verified))
 

@@ -3,13 +3,14 @@
 Bytes that were verified before are believed as long as the system still has them in its cache; what comes from the
 disk once more is verified once more. Reads are cut into blocks that stay in the processor's cache until they are
 hashed; from a disk that is faster than one large read too, because the system reads ahead between them. What the
-system has in its cache is a matter of the processor: of a large read, a second thread takes a part of the blocks.
+system has in its cache is a matter of the processor: native code reads it, and of a large read a second thread takes
+a part of the blocks.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -17,49 +18,33 @@ import xxhash
 
 from fused_kv_llm.store.cipher import FileCipher
 from fused_kv_llm.store.crew import crew
+from fused_kv_llm.store.destination import Destination
+from fused_kv_llm.store.native_pieces import Outcome, read_natively
+from fused_kv_llm.store.strided import Segments
 from fused_kv_llm.store.tensor_file import Part
 
-__all__ = ["CAN_ANNOUNCE", "Destination", "announce", "read_destinations", "read_pieces"]
+__all__ = ["CAN_ANNOUNCE", "announce", "read_ahead", "read_destinations", "read_pieces"]
 
 _READ_NBYTES = 1 << 20
 # Below this, waking a thread takes as long as it saves; and each block that two threads read makes them meet once more.
 _SHARED_NBYTES = 4 << 20
 _SHARED_READ_NBYTES = 3 << 19
-_PAGE_NBYTES = 4096
+# Below this, calling native code takes as long as it saves.
+_NATIVE_NBYTES = 256 << 10
 _MOST_SEGMENTS = 1024  # IOV_MAX of Linux
 # Reads what the system has in its cache, and nothing else; only Linux has it.
 _CACHED_ONLY: int | None = getattr(os, "RWF_NOWAIT", None)
-
-
 # Whether the system can be asked to read ahead.
 CAN_ANNOUNCE = hasattr(os, "posix_fadvise")
 
 
-class Destination(NamedTuple):
-    """Where some pieces of a tensor belong.
-
-    Parameters
-    ----------
-    part : Part
-        The tensor.
-    start : int
-        The first piece.
-    segments : sequence of memoryview
-        The memory, in the order of the bytes.
-    each : int
-        How many segments take one piece.
-    """
+class _Block(NamedTuple):
+    """Pieces that are read at once: the tensor, the first, their memory, and where they are in the file."""
 
     part: Part
     start: int
     segments: Sequence[memoryview]
-    each: int = 1
-
-
-class _Block(NamedTuple):
-    """Pieces that are read at once: where they belong, where they begin in the file, and how many bytes they have."""
-
-    to: Destination
+    each: int
     offset: int
     nbytes: int
 
@@ -98,9 +83,9 @@ def read_pieces(
         The file cannot be read, or is too short.
     """
     size = part.piece_nbytes
-    pieces = [target[number * size : (number + 1) * size] for number in range(stop - start)]
     if cipher is None:
-        return [piece for _, piece in read_destinations(fd, [Destination(part, start, pieces)])]
+        return [piece for _, piece in read_destinations(fd, [Destination(part, start, Segments.of(target, size))])]
+    pieces = [target[number * size : (number + 1) * size] for number in range(stop - start)]
     stored = size + part.overhead
     sealed = memoryview(bytearray((stop - start) * stored))
     _read_exactly(fd, [sealed], part.start + start * stored)
@@ -148,37 +133,80 @@ def read_destinations(fd: int, wanted: Sequence[Destination], *, verified: bool 
     OSError, EOFError
         The file cannot be read, or is too short.
     """
-    reading = _Reading(fd, verified=verified)
-    nbytes = sum(len(place.segments) // place.each * place.part.piece_nbytes for place in wanted)
+    nbytes = sum(place.nbytes for place in wanted)
     large = nbytes >= _SHARED_NBYTES
-    rest = list(_blocks(wanted, _SHARED_READ_NBYTES if large else _READ_NBYTES, verified=verified))
-    if large and _ends_cached(fd, rest[-1]):
-        crew.run(reading.read_cached, rest)
+    if nbytes >= _NATIVE_NBYTES:
+        done = read_natively(fd, wanted, verified=verified, shared=large)
+        if done is not None:
+            return _read_rest(fd, wanted, done) if done.left else sorted(done.damaged)
+    return _read_in_python(fd, wanted, verified=verified, large=large)
+
+
+def read_ahead(fd: int, file_nbytes: int) -> None:
+    """Have the system begin to read a file of which it has not the end, as it does for who reads from the beginning.
+
+    Without it, the first read is one from somewhere inside the file, and the next ones are far from it: keys and values
+    lie apart.
+    """
+    if file_nbytes < _READ_NBYTES or not CAN_ANNOUNCE:
+        return
+    if not _read_cached(fd, [memoryview(bytearray(1))], file_nbytes - 1, 1):
+        # Whatever goes wrong here, who reads what is needed meets it again and says so.
+        with suppress(OSError):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            os.pread(fd, 1, 0)
+
+
+def _read_rest(fd: int, wanted: Sequence[Destination], done: Outcome) -> list[tuple[str, int]]:
+    """Read what native code has not found in the system's cache; nothing of it is believed."""
+    reading = _Reading(fd, verified=False)
+    for number, first, last in done.left:
+        for block in _blocks(wanted[number], first, last, _READ_NBYTES):
+            reading.read(block)
+    return sorted(done.damaged + reading.damaged)
+
+
+def _read_in_python(fd: int, wanted: Sequence[Destination], *, verified: bool, large: bool) -> list[tuple[str, int]]:
+    reading = _Reading(fd, verified=verified)
+    rest: Iterable[_Block]
+    if large and _ends_cached(fd, wanted[-1]):
+        crew.run(reading.read_cached, _all_blocks(wanted, _SHARED_READ_NBYTES, verified=verified))
         rest = sorted(reading.left, key=lambda block: block.offset)
-    elif large:
-        # From a disk one thread reads, and nothing is believed.
-        rest = list(_blocks(wanted, _READ_NBYTES, verified=False))
-    elif verified:
-        for block in rest:
+    elif verified and not large:
+        for block in _all_blocks(wanted, _READ_NBYTES, verified=True):
             reading.read_cached(block)
         rest = reading.left
+    else:
+        # From a disk one thread reads, and nothing is believed.
+        rest = _all_blocks(wanted, _READ_NBYTES)
     for block in rest:
         reading.read(block)
     return sorted(reading.damaged)
 
 
-def _blocks(wanted: Sequence[Destination], nbytes: int, *, verified: bool) -> Iterator[_Block]:
+def _all_blocks(wanted: Sequence[Destination], nbytes: int, *, verified: bool = False) -> Iterator[_Block]:
     """Yield blocks of about so many bytes in the order of what is wanted; at least a piece each."""
-    for number, (part, start, segments, each) in enumerate(wanted):
-        size, count = part.piece_nbytes, len(segments) // each
-        first = 0
-        while first < count:
+    for number, place in enumerate(wanted):
+        count, first = place.segments.pieces, 0
+        if verified and count:
             # What is believed is not hashed: one block shows whether it is cached, and the rest need not be cut.
-            whole = verified and (number > 0 or first > 0)
-            last = count if whole else min(count, first + max(1, nbytes // max(1, size)))
-            to = Destination(part, start + first, segments[first * each : last * each], each)
-            yield _Block(to, part.start + (start + first) * size, (last - first) * size)
-            first = last
+            first = count if number else min(count, max(1, nbytes // max(1, place.part.piece_nbytes)))
+            yield from _blocks(place, 0, first, nbytes if not number else None)
+        yield from _blocks(place, first, count, None if verified else nbytes)
+
+
+def _blocks(place: Destination, first: int, last: int, nbytes: int | None) -> Iterator[_Block]:
+    """Yield blocks of some pieces, counted from the destination's first; in one block if no bytes are given."""
+    part, start, segments = place
+    size = part.piece_nbytes
+    step = last - first if nbytes is None else max(1, nbytes // max(1, size))
+    while first < last:
+        end = min(last, first + step)
+        memory = segments.views(first, end)
+        yield _Block(
+            part, start + first, memory, segments.views_each, part.start + (start + first) * size, (end - first) * size
+        )
+        first = end
 
 
 class _Reading:
@@ -208,18 +236,18 @@ class _Reading:
     def read_cached(self, block: _Block) -> None:
         """Read a block from the system's cache, unless that had not all of one that was asked for before."""
         # Asking for more than it has would have the system read ahead all of it, and wait.
-        if self.left or not _read_cached(self._fd, block.to.segments, block.offset, block.nbytes):
+        if self.left or not _read_cached(self._fd, block.segments, block.offset, block.nbytes):
             self.left.append(block)
         elif not self._verified:
-            self._verify(block.to)
+            self._verify(block)
 
     def read(self, block: _Block) -> None:
         """Read a block, wherever it comes from, and verify it."""
-        _read_exactly(self._fd, block.to.segments, block.offset)
-        self._verify(block.to)
+        _read_exactly(self._fd, block.segments, block.offset)
+        self._verify(block)
 
-    def _verify(self, to: Destination) -> None:
-        part, start, segments, each = to
+    def _verify(self, block: _Block) -> None:
+        part, start, segments, each = block[:4]
         for number in range(len(segments) // each):
             digest = _digest(segments[number * each : (number + 1) * each])
             if digest != part.digests[start + number]:
@@ -249,10 +277,9 @@ def _read_cached(fd: int, segments: Sequence[memoryview], offset: int, nbytes: i
     return nbytes == 0
 
 
-def _ends_cached(fd: int, block: _Block) -> bool:
-    """Whether the system has a block's end in its cache: most likely it has all of the file then."""
-    end = block.to.segments[-1][-_PAGE_NBYTES:]
-    return _read_cached(fd, [end], block.offset + block.nbytes - len(end), len(end))
+def _ends_cached(fd: int, place: Destination) -> bool:
+    """Whether the system has the end of what is wanted in its cache: most likely it has all of it then."""
+    return _read_cached(fd, [memoryview(bytearray(1))], place.offset + place.nbytes - 1, 1)
 
 
 def _read_exactly(fd: int, segments: Sequence[memoryview], offset: int) -> None:

@@ -66,9 +66,10 @@ class ChunkReader:
                 return joined
         fd = self._folder.open_chunk(key)
         try:
+            before = self._known.get(key)
             known = self._identify(fd, key)
-            keep = known.header.nbytes <= self._memory.budget_nbytes
-            loader = ChunkLoader(fd, known, self._pool, self._promote, self._unregister, keep=keep)
+            keep, is_begun = known.header.nbytes <= self._memory.budget_nbytes, known is not before
+            loader = ChunkLoader(fd, known, self._pool, self._promote, self._unregister, keep=keep, is_begun=is_begun)
         except BaseException:
             os.close(fd)
             raise

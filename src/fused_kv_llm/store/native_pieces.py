@@ -1,0 +1,161 @@
+"""Pieces that the system has in its cache, read and verified by native code: Python would take as long again."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import warnings
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from fused_kv_kernels.native.piece_reader import (
+    MOST_SEGMENTS,
+    SHORTEST_NBYTES,
+    STRIPE_NBYTES,
+    native_piece_reader,
+)
+from fused_kv_llm.errors import FusedKVWarning
+from fused_kv_llm.store.crew import crew
+from fused_kv_llm.store.destination import Destination
+
+__all__ = ["Outcome", "read_natively"]
+
+# What is read and hashed at once stays in a core's second cache.
+_TOGETHER_NBYTES = 1 << 20
+_LEFT, _DAMAGED = 0, 2
+_SHARES = range(2)
+
+
+class Outcome(NamedTuple):
+    """What has become of pieces.
+
+    Parameters
+    ----------
+    left : list of (int, int, int)
+        Runs that the system did not have: the number of their destination, and the first and last-plus-one of its
+        pieces, counted from its own first.
+    damaged : list of (str, int)
+        Pieces whose checksums do not match, by their tensors' names.
+    """
+
+    left: list[tuple[int, int, int]]
+    damaged: list[tuple[str, int]]
+
+
+def read_natively(fd: int, wanted: Sequence[Destination], *, verified: bool, shared: bool) -> Outcome | None:
+    """Read pieces that the system has in its cache.
+
+    Parameters
+    ----------
+    fd : int
+        The file, which is not encrypted.
+    wanted : sequence of Destination
+        The pieces; not empty.
+    verified : bool
+        Whether they are believed.
+    shared : bool
+        Whether a second thread helps.
+
+    Returns
+    -------
+    Outcome or None
+        None if these have to be read in another way, and nothing was read.
+    """
+    library = _library()
+    if library is None:
+        return None
+    numbers: list[int] = []
+    held = []
+    for place in wanted:
+        digests = (None, 0) if verified else _digests(place)
+        if digests is None or place.segments.views_each > MOST_SEGMENTS or not place.nbytes:
+            return None
+        held.append(digests[0])
+        numbers += _described(place, digests[1])
+    count = sum(place.segments.pieces for place in wanted)
+    states = bytearray(count)
+    last = wanted[-1]
+    if not library.fkv_is_cached(fd, last.offset + last.nbytes - 1):
+        # Most likely it has nothing of it then, and asking would have it read ahead, and wait.
+        return _outcome(wanted, states)
+    # Where the next block to be read is counted, by all threads.
+    following = ctypes.c_int64()
+    described = (ctypes.c_int64 * len(numbers))(*numbers)
+    shown = (ctypes.c_uint8 * count).from_buffer(states)
+    arguments = (fd, ctypes.byref(following), _TOGETHER_NBYTES, len(wanted), described, shown)
+    if not shared:
+        return _outcome(wanted, states) if library.fkv_read_pieces(*arguments) else Outcome([], [])
+    told: list[int] = []
+    crew.run(lambda _: told.append(library.fkv_read_pieces(*arguments)), _SHARES)
+    return _outcome(wanted, states) if any(told) else Outcome([], [])
+
+
+def _described(place: Destination, digests: int) -> tuple[int, ...]:
+    """Return what native code needs to know, in its order."""
+    _, address, pieces, each, piece_step, step, nbytes, before, after = place.segments
+    return address, piece_step, step, each, nbytes, before, after, place.offset, pieces, digests
+
+
+def _outcome(wanted: Sequence[Destination], states: bytearray) -> Outcome:
+    outcome = Outcome([], [])
+    begin = 0
+    for number, place in enumerate(wanted):
+        own = np.frombuffer(states[begin : begin + place.segments.pieces], np.uint8)
+        begin += len(own)
+        outcome.damaged.extend((place.part.name, place.start + int(i)) for i in np.flatnonzero(own == _DAMAGED))
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], own == _LEFT, [False]]).astype(np.int8)))
+        outcome.left.extend((number, int(first), int(last)) for first, last in edges.reshape(-1, 2))
+    return outcome
+
+
+def _digests(place: Destination) -> tuple[object, int] | None:
+    """Return the checksums to compare with and their address; None if native code cannot hash these pieces."""
+    segments = place.segments
+    if (segments.nbytes | segments.before | segments.after) % STRIPE_NBYTES:
+        return None
+    if place.part.piece_nbytes < SHORTEST_NBYTES:
+        return None
+    found = _numbers(place.part.digests)
+    return None if found is None else (found[0], found[1] + place.start * found[0].itemsize)
+
+
+@functools.lru_cache(maxsize=1024)
+def _numbers(digests: tuple[str, ...]) -> tuple[np.ndarray[tuple[int], np.dtype[np.uint64]], int] | None:
+    """Return checksums as numbers, and their address; None if one of them is none: nothing has it."""
+    text = "".join(digests)
+    try:
+        raw = bytes.fromhex(text)
+    except ValueError:
+        return None
+    if raw.hex() != text or set(map(len, digests)) != {16}:
+        return None
+    found = np.frombuffer(raw, ">u8").astype(np.uint64)
+    return found, found.ctypes.data
+
+
+@functools.lru_cache(maxsize=1)
+def _library() -> ctypes.CDLL | None:
+    library = native_piece_reader()
+    return library if library is not None and _agrees(library) else None
+
+
+def _agrees(library: ctypes.CDLL) -> bool:
+    """Hash a little of everything: which instructions a processor really has shows in use only."""
+    data = np.random.default_rng(0).integers(0, 256, 1 << 16, dtype=np.uint8)
+    for lengths in ([256], [1024], [64, 1024, 0, 64], [2048, 1088], [4096] * 16):
+        places = data.ctypes.data + np.cumsum([0, *lengths[:-1]])
+        segments = np.stack([places, lengths], axis=1)
+        found = library.fkv_xxh3_64(segments.ctypes.data, len(lengths))
+        if found != xxhash.xxh3_64_intdigest(data[: sum(lengths)].tobytes()):
+            warnings.warn(
+                "The native reader of files computes other checksums than xxhash here, and is not used: loading from "
+                "the system's cache takes up to twice as long. Report your processor; FUSED_KV_KERNELS=torch is "
+                "content without.",
+                FusedKVWarning,
+                stacklevel=2,
+            )
+            return False
+    return True

@@ -1,0 +1,253 @@
+"""The native reader of pieces gives what Python gives, notices what Python notices, and leaves what it cannot do."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from fused_kv_kernels.native.piece_reader import native_piece_reader
+from fused_kv_llm.errors import ChunkDamagedError, FusedKVWarning
+from fused_kv_llm.store import KVStore, known, native_pieces, pieces
+
+pytestmark = pytest.mark.skipif(native_piece_reader() is None, reason="no native reader of files here")
+
+HALF_MIB = {"layers": 8, "heads": 4, "tokens": 64, "dim": 64}
+
+
+@pytest.fixture
+def settled(monkeypatch):
+    """Believe files that are new, as if they were not."""
+    monkeypatch.setattr(known, "_SETTLED_NS", -(10**9))
+
+
+@pytest.fixture
+def outcomes(monkeypatch):
+    """What the native reader says, a list of one for each call."""
+    found, real = [], native_pieces.read_natively
+
+    def noting(*args, **kwargs):
+        found.append(real(*args, **kwargs))
+        return found[-1]
+
+    monkeypatch.setattr(pieces, "read_natively", noting)
+    return found
+
+
+def load(stored, chunk):
+    keys, values = torch.full((2, *chunk.kv.keys.shape), float("nan"))
+    stored.copy_layers(0, len(keys), keys, values)
+    assert torch.equal(keys, chunk.kv.keys)
+    assert torch.equal(values, chunk.kv.values)
+
+
+def uncache(path: Path, offset: int, nbytes: int) -> bool:
+    """Have the system forget a part of a file; False if it does not."""
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), offset, nbytes, os.POSIX_FADV_DONTNEED)
+        try:
+            return os.preadv(file.fileno(), [bytearray(1)], offset + nbytes // 2, os.RWF_NOWAIT) != 1
+        except OSError:
+            return True
+
+
+def test_a_chunk_of_ordinary_size_is_read_natively(diskonly, make_chunk, settled, outcomes):
+    chunk = make_chunk(**HALF_MIB)
+    chunk.put(diskonly)
+    for _ in range(2):
+        with chunk.open(diskonly) as stored:
+            load(stored, chunk)
+    assert outcomes == [native_pieces.Outcome([], [])] * 2
+
+
+@pytest.mark.parametrize("believed", [False, True])
+def test_what_the_system_has_forgotten_is_read_and_verified_in_python(
+    diskonly, kv_dir, make_chunk, settled, outcomes, monkeypatch, believed
+):
+    chunk, hashed, digest = make_chunk(**HALF_MIB), [], pieces._digest
+    chunk.put(diskonly)
+    if believed:
+        with chunk.open(diskonly) as stored:
+            load(stored, chunk)
+        outcomes.clear()
+    monkeypatch.setattr(pieces, "_digest", lambda piece: hashed.append(sum(map(len, piece))) or digest(piece))
+    monkeypatch.setattr(native_pieces, "_TOGETHER_NBYTES", 1)
+    if not uncache(chunk.path(kv_dir), 300 << 10, 64 << 10):
+        pytest.skip("this file system keeps everything in memory")
+    with chunk.open(diskonly) as stored:
+        load(stored, chunk)
+    (outcome,) = outcomes
+    assert outcome.left
+    left = sum(last - first for _, first, last in outcome.left)
+    assert hashed == [chunk.kv.keys[0].nbytes] * left
+    assert left < 16 or outcome.left == [(0, 0, 8), (1, 0, 8)]
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_known_file_is_begun_at_its_beginning(diskonly, kv_dir, make_chunk, monkeypatch, refused):
+    """Who reads the header has the system read ahead; who knows it already has to ask for that, once."""
+    chunk = make_chunk(**{**HALF_MIB, "tokens": 128})
+    chunk.put(diskonly)
+    advice, path = [], chunk.path(kv_dir)
+
+    def advise(fd, offset, nbytes, what):
+        advice.append((offset, nbytes, what))
+        if refused:
+            raise OSError(22, "Invalid argument")
+
+    for known_before in (False, True):
+        if not uncache(path, 0, path.stat().st_size):
+            pytest.skip("this file system keeps everything in memory")
+        with monkeypatch.context() as patch, chunk.open(diskonly) as stored:
+            patch.setattr(os, "posix_fadvise", advise)
+            keys, values = torch.empty_like(chunk.kv.keys), torch.empty_like(chunk.kv.values)
+            for first in range(0, 8, 2):
+                layers = slice(first, first + 2)
+                stored.copy_layers(first, first + 2, keys[layers], values[layers])
+        assert torch.equal(keys, chunk.kv.keys)
+        assert torch.equal(values, chunk.kv.values)
+        assert advice == [(0, 0, os.POSIX_FADV_SEQUENTIAL)] * known_before
+
+
+def test_a_damaged_piece_is_named(diskonly, kv_dir, make_chunk, outcomes):
+    chunk = make_chunk(**HALF_MIB)
+    chunk.put(diskonly)
+    raw = bytearray(chunk.path(kv_dir).read_bytes())
+    for name, layer, place in (("v", 7, len(raw) - 1), ("k", 3, len(raw) - 13 * chunk.kv.keys[0].nbytes)):
+        damaged = bytearray(raw)
+        damaged[place] ^= 0x80
+        chunk.path(kv_dir).write_bytes(damaged)
+        expected = pytest.raises(ChunkDamagedError, match=f"'{name}' of layer {layer} does")
+        with KVStore(kv_dir, memory_bytes=0, read_only=True) as reader, chunk.open(reader) as stored, expected:
+            load(stored, chunk)
+        assert outcomes[-1].damaged == [(name, layer)]
+
+
+def test_a_file_that_is_shortened_meanwhile_costs_its_last_layers(diskonly, kv_dir, make_chunk):
+    chunk = make_chunk(**HALF_MIB)
+    chunk.put(diskonly)
+    with chunk.open(diskonly) as stored:
+        os.truncate(chunk.path(kv_dir), chunk.path(kv_dir).stat().st_size - 1)
+        with pytest.raises(ChunkDamagedError, match="layer 7 cannot be read"):
+            load(stored, chunk)
+        assert torch.equal(stored.read_layers(0, 7)[1], chunk.kv.values[:7])
+
+
+@pytest.mark.parametrize("digest", ["", "0" * 15, "g" * 16, "A" * 16, "0" * 32, " " * 16])
+def test_a_checksum_that_is_none_is_never_met(diskonly, make_chunk, digest):
+    chunk = make_chunk(**HALF_MIB)
+    chunk.put(diskonly)
+    with chunk.open(diskonly) as stored:
+        header = stored._source.header
+        parts = [dataclasses.replace(part, digests=(digest, *part.digests[1:])) for part in header.parts]
+        stored._source.header = dataclasses.replace(header, parts=tuple(parts))
+        with pytest.raises(ChunkDamagedError, match="'k' of layer 0 does"):
+            load(stored, chunk)
+
+
+@pytest.mark.parametrize("tokens", [63, 64])
+@pytest.mark.parametrize("cut", [slice(0, 60), slice(3, 63), slice(1, 62)])
+def test_a_part_of_the_tokens(diskonly, make_chunk, outcomes, tokens, cut):
+    """What goes nowhere is hashed like the rest; rows whose bytes are no whole stripes are left to Python."""
+    chunk = make_chunk(**{**HALF_MIB, "tokens": tokens, "dim": 72})
+    chunk.put(diskonly)
+    width = len(range(tokens)[cut])
+    cache = torch.full((2, 8, 4, 80, 72), float("nan"))
+    keys, values = cache[:, :, :, 5 : 5 + width].unbind()
+    with chunk.open(diskonly) as stored:
+        stored.copy_layers(0, 8, keys, values, cut)
+    assert torch.equal(keys, chunk.kv.keys[:, :, cut])
+    assert torch.equal(values, chunk.kv.values[:, :, cut])
+    cache[:, :, :, 5 : 5 + width].fill_(float("nan"))
+    assert cache.isnan().all(), "something was written beside the target"
+    row_nbytes = 72 * 4
+    whole_stripes = all(n * row_nbytes % 64 == 0 for n in (cut.start, width, tokens - cut.stop))
+    assert (outcomes == [native_pieces.Outcome([], [])]) == whole_stripes
+    assert (outcomes == [None]) != whole_stripes
+
+
+def test_many_threads_read_many_chunks(diskonly, make_chunk, monkeypatch):
+    monkeypatch.setattr(pieces, "_SHARED_NBYTES", 0)
+    chunks = [make_chunk(seed, **HALF_MIB) for seed in range(6)]
+    for chunk in chunks:
+        chunk.put(diskonly)
+    gate = threading.Barrier(6)
+
+    def work(number):
+        gate.wait(30)
+        for turn in range(12):
+            chunk = chunks[(number * turn) % 6]
+            with chunk.open(diskonly) as stored:
+                load(stored, chunk)
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(work, range(6)))
+
+
+def test_without_the_library_python_reads(diskonly, make_chunk, monkeypatch):
+    monkeypatch.setattr(native_pieces, "_library", lambda: None)
+    chunk = make_chunk(**HALF_MIB)
+    chunk.put(diskonly)
+    with chunk.open(diskonly) as stored:
+        load(stored, chunk)
+
+
+def test_a_library_that_computes_something_else_is_not_used():
+    class Wrong:
+        def fkv_xxh3_64(self, segments, count):
+            return 1
+
+    with pytest.warns(FusedKVWarning, match="other checksums than xxhash"):
+        assert not native_pieces._agrees(Wrong())
+    assert native_pieces._agrees(native_piece_reader())
+
+
+SCRIPT = """
+import warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    from fused_kv_kernels.native.piece_reader import native_piece_reader
+    print(native_piece_reader())
+    native_piece_reader()
+print(len(caught), *(str(w.message) for w in caught))
+"""
+
+
+def _run(**environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, env={**os.environ, **environment}
+    )
+    return done.stdout
+
+
+def test_the_environment_turns_it_off():
+    assert _run(FUSED_KV_KERNELS="torch").splitlines() == ["None", "0"]
+
+
+def test_a_missing_compiler_is_for_the_operators_to_tell(tmp_path):
+    assert _run(PATH=str(tmp_path), CXX="", FUSED_KV_CACHE=str(tmp_path)).splitlines() == ["None", "0"]
+
+
+def test_a_compiler_that_fails_is_told_with_what_it_said(tmp_path):
+    compiler = tmp_path / "broken"
+    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && echo 1.0 && exit\necho no such header >&2; exit 1\n')
+    compiler.chmod(0o755)
+    output = _run(CXX=str(compiler), FUSED_KV_CACHE=str(tmp_path))
+    assert output.startswith("None\n1 ")
+    assert "no such header" in output
+
+
+def test_a_damaged_library_is_made_again(tmp_path):
+    _run(FUSED_KV_CACHE=str(tmp_path))
+    (library,) = (tmp_path / "native").glob("reading-*.so")
+    library.write_bytes(b"not a library")
+    output = _run(FUSED_KV_CACHE=str(tmp_path))
+    assert "CDLL" in output
+    assert output.endswith("\n0\n")
