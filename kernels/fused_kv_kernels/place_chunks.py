@@ -110,7 +110,13 @@ class ChunkStack:
         self._table = _native_table(self.chunks, starts, scales) if chunks else None
 
     def place(self, layer: int, layer_keys: Tensor, layer_values: Tensor) -> None:
-        """Write layer `layer` of the stack into a layer of a cache, ``[Hkv, N, D]`` each."""
+        """Write layer `layer` of the stack, counted from 0, into a layer of a cache, ``[Hkv, N, D]`` each.
+
+        Raises ValueError or IndexError if there is no such layer, or it does not fit.
+        """
+        if layer < 0:
+            msg = f"a stack has no layer {layer}: they are counted from 0"
+            raise IndexError(msg)
         there = (layer_keys, layer_values)
         on_triton = use_triton("chunk placement", layer_keys=layer_keys, layer_values=layer_values)
         fits = (self.scales is not None or layer_keys.dtype == self._dtype) and supports_rows(*there)
@@ -118,7 +124,7 @@ class ChunkStack:
             chunks, scales = self._layer(layer)
             place_chunks(chunks, self.starts, self.cos, self.sin, *there, scales)
             return
-        if self._fits is None or not 0 <= layer < self._fits[0] or layer_keys.shape != self._fits[1]:
+        if self._fits is None or layer >= self._fits[0] or not layer_keys.shape == layer_values.shape == self._fits[1]:
             chunks, scales = self._layer(layer)
             _check(chunks, self.starts, self.cos, self.sin, *there, scales)
             self._fits = min(part.shape[0] for pair in self._all() for part in pair), layer_keys.shape

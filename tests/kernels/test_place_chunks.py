@@ -158,6 +158,20 @@ def test_a_stack_in_eight_bits_places_every_layer_as_single_layers_are() -> None
         assert bool(got.any())
 
 
+@pytest.mark.parametrize("before", [False, True], ids=["first", "later"])
+@pytest.mark.parametrize("wrong", ["before the first", "after the last", "other values"])
+def test_a_stack_writes_and_reads_nothing_beside_its_layers(wrong: str, before: bool) -> None:
+    """What native code would believe: a layer that is none, values that are smaller than the keys."""
+    stack = ChunkStack([tuple(torch.randn(2, 3, 1, 6, 64))], [4], *rotation_tables(torch.tensor([3]), _inv_freq(64)))
+    layer = torch.zeros(2, 1, 12, 64)
+    if before:
+        stack.place(0, *layer)
+    number = {"before the first": -1, "after the last": 3, "other values": 1}[wrong]
+    values = torch.zeros(1, 5, 64) if wrong == "other values" else layer[1]
+    with pytest.raises((ValueError, IndexError)):
+        stack.place(number, layer[0], values)
+
+
 @pytest.mark.parametrize("wrong", ["missing", "keys", "values", "layers"])
 def test_scales_that_do_not_fit_are_refused(wrong: str) -> None:
     kv, scales = _int8(6, 2, 16, 0, layers=2)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import signal
 import threading
 import time
+import weakref
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from fused_kv_llm.store.crew import Crew
+from fused_kv_llm.store.crew import Crew, _Job
 
 
 def helping_thread():
@@ -162,3 +165,55 @@ def test_a_forked_process_has_threads_of_its_own():
         finally:
             os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize("when", ["before the work", "after the work"])
+def test_whenever_an_interrupt_comes_nobody_goes_on_behind_the_caller(monkeypatch, when):
+    """Memory that a helper writes to belongs to the caller, who may give it away as soon as `run` is left."""
+    crew, begun, goes_on, over = helping_thread(), threading.Event(), threading.Event(), []
+
+    def do(_):
+        begun.set()
+        assert goes_on.wait(10)
+        over.append(True)
+
+    def interrupted(job):
+        if when == "after the work":
+            work(job)
+        assert begun.wait(10)
+        threading.Timer(0.1, goes_on.set).start()
+        raise KeyboardInterrupt
+
+    work = _Job._work
+    monkeypatch.setattr(
+        _Job, "_work", lambda job: work(job) if threading.current_thread().name == "fused-kv-crew" else interrupted(job)
+    )
+    items = [0] if when == "before the work" else [0, 1]
+    if when == "after the work":
+        goes_on.set()
+    with pytest.raises(KeyboardInterrupt):
+        crew.run(do, items)
+    assert len(over) == len(items)
+    assert crew._running == 0
+
+
+def test_an_error_does_not_keep_what_was_read_to():
+    """An error and its frames must not hold each other: a request's memory would wait for the collector."""
+
+    class Memory:
+        pass
+
+    crew, memory = Crew(0), Memory()
+    gone = weakref.ref(memory)
+
+    def do(_, memory=memory):
+        raise OSError(5, "Input/output error")
+
+    gc.disable()
+    try:
+        with contextlib.suppress(OSError):
+            crew.run(do, [0])
+        del do, memory
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from fused_kv_kernels.native.piece_reader import native_piece_reader
-from fused_kv_llm.errors import ChunkDamagedError, FusedKVWarning
+from fused_kv_llm.errors import ChunkDamagedError, FusedKVWarning, StoreUnavailableError
 from fused_kv_llm.store import KVStore, known, native_pieces, pieces
 
 pytestmark = pytest.mark.skipif(native_piece_reader() is None, reason="no native reader of files here")
@@ -48,12 +50,16 @@ def load(stored, chunk):
     assert torch.equal(values, chunk.kv.values)
 
 
-def uncache(path: Path, offset: int, nbytes: int) -> bool:
-    """Have the system forget a part of a file; False if it does not."""
+def uncache(path: Path, *kept: tuple[int, int]) -> bool:
+    """Have the system forget a file but for some stretches; False if it does not."""
     with path.open("rb") as file:
-        os.posix_fadvise(file.fileno(), offset, nbytes, os.POSIX_FADV_DONTNEED)
+        fd = file.fileno()
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+        for offset, nbytes in kept:
+            os.pread(fd, nbytes, offset)
         try:
-            return os.preadv(file.fileno(), [bytearray(1)], offset + nbytes // 2, os.RWF_NOWAIT) != 1
+            return os.preadv(fd, [bytearray(1)], path.stat().st_size // 2, os.RWF_NOWAIT) != 1
         except OSError:
             return True
 
@@ -79,7 +85,8 @@ def test_what_the_system_has_forgotten_is_read_and_verified_in_python(
         outcomes.clear()
     monkeypatch.setattr(pieces, "_digest", lambda piece: hashed.append(sum(map(len, piece))) or digest(piece))
     monkeypatch.setattr(native_pieces, "_TOGETHER_NBYTES", 1)
-    if not uncache(chunk.path(kv_dir), 300 << 10, 64 << 10):
+    nbytes = chunk.path(kv_dir).stat().st_size
+    if not uncache(chunk.path(kv_dir), (0, 300 << 10), (nbytes - 4096, 4096)):
         pytest.skip("this file system keeps everything in memory")
     with chunk.open(diskonly) as stored:
         load(stored, chunk)
@@ -103,7 +110,7 @@ def test_a_known_file_is_begun_at_its_beginning(diskonly, kv_dir, make_chunk, mo
             raise OSError(22, "Invalid argument")
 
     for known_before in (False, True):
-        if not uncache(path, 0, path.stat().st_size):
+        if not uncache(path):
             pytest.skip("this file system keeps everything in memory")
         with monkeypatch.context() as patch, chunk.open(diskonly) as stored:
             patch.setattr(os, "posix_fadvise", advise)
@@ -251,3 +258,72 @@ def test_a_damaged_library_is_made_again(tmp_path):
     output = _run(FUSED_KV_CACHE=str(tmp_path))
     assert "CDLL" in output
     assert output.endswith("\n0\n")
+
+
+def test_a_store_that_is_closed_meanwhile_gives_right_chunks_or_an_error(kv_dir, make_chunk, monkeypatch):
+    monkeypatch.setattr(pieces, "_SHARED_NBYTES", 0)
+    chunk, begun = make_chunk(**HALF_MIB), threading.Barrier(5)
+    with KVStore(kv_dir) as store:
+        chunk.put(store)
+
+    def work(store):
+        begun.wait(30)
+        for _ in range(200):
+            try:
+                stored = chunk.open(store)
+            except StoreUnavailableError:
+                return True
+            with stored:
+                load(stored, chunk)
+        return False
+
+    for _ in range(4):
+        store = KVStore(kv_dir, memory_bytes=0)
+        with ThreadPoolExecutor(4) as pool:
+            runs = [pool.submit(work, store) for _ in range(4)]
+            begun.wait(30)
+            store.close()
+            assert all(run.result() for run in runs)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
+def test_neither_reads_nor_failures_leave_files_open(diskonly, kv_dir, make_chunk, monkeypatch):
+    monkeypatch.setattr(pieces, "_SHARED_NBYTES", 0)
+    chunk = make_chunk(**HALF_MIB)
+    chunk.put(diskonly)
+    with chunk.open(diskonly) as stored:
+        load(stored, chunk)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        with chunk.open(diskonly) as stored:
+            load(stored, chunk)
+    with chunk.path(kv_dir).open("r+b") as file:
+        file.seek(-5, os.SEEK_END)
+        file.write(b"\0damaged"[:5])
+    for _ in range(20):
+        with chunk.open(diskonly) as stored, pytest.raises(ChunkDamagedError):
+            load(stored, chunk)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_forked_process_reads_too(diskonly, make_chunk, monkeypatch):
+    """The child uses numpy: torch's threads do not survive a fork."""
+    monkeypatch.setattr(pieces, "_SHARED_NBYTES", 0)
+    chunk = make_chunk(**HALF_MIB)
+    chunk.put(diskonly)
+    with chunk.open(diskonly) as stored:
+        load(stored, chunk)
+    found, want = np.zeros((2, *chunk.kv.keys.shape), np.float32), chunk.kv.keys.numpy()
+    keys, values = (torch.from_numpy(part) for part in found)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            signal.alarm(30)
+            with chunk.open(diskonly) as stored:
+                stored.copy_layers(0, 8, keys, values)
+            code = int(not np.array_equal(found[0], want))
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fused_kv_llm.errors import ConfigError, FusedKVWarning, StoreUnavailableError
-from fused_kv_llm.store import KVStore
+from fused_kv_llm.store import KVStore, parts
 from fused_kv_llm.store.remote import RemoteTier, open_remote
 from fused_kv_llm.store.remote_redis import RemoteRedis
 
@@ -249,6 +249,49 @@ def test_server_without_room(kv_dir, chunks):
         with pytest.warns(FusedKVWarning, match="could not be copied"):
             assert store.evict(0) == 1
         assert store.stats().chunks == 0
+
+
+class Counting:
+    """A remote tier without anything in it, which counts how often it is closed."""
+
+    def __init__(self, error=None):
+        self.closed, self.error = 0, error
+
+    def sizes(self):
+        if self.error is not None:
+            raise self.error
+        return {}
+
+    def close(self):
+        self.closed += 1
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_connections_are_closed_with_the_store(kv_dir, chunks, monkeypatch, read_only):
+    with KVStore(kv_dir) as store:
+        fill(store, chunks)
+    tier = Counting()
+    monkeypatch.setattr(parts, "open_remote", lambda url, options: tier)
+    KVStore(kv_dir, remote="redis://here", read_only=read_only).close()
+    assert tier.closed == 1
+
+
+def test_connections_are_closed_when_the_store_does_not_open(kv_dir, monkeypatch):
+    tier = Counting(StoreUnavailableError("no"))
+    monkeypatch.setattr(parts, "open_remote", lambda url, options: tier)
+    with pytest.raises(StoreUnavailableError, match="no"):
+        KVStore(kv_dir, remote="redis://here")
+    assert tier.closed == 1
+
+
+def test_a_connection_that_cannot_be_closed_does_not_keep_the_index_open(kv_dir, monkeypatch):
+    tier = Counting()
+    monkeypatch.setattr(tier, "close", lambda: (_ for _ in ()).throw(OSError(104, "Connection reset by peer")))
+    monkeypatch.setattr(parts, "open_remote", lambda url, options: tier)
+    store = KVStore(kv_dir, remote="redis://here")
+    with pytest.raises(OSError, match="reset"):
+        store.close()
+    assert not store._index._database._connections
 
 
 def test_addresses_that_cannot_work(kv_dir):

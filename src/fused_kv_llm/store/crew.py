@@ -34,16 +34,29 @@ class _Job:
 
     def run(self) -> None:
         """Take items until there are none, wait for those that others have taken, and raise what has gone wrong."""
-        self._work()
+        try:
+            self._work()
+        except BaseException as error:
+            # A signal's handler, between two steps.
+            self._error = error
+        self.leave()
+        found, self._error = self._error, None
+        if found is not None:
+            try:
+                raise found
+            finally:
+                # It holds this frame, and what was read to: neither is to wait for the collector.
+                del found
+
+    def leave(self) -> None:
+        """Let nobody begin any more, and wait for those who are in the middle of something."""
         while True:
             try:
                 self._wait()
-                break
+                return
             except BaseException as error:
                 # A signal's handler: memory that others are writing to cannot be left behind.
                 self._error = error
-        if self._error is not None:
-            raise self._error
 
     def _wait(self) -> None:
         with self._lock:
@@ -112,6 +125,8 @@ class Crew:
                 self._jobs.put(job)
             job.run()
         finally:
+            # Done already, unless a signal's handler was faster than the first step.
+            job.leave()
             with self._lock:
                 self._running -= 1
 

@@ -71,7 +71,7 @@ def read_natively(fd: int, wanted: Sequence[Destination], *, verified: bool, sha
     held = []
     for place in wanted:
         digests = (None, 0) if verified else _digests(place)
-        if digests is None or place.segments.views_each > MOST_SEGMENTS or not place.nbytes:
+        if digests is None or not _is_taken(place):
             return None
         held.append(digests[0])
         numbers += _described(place, digests[1])
@@ -91,6 +91,13 @@ def read_natively(fd: int, wanted: Sequence[Destination], *, verified: bool, sha
     told: list[int] = []
     crew.run(lambda _: told.append(library.fkv_read_pieces(*arguments)), _SHARES)
     return _outcome(wanted, states) if any(told) else Outcome([], [])
+
+
+def _is_taken(place: Destination) -> bool:
+    """Whether the memory has the pieces' size, and the system takes as many segments."""
+    _, _, _, each, _, _, nbytes, before, after = place.segments
+    size = each * (before + nbytes + after)
+    return 0 < size == place.part.piece_nbytes and place.segments.views_each <= MOST_SEGMENTS
 
 
 def _described(place: Destination, digests: int) -> tuple[int, ...]:

@@ -62,11 +62,12 @@ class StoreParts:
         self._uses = UseLog()
         self._folder = StoreFolder(self.kv_dir, read_only=read_only)
         self._index = ChunkIndex(self._folder.index_path, rule, self._cipher, read_only=read_only)
+        self._tier: RemoteTier | None = None
         try:
-            tier = None if remote is None else open_remote(remote, remote_options)
-            self._assemble(limit, tier, budget)
+            self._tier = None if remote is None else open_remote(remote, remote_options)
+            self._assemble(limit, self._tier, budget)
         except BaseException:
-            self._index.close()
+            self._disconnect()
             raise
 
     def _assemble(self, limit: int | None, tier: RemoteTier | None, memory_budget: int) -> None:
@@ -123,11 +124,16 @@ class StoreParts:
             # What is lost otherwise is a few uses.
             with suppress(StoreError):
                 self._flush_uses()
-        if self._promoter is not None:
-            self._promoter.remote.close()
-        self._index.close()
         self._reader.forget_all()
         self._side_memory.forget_all()
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        try:
+            if self._tier is not None:
+                self._tier.close()
+        finally:
+            self._index.close()
 
     def _flush_uses(self) -> None:
         self._budget.flush_uses()
