@@ -2,8 +2,9 @@
 
     python benchmarks/store.py --rows-dir ./rows
 
-Load: a 512-token chunk of SmolLM2-135M's shape, opened and read into a request's cache, against ``readinto`` of the
-same file, cached and not; the first read of a file, which is verified, and later ones stand apart. Put: against
+Load: a 512-token chunk of the shape of SmolLM2-135M and of Qwen2.5-7B, opened and read into a request's cache, against
+``readinto`` of the same file, cached and not; the first read of a file, which is verified, and later ones stand apart.
+Put: against
 ``write`` and ``fsync`` of the same bytes. Get: a chunk that is in memory, opened and read. Index: a store of a million
 chunks without their files, opened in a process of its own. Bounds: load at least 0.9 of readinto, put at most 1.25 of
 write+fsync, get under 200 microseconds, 20 chunks of a million found in under 2 ms with less than 200 MB.
@@ -23,7 +24,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,12 +32,25 @@ from environment import drop_page_cache, environment, peak_rss_bytes, reset_peak
 
 from fused_kv_llm.catalog import ChunkCatalog
 from fused_kv_llm.chunk import ChunkKV, chunk_key
+from fused_kv_llm.online.read_ahead import layer_groups
 from fused_kv_llm.prompt.texthash import content_hash
 from fused_kv_llm.store import KVStore, StoredKV
 from fused_kv_llm.store.tensor_file import byte_view
 
-LAYERS, HEADS, TOKENS, DIM = 30, 3, 512, 64
+TOKENS = 512
 IDENTITY = "0" * 64
+
+
+class Shape(NamedTuple):
+    """What a chunk's keys and values of 512 tokens are."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+
+SMALL = Shape(30, 3, 64)
+SHAPES = {"smollm2-135m": SMALL, "qwen2.5-7b": Shape(28, 4, 128)}
 
 
 def text_of(number: int) -> str:
@@ -44,10 +58,10 @@ def text_of(number: int) -> str:
     return f"Chunk {number} of many: {hashlib.sha256(str(number).encode()).hexdigest()}".ljust(128, ".")
 
 
-def chunk_of(number: int) -> tuple[str, str, ChunkKV]:
+def chunk_of(number: int, shape: Shape = SMALL) -> tuple[str, str, ChunkKV]:
     """Return key, text and random KV of a chunk."""
-    generator = torch.Generator().manual_seed(number)
-    keys, values = torch.randn((2, LAYERS, HEADS, TOKENS, DIM), generator=generator).to(torch.bfloat16)
+    generator, (layers, heads, dim) = torch.Generator().manual_seed(number), shape
+    keys, values = torch.randn((2, layers, heads, TOKENS, dim), generator=generator).to(torch.bfloat16)
     ids = tuple(range(number, number + TOKENS))
     return chunk_key(IDENTITY, ids), text_of(number), ChunkKV(keys, values, ids, 0)
 
@@ -67,9 +81,10 @@ def timed(call: Callable[[], object]) -> float:
 class Loads:
     """The ways to bring a chunk's KV from its file into memory that is there already."""
 
-    def __init__(self, folder: Path, count: int) -> None:
+    def __init__(self, folder: Path, count: int, shape: Shape) -> None:
         self.folder = folder
-        self.chunks = [chunk_of(number) for number in range(count)]
+        self.layers = shape.layers
+        self.chunks = [chunk_of(number, shape) for number in range(count)]
         with KVStore(folder) as store:
             for key, text, kv in self.chunks:
                 store.put(key, IDENTITY, text, content_hash(text), kv)
@@ -77,9 +92,9 @@ class Loads:
         # The kernel copies to memory that begins at a multiple of 32 bytes twice as fast as to what bytearray() gives.
         self.plain = byte_view(torch.empty(self.paths[0].stat().st_size, dtype=torch.uint8))
         # A request's cache is longer than a chunk, so the chunk's place in it is not contiguous.
-        self.cache = torch.zeros((2, LAYERS, HEADS, 5 * TOKENS, DIM), dtype=torch.bfloat16)
+        self.cache = torch.zeros((2, shape.layers, shape.kv_heads, 5 * TOKENS, shape.head_dim), dtype=torch.bfloat16)
         self.places = [self.cache[:, :, :, slot * TOKENS : (slot + 1) * TOKENS].unbind() for slot in range(5)]
-        self.groups = [(start, min(LAYERS, start + 4)) for start in range(0, LAYERS, 4)]
+        self.groups = [(group.start, group.stop) for group in layer_groups(shape.layers)]
         self.parts = [tuple(part[start:stop] for part in self.places[1]) for start, stop in self.groups]
         self.known = KVStore(folder, memory_bytes=0)
         self.unknown = KVStore(folder, memory_bytes=0)
@@ -111,8 +126,8 @@ class Loads:
         """The same of a file that this process has verified before."""
         self._copy(self.known, number)
 
-    def into_cache_by_four_layers(self, number: int) -> None:
-        """The same, in parts as large as an engine's, which computes with the first while the next are read."""
+    def into_cache_by_groups(self, number: int) -> None:
+        """The same, in the groups of layers of an engine, which computes with the first while the next are read."""
         with self.open(self.known, number) as stored:
             for (start, stop), (keys, values) in zip(self.groups, self.parts, strict=True):
                 stored.copy_layers(start, stop, keys, values)
@@ -124,7 +139,7 @@ class Loads:
     def into_memory(self, number: int) -> None:
         """Have it in memory of the store's."""
         with self.open(self.known, number) as stored:
-            stored.load_layers(0, LAYERS)
+            stored.load_layers(0, self.layers)
 
     def open(self, store: KVStore, number: int) -> StoredKV:
         """Open a chunk."""
@@ -136,15 +151,18 @@ class Loads:
 
     def _copy(self, store: KVStore, number: int) -> None:
         with self.open(store, number) as stored:
-            stored.copy_layers(0, LAYERS, *self.places[1])
+            stored.copy_layers(0, self.layers, *self.places[1])
 
 
-def load(folder: Path, count: int = 12, rounds: int = 7) -> dict[str, Any]:
+def load(folder: Path, shape: Shape, count: int = 12, rounds: int = 7) -> dict[str, Any]:
     """Measure loads, cached and not; the ways take turns, each reads every file in its turn."""
-    loads = Loads(folder, count)
-    ways = [loads.readinto, loads.into_cache, loads.first_into_cache, loads.into_cache_by_four_layers,
+    loads = Loads(folder, count, shape)
+    ways = [loads.readinto, loads.into_cache, loads.first_into_cache, loads.into_cache_by_groups,
             loads.into_memory, loads.into_cache_and_memory_tier]  # fmt: skip
-    found: dict[str, Any] = {"file_bytes": len(loads.plain)}
+    found: dict[str, Any] = {
+        "chunk": {**shape._asdict(), "tokens": TOKENS, "dtype": "bfloat16"},
+        "file_bytes": len(loads.plain),
+    }
     # Files that are new are verified every time.
     time.sleep(2.5)
     for way in ways:
@@ -168,6 +186,11 @@ def load(folder: Path, count: int = 12, rounds: int = 7) -> dict[str, Any]:
     return found
 
 
+def loads_by_shape(scratch: Path) -> dict[str, Any]:
+    """Measure loads of chunks of a small model and of a larger one."""
+    return {name: load(scratch / name, shape) for name, shape in SHAPES.items()}
+
+
 def several(loads: Loads, count: int) -> dict[str, dict[str, float]]:
     """Measure four chunks at once in four threads: into the cache, and plain reads into memory that is there.
 
@@ -181,7 +204,7 @@ def several(loads: Loads, count: int) -> dict[str, dict[str, float]]:
 
     def read(slot: int, stored: StoredKV) -> None:
         with stored:
-            stored.copy_layers(0, LAYERS, *loads.places[slot])
+            stored.copy_layers(0, loads.layers, *loads.places[slot])
 
     def open_and_read(slot: int, number: int) -> None:
         read(slot, loads.open(loads.known, number))
@@ -232,7 +255,7 @@ def get(folder: Path, count: int = 2000) -> dict[str, float]:
 
         def hit() -> None:
             with store.open(key, kv.token_ids) as stored:  # type: ignore[union-attr]
-                stored.read_layers(0, LAYERS)
+                stored.read_layers(0, SMALL.layers)
 
         def opening() -> None:
             with diskonly.open(key, kv.token_ids):  # type: ignore[union-attr]
@@ -304,7 +327,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="fused-kv-store-") as scratch:
         rows_dir = args.rows_dir or Path(scratch) / "rows"
         if args.only == "load":
-            print(json.dumps(load(Path(scratch) / "load"), indent=1))
+            print(json.dumps(loads_by_shape(Path(scratch)), indent=1))
             return
         if args.only == "lookup":
             print(json.dumps(lookup(rows_dir, args.rows)))
@@ -316,8 +339,7 @@ def main() -> None:
         again = [sys.executable, __file__, "--only", "lookup", "--rows", str(args.rows), "--rows-dir", str(rows_dir)]
         result = {
             "environment": environment(),
-            "chunk": {"layers": LAYERS, "kv_heads": HEADS, "tokens": TOKENS, "head_dim": DIM, "dtype": "bfloat16"},
-            "load": load(Path(scratch) / "load"),
+            "load": loads_by_shape(Path(scratch)),
             "put": put(Path(scratch) / "put"),
             "get": get(Path(scratch) / "get"),
             "index": {"rows": args.rows, **json.loads(subprocess.check_output(again))},

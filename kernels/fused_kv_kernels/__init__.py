@@ -12,7 +12,7 @@ from .dispatch import UnsupportedOperandsError
 from .elementwise import gated_silu, rms_norm, rotate_rows_
 from .fit_shifts import fit_shifts
 from .kv_deviation import kv_deviation
-from .linears import few_row_linears
+from .linears import few_row_linears, few_row_mlp
 from .native import why_not_native
 from .paged_rows import paged_row_attention
 from .pages import PageTable, SharedPages
@@ -34,6 +34,7 @@ __all__ = [
     "UnsupportedOperandsError",
     "batched_row_attention",
     "few_row_linears",
+    "few_row_mlp",
     "fit_shifts",
     "gated_silu",
     "kv_deviation",

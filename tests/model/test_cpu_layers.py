@@ -13,7 +13,7 @@ from corpus import SHORT, rag_prompt
 from models import ARCHITECTURES, smollm2_tokenizer, tiny_model
 from torch.nn.functional import linear
 
-from fused_kv_kernels import few_row_linears, why_not_native
+from fused_kv_kernels import few_row_linears, few_row_mlp, why_not_native
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.errors import ConfigError
 from fused_kv_llm.model import cpu_layers, load_model
@@ -45,7 +45,9 @@ def test_all_norms_attentions_and_mlps_have_a_fast_way(architecture: str, dtype:
     attach_cpu_layers(model)
     fast = [name for name in modules_with_own_forward(model) if name != "Linear"]
     norms = [type(module).__name__ for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
-    assert len(fast) == len(norms) + 2 * model.config.num_hidden_layers
+    # An attention and an MLP a layer, and in bfloat16 the layer around them.
+    whole = dtype == torch.bfloat16 and architecture != "phi3"
+    assert len(fast) == len(norms) + (2 + whole) * model.config.num_hidden_layers
     in_float16 = tiny_model(architecture).half()
     attach_cpu_layers(in_float16)
     assert modules_with_own_forward(in_float16) == []
@@ -103,6 +105,34 @@ def test_linear_layers_in_bfloat16_take_the_native_way_for_few_rows(monkeypatch:
             calls.clear()
             model.lm_head(x)
     assert calls == [1]
+
+
+@needs_native
+@pytest.mark.parametrize(
+    "part", ["", "input_layernorm", "self_attn", "post_attention_layernorm", "mlp", "mlp.down_proj"]
+)
+def test_a_layer_goes_by_its_parts_only_where_one_is_hooked(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(cpu_layers, "few_row_mlp", lambda x, *rest: calls.append(x.shape[1]) or few_row_mlp(x, *rest))
+    model = tiny_model(num_hidden_layers=3).bfloat16()
+    with FusedKVEngine(model, preprocessing="none", tokenizer=smollm2_tokenizer(), kv_dir=tmp_path) as engine:
+        engine.build_kv_cache(SHORT[:3], progress=False)
+        prompt = rag_prompt(SHORT[:3])
+        want = engine.prefill(prompt, recompute_ratio=0.0)[0].logits
+        # The last layer is computed for the last row only, by its parts.
+        rows = calls[-1]
+        assert calls[-2:] == [rows, rows]
+        calls.clear()
+        if part:
+            seen: list[int] = []
+            hooked = model.get_decoder().layers[1].get_submodule(part)
+            hooked.register_forward_hook(lambda *_: seen.append(1))
+        got = engine.prefill(prompt, recompute_ratio=0.0)[0].logits
+    assert torch.equal(got, want)
+    assert calls == ([rows] if part else [rows, rows])
+    assert not part or seen == [1]
 
 
 def test_onednn_is_for_avx512_that_mkl_ignores() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .elementwise import native_gated_silu, native_rms_norm, native_rotate_rows, takes_rows
 from .library import native_library, why_not_native
-from .linears import most_linear_rows, native_linears, takes_linears
+from .linears import most_linear_rows, native_gated_mlp, native_linears, takes_linears
 from .operators import (
     Table,
     chunk_table,
@@ -28,6 +28,7 @@ __all__ = [
     "int8_chunk_table",
     "most_linear_rows",
     "native_fit_sums",
+    "native_gated_mlp",
     "native_gated_silu",
     "native_library",
     "native_linears",

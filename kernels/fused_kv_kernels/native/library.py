@@ -34,7 +34,12 @@ _ARGUMENTS = {
     "fkv_rotate_rows": [*[_POINTER] * 5, _NUMBER, _NUMBER, _THREADS],
     "fkv_transfer": [*[_POINTER] * 8, _NUMBER, *[_POINTER] * 4, *[_NUMBER] * 5, _THREADS],
 }
-_OWN_ARGUMENTS = {"bfloat16": {"fkv_linears": [*[_POINTER] * 2, *[_NUMBER] * 3, _THREADS]}}
+_OWN_ARGUMENTS = {
+    "bfloat16": {
+        "fkv_linears": [*[_POINTER] * 2, *[_NUMBER] * 3, _THREADS],
+        "fkv_gated_mlp": [*[_POINTER] * 4, *[_NUMBER] * 2, _REAL, _THREADS],
+    }
+}
 _lock = threading.Lock()
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.activations import ACT2FN
 
-from fused_kv_kernels import few_row_linears, gated_silu, rms_norm, rotate_rows_, why_not_native
+from fused_kv_kernels import few_row_linears, few_row_mlp, gated_silu, rms_norm, rotate_rows_, why_not_native
 from fused_kv_llm.model.cpu_linear import linear_in_onednn, onednn_is_faster
 from fused_kv_llm.model.fused_forward import in_fused_forward
 
@@ -57,8 +57,9 @@ def attach_cpu_layers(model: Any) -> None:
     in_bfloat16 = model.dtype == torch.bfloat16
     linear = native if in_bfloat16 else model.dtype == torch.float32 and onednn_is_faster()
     head = (model.get_output_embeddings(),) if in_bfloat16 else ()
+    parts = _FAST.keys() if in_bfloat16 else _FAST.keys() - _LAYERS
     for module in (*model.get_decoder().modules(), *head):
-        fast = linear if type(module) is torch.nn.Linear else native and type(module).__name__ in _FAST
+        fast = linear if type(module) is torch.nn.Linear else native and type(module).__name__ in parts
         if fast and "forward" not in vars(module) and _has_known_gate(module):
             module.forward = FastForward(module)
 
@@ -87,12 +88,11 @@ def _linears(modules: Sequence[Any], x: Tensor) -> list[Tensor]:
 
 
 def _is_plain(module: Any) -> bool:
-    return (
-        type(module) is torch.nn.Linear
-        and type(vars(module).get("forward")) is FastForward
-        and type(module.weight) is torch.nn.Parameter
-        and not (module._forward_pre_hooks or module._forward_hooks)
-    )
+    return type(module) is torch.nn.Linear and type(module.weight) is torch.nn.Parameter and _is_ours(module)
+
+
+def _is_ours(module: Any) -> bool:
+    return type(vars(module).get("forward")) is FastForward and not (module._forward_pre_hooks or module._forward_hooks)
 
 
 def _norm(module: Any, hidden_states: Tensor) -> Tensor:
@@ -132,11 +132,26 @@ def _gated_mlp(module: Any, x: Tensor) -> Tensor:
     return down
 
 
+def _decoder_layer(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Run a layer without calling its parts one by one, unless somebody has wrapped, hooked or changed one."""
+    parts = (module.input_layernorm, module.self_attn, module.post_attention_layernorm, module.mlp)
+    norm, mlp = parts[2:]
+    layers = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    if args or hidden_states.dtype != torch.bfloat16 or not (all(map(_is_ours, parts)) and all(map(_is_plain, layers))):
+        whole: Tensor = type(module).forward(module, hidden_states, *args, **kwargs)
+        return whole
+    attended = _attention(module.self_attn, _norm(module.input_layernorm, hidden_states), **kwargs)[0]
+    gate, up, down = ((layer.weight, layer.bias) for layer in layers)
+    return few_row_mlp(hidden_states + attended, norm.weight, norm.variance_epsilon, gate, up, down)
+
+
 def _packed_mlp(module: Any, hidden_states: Tensor) -> Tensor:
     down: Tensor = module.down_proj(gated_silu(*module.gate_up_proj(hidden_states).chunk(2, dim=-1)))
     return down
 
 
+# In one call each in bfloat16 only: few rows are no faster in float32.
+_LAYERS = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"})
 _FAST: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("LlamaRMSNorm", "MistralRMSNorm", "Phi3RMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"), _norm),
     **dict.fromkeys(
@@ -144,4 +159,5 @@ _FAST: dict[str, Callable[..., Any]] = {
     ),
     **dict.fromkeys(("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP"), _gated_mlp),
     "Phi3MLP": _packed_mlp,
+    **dict.fromkeys(_LAYERS, _decoder_layer),
 }
