@@ -20,7 +20,9 @@ __all__ = ["RowPlan", "row_attention"]
 BLOCK_ROWS = 64
 # With fewer rows a key head, packing the keys of bfloat16 would cost more than the products, and registers of float32
 # would be mostly empty.
-NATIVE_ROWS = {torch.bfloat16: 16, torch.float32: 4}
+_NATIVE_ROWS = {torch.bfloat16: 16, torch.float32: 4}
+# As long as the packed keys stay in a core's second cache, what batched products cost by themselves is more.
+_NATIVE_KEYS_NBYTES = {torch.bfloat16: 1 << 20}
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +172,7 @@ def row_attention(q: Tensor, k: Tensor, v: Tensor, plan: RowPlan, scale: float) 
         return torch.empty_like(q)
     if use_triton("row attention", plan.q_positions, q=q, k=k, v=v):
         return triton_op("row_attention", q.device)(q, k, v, plan.q_positions, scale)[0]  # type: ignore[no-any-return]
-    if plan.num_rows * (q.shape[1] // k.shape[1]) >= NATIVE_ROWS.get(q.dtype, 0) and supports(q, k, v):
+    if _is_for_native(q, k) and supports(q, k, v):
         scratch = plan.scratch(row_attention_scratch(q, k), torch.uint8)
         return native_row_attention(q, k, v, plan.q_positions, scale, scratch)
     if q.dtype in (torch.bfloat16, torch.float16):
@@ -180,6 +182,12 @@ def row_attention(q: Tensor, k: Tensor, v: Tensor, plan: RowPlan, scale: float) 
             q, k, v, is_causal=plan.num_rows > 1, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
     return _folded_sdpa(q, k, v, plan, scale)
+
+
+def _is_for_native(q: Tensor, k: Tensor) -> bool:
+    """Return whether native operators are the faster ones, where there are any."""
+    rows_of_a_head = q.shape[2] * (q.shape[1] // k.shape[1])
+    return rows_of_a_head >= _NATIVE_ROWS.get(q.dtype, 0) or k.nbytes <= _NATIVE_KEYS_NBYTES.get(q.dtype, 0)
 
 
 def _folded_sdpa(q: Tensor, k: Tensor, v: Tensor, plan: RowPlan, scale: float) -> Tensor:
