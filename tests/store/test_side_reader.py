@@ -53,6 +53,16 @@ def test_a_file_checked_as_a_whole_is_read_whole(store: KVStore, make_chunk) -> 
     assert torch.equal(reader.read(1, 3)["whole"], want["whole"][1:3])
 
 
+def test_a_file_with_a_scalar_is_read_whole(kv_dir: Path, make_chunk) -> None:
+    chunk = make_chunk()
+    with KVStore(kv_dir, memory_bytes=0) as store:
+        chunk.put(store)
+        store.sides.put(chunk.key, NAME, {"scalar": torch.tensor(3.0)})
+        reader = store.sides.open(chunk.key, NAME)
+        assert reader is not None
+        assert reader.in_memory
+
+
 def test_damaged_rows_raise_and_the_others_are_good(kv_dir: Path, store: KVStore, make_chunk) -> None:
     chunk, want = make_chunk(), tensors()
     chunk.put(store)

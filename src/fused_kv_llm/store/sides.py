@@ -234,7 +234,8 @@ def _open_by_rows(folder: StoreFolder, key: str, name: str, cipher: Cipher | Non
     with ExitStack() as stack:
         file = stack.enter_context(FileIO(folder.open_chunk(key, name)))
         header = _header(file.fileno(), key, name, cipher)
-        if any(len(part.digests) != part.shape[0] for part in header.parts):
+        # A scalar has no rows.
+        if any(not part.shape or len(part.digests) != part.shape[0] for part in header.parts):
             return None
         stack.pop_all()
         return file, header
