@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 import secrets
 import tarfile
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,6 +28,8 @@ __all__ = ["Archive", "ExportReport", "ImportReport"]
 
 Progress = Callable[[int, int], None]
 _BATCH = 64
+# What tarfile raises for headers that were made up, besides its own errors.
+_MALFORMED = (ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError, MemoryError)
 
 
 @dataclass(slots=True)
@@ -194,12 +196,10 @@ class Archive:
         report = ImportReport()
         try:
             total = source.stat().st_size
-            # Never compressed: a member cannot be longer than the file.
-            with tarfile.open(source, mode="r:") as archive:
-                for member in archive:
-                    self._load(archive, member, total, report)
-                    if progress is not None:
-                        progress(min(archive.offset, total), total)
+            for archive, member in _members(source):
+                self._load(archive, member, total, report)
+                if progress is not None:
+                    progress(min(archive.offset, total), total)
         except (OSError, tarfile.TarError) as error:
             raise StoreUnavailableError(
                 f"The archive {source} cannot be read: {error}. It is what fused-kv store export writes."
@@ -241,3 +241,34 @@ class Archive:
         with as_file(data) as fd:
             read_side_file(fd, key, name, self._cipher)
         return self._writer.write_side(key, name, [data]) is not None
+
+
+def _members(source: Path) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
+    """Yield the open archive and each of its members, in order; ends whatever the headers say.
+
+    Raises
+    ------
+    OSError, tarfile.TarError
+        It cannot be read, or a header is malformed.
+    """
+    with _tar_errors():
+        # Never compressed: a member cannot be longer than the file.
+        archive = tarfile.open(source, mode="r:")  # noqa: SIM115
+    with archive:
+        while True:
+            with _tar_errors():
+                member = archive.next()
+            if member is None:
+                return
+            # A negative size leads back to a member that has been read, and so on for ever.
+            if member.size < 0 or archive.offset <= member.offset:
+                raise tarfile.ReadError(f"the member {member.name!r} has a negative size")
+            yield archive, member
+
+
+@contextmanager
+def _tar_errors() -> Iterator[None]:
+    try:
+        yield
+    except _MALFORMED as error:
+        raise tarfile.ReadError(f"a header is malformed ({error})") from error
