@@ -64,7 +64,8 @@ def few_row_mlp(x: Tensor, weight: Tensor, epsilon: float, gate: _Layer, up: _La
     Returns
     -------
     Tensor
-        ``[..., H]`` in the dtype of `x`, bit by bit what the operators by themselves give.
+        ``[..., H]`` in the dtype of `x`, bit by bit what the operators by themselves give, but for
+        subnormal sums, which become zero.
 
     Raises
     ------

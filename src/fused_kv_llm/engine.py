@@ -7,6 +7,7 @@ several threads apart.
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 import time
 from collections.abc import Generator, Iterable, Sequence
@@ -173,8 +174,7 @@ class FusedKVEngine:
     def _assemble(self) -> None:
         self._closed = False
         self._model_lock = threading.Lock()
-        threads = reader_threads(self.loaded.device)
-        self._readers = ThreadPoolExecutor(threads, thread_name_prefix="fused-kv-read") if threads else None
+        self._start_readers()
         self.renderer = PromptRenderer(self.loaded.tokenizer, wrap=self.wrap)
         self.identity = self._identify(self.tenant)
         self.store.describe(self.identity, ", ".join(self._description()))
@@ -202,6 +202,17 @@ class FusedKVEngine:
         )
         self._buffers = BufferPool(self.loaded.dtype, self.loaded.device)
         self._background = BackgroundIngestor(self._ingestor) if self.store_misses else None
+
+    def _start_readers(self) -> None:
+        threads = reader_threads(self.loaded.device)
+        self._readers = ThreadPoolExecutor(threads, thread_name_prefix="fused-kv-read") if threads else None
+        self._readers_pid = os.getpid()
+
+    def _reading_threads(self) -> ThreadPoolExecutor | None:
+        # A forked process has none of its parent's threads, and would wait for them.
+        if self._readers_pid != os.getpid():
+            self._start_readers()
+        return self._readers
 
     def _description(self) -> list[str]:
         stored = [] if self.kv_dtype == "auto" else [f"stored in {self.kv_dtype}"]
@@ -492,8 +503,8 @@ class FusedKVEngine:
             try:
                 with self._model_lock:
                     fused = fuse(
-                        self.loaded, request, self._prefix, chosen, ratio, self._readers, self._buffers, report,
-                        capacity=capacity, sides=self._sides, seed=seed,
+                        self.loaded, request, self._prefix, chosen, ratio, self._reading_threads(), self._buffers,
+                        report, capacity=capacity, sides=self._sides, seed=seed,
                     )  # fmt: skip
             except ChunkDamagedError as error:
                 # Planned again without the damaged chunk, which is computed as fresh text then.
@@ -616,8 +627,9 @@ class FusedKVEngine:
         self._closed = True
         if self._background is not None:
             self._background.close()
-        if self._readers is not None:
-            self._readers.shutdown(wait=True, cancel_futures=True)
+        readers = self._reading_threads()
+        if readers is not None:
+            readers.shutdown(wait=True, cancel_futures=True)
         self.store.close()
 
     def __enter__(self) -> FusedKVEngine:

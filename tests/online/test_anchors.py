@@ -187,8 +187,17 @@ def test_a_chunk_without_anchors_is_read_and_reported(engine: FusedKVEngine) -> 
     key = engine.chunk_id(SHORT[2])
     assert key is not None
     name = side_name(ANCHORS, LAYERS)
-    engine._sides._path(key, name).unlink()
+    before = engine.prefill(rag_prompt(SHORT[:5]), recompute_ratio=0.3)[1].selection_bytes
+    path = engine._sides._path(key, name)
+    side = engine._sides.read(key, name)
+    path.unlink()
     _, report = engine.prefill(rag_prompt(SHORT[:5]), recompute_ratio=0.3)
+    # Layers up to the deepest critical one are read, whatever of them is used.
+    (placement,) = engine._planner.plan(rag_prompt([SHORT[2]]), FusionReport()).placements
+    with placement.stored as chunk:
+        whole = chunk.nbytes * (max(LAYERS) + 1) // chunk.num_layers
+    assert side is not None
+    assert report.selection_bytes - before == whole - sum(part.nbytes for part in side.values())
     assert [w for w in report.warnings if "1 chunks have no stored anchors" in w]
     assert engine.build_anchors(SHORT[:5], progress=False) == 1
     assert engine.build_anchors(SHORT[:5], progress=False) == 0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -88,3 +91,35 @@ def test_eight_bits_are_placed_without_a_copy_in_between(
     tolerance = (1e-6 if dtype == torch.float32 else 2**-7) * float(want.abs().max())
     for name in ("disk", "torch"):
         torch.testing.assert_close(got[name], want, atol=tolerance, rtol=0)
+
+
+FORK = """
+import os, sys
+import torch
+from pathlib import Path
+import fused_kv_llm.engine
+from corpus import SHORT, rag_prompt
+from models import smollm2_tokenizer, tiny_model
+
+torch.set_num_threads(1)
+fused_kv_llm.engine.reader_threads = lambda device: 2
+engine = fused_kv_llm.FusedKVEngine(
+    tiny_model(), preprocessing="none", tokenizer=smollm2_tokenizer(), kv_dir=Path(sys.argv[1]), memory_bytes=0
+)
+engine.build_kv_cache(SHORT[:3], progress=False)
+want = engine.prefill(rag_prompt(SHORT[:3]), recompute_ratio=0.2)[0].logits
+child = os.fork()
+got = engine.prefill(rag_prompt(SHORT[:3]), recompute_ratio=0.2)[0].logits
+engine.close()
+same = torch.equal(got, want)
+if child == 0:
+    os._exit(0 if same else 3)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) or (0 if same else 4))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a system without fork")
+def test_a_forked_process_has_readers_of_its_own(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", FORK, str(tmp_path)], env=environment, timeout=120, check=False)
+    assert done.returncode == 0

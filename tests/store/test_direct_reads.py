@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fused_kv_llm.errors import ChunkDamagedError
-from fused_kv_llm.store import KVStore, known, native_pieces, pieces
+from fused_kv_llm.store import KVStore, native_pieces, pieces, reader
 from fused_kv_llm.store.strided import layer_segments
 
 
@@ -24,12 +24,6 @@ from fused_kv_llm.store.strided import layer_segments
 def shared():
     with tempfile.TemporaryDirectory() as folder, KVStore(folder, memory_bytes=0) as store:
         yield store
-
-
-@pytest.fixture
-def settled(monkeypatch):
-    """Believe files that are new, as if they were not."""
-    monkeypatch.setattr(known, "_SETTLED_NS", -(10**9))
 
 
 @pytest.fixture
@@ -134,50 +128,40 @@ def _load(store, chunk):
     assert torch.equal(values, chunk.kv.values)
 
 
-def _tells_what_is_cached(path):
-    try:
-        with path.open("rb") as file:
-            return len(file.read()) == os.preadv(file.fileno(), [bytearray(path.stat().st_size)], 0, os.RWF_NOWAIT)
-    except (OSError, AttributeError):
-        return False
-
-
-def test_only_the_first_read_is_hashed(diskonly, kv_dir, make_chunk, settled, hashed):
+def test_every_read_is_hashed(diskonly, kv_dir, make_chunk, hashed):
     chunk = make_chunk(layers=4)
     chunk.put(diskonly)
-    if not _tells_what_is_cached(chunk.path(kv_dir)):
-        pytest.skip("neither does every system tell what is cached, nor every file system")
-    _load(diskonly, chunk)
-    assert sum(hashed) == chunk.kv.nbytes
-    _load(diskonly, chunk)
+    for times in (1, 2):
+        _load(diskonly, chunk)
+        assert sum(hashed) == times * chunk.kv.nbytes
     with chunk.open(diskonly) as stored:
         stored.read_layers(0, 4)
-    assert sum(hashed) == chunk.kv.nbytes
-    with KVStore(kv_dir, memory_bytes=0) as other:
-        _load(other, chunk)
-    assert sum(hashed) == 2 * chunk.kv.nbytes
+    assert sum(hashed) == 3 * chunk.kv.nbytes
 
 
-def test_what_comes_from_the_disk_again_is_hashed_again(diskonly, make_chunk, settled, hashed, monkeypatch):
+@pytest.mark.parametrize("announced", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_bit_that_the_disk_changed_is_found(diskonly, kv_dir, make_chunk, monkeypatch, way, announced):
+    """Nothing tells such a file from the one that was read before, and asking brings it into the system's cache."""
+    monkeypatch.setattr(reader, "file_version", lambda info: (info.st_ino, info.st_size, 0, 0))
     chunk = make_chunk(layers=4)
     chunk.put(diskonly)
-    monkeypatch.setattr(pieces, "_read_cached", lambda *args: False)
-    _load(diskonly, chunk)
-    _load(diskonly, chunk)
-    assert sum(hashed) == 2 * chunk.kv.nbytes
-
-
-def test_a_new_file_is_hashed_every_time(diskonly, make_chunk, hashed):
-    chunk = make_chunk(layers=4)
-    chunk.put(diskonly)
-    _load(diskonly, chunk)
-    _load(diskonly, chunk)
-    assert sum(hashed) == 2 * chunk.kv.nbytes
+    path = chunk.path(kv_dir)
+    with read_by(way):
+        _load(diskonly, chunk)
+        raw = bytearray(path.read_bytes())
+        raw[-1] ^= 1
+        path.write_bytes(raw)
+        with chunk.open(diskonly) as stored:
+            if announced:
+                stored.announce_layers(0, 4)
+            with pytest.raises(ChunkDamagedError, match="'v' of layer 3"):
+                stored.copy_layers(0, 4, torch.empty_like(chunk.kv.keys), torch.empty_like(chunk.kv.values))
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_is_cached_in_part_is_believed_in_part(diskonly, make_chunk, settled, hashed, monkeypatch, seed):
-    """Whatever the system has, and whichever thread asks: what it has not is read and hashed, and nothing else."""
+def test_what_is_cached_in_part_is_read_whole(diskonly, make_chunk, hashed, monkeypatch, seed):
+    """Whatever the system has, and whichever thread asks: what it has not is read too, and all of it is hashed."""
     chunk, rng, lock = make_chunk(layers=12), random.Random(seed), threading.Lock()
     chunk.put(diskonly)
     size, missing = chunk.kv.keys[0].nbytes, []
@@ -198,12 +182,11 @@ def test_what_is_cached_in_part_is_believed_in_part(diskonly, make_chunk, settle
         _load(diskonly, chunk)
     # The first that is missing ends the asking; a second thread may be in the middle of one.
     assert len(missing) <= 2
-    assert bool(hashed) == bool(missing)
-    assert all(nbytes == size for nbytes in hashed)
+    assert hashed == [size] * 24
 
 
 @pytest.mark.parametrize("reopened", [False, True])
-def test_a_file_that_was_touched_is_not_believed(diskonly, kv_dir, make_chunk, settled, reopened):
+def test_a_file_that_was_touched_is_not_believed(diskonly, kv_dir, make_chunk, reopened):
     chunk = make_chunk(layers=4)
     chunk.put(diskonly)
     _load(diskonly, chunk)

@@ -17,17 +17,11 @@ import torch
 
 from fused_kv_kernels.native.piece_reader import native_piece_reader
 from fused_kv_llm.errors import ChunkDamagedError, FusedKVWarning, StoreUnavailableError
-from fused_kv_llm.store import KVStore, known, native_pieces, pieces
+from fused_kv_llm.store import KVStore, native_pieces, pieces
 
 pytestmark = pytest.mark.skipif(native_piece_reader() is None, reason="no native reader of files here")
 
 HALF_MIB = {"layers": 8, "heads": 4, "tokens": 64, "dim": 64}
-
-
-@pytest.fixture
-def settled(monkeypatch):
-    """Believe files that are new, as if they were not."""
-    monkeypatch.setattr(known, "_SETTLED_NS", -(10**9))
 
 
 @pytest.fixture
@@ -64,7 +58,7 @@ def uncache(path: Path, *kept: tuple[int, int]) -> bool:
             return True
 
 
-def test_a_chunk_of_ordinary_size_is_read_natively(diskonly, make_chunk, settled, outcomes):
+def test_a_chunk_of_ordinary_size_is_read_natively(diskonly, make_chunk, outcomes):
     chunk = make_chunk(**HALF_MIB)
     chunk.put(diskonly)
     for _ in range(2):
@@ -73,13 +67,13 @@ def test_a_chunk_of_ordinary_size_is_read_natively(diskonly, make_chunk, settled
     assert outcomes == [native_pieces.Outcome([], [])] * 2
 
 
-@pytest.mark.parametrize("believed", [False, True])
+@pytest.mark.parametrize("read_before", [False, True])
 def test_what_the_system_has_forgotten_is_read_and_verified_in_python(
-    diskonly, kv_dir, make_chunk, settled, outcomes, monkeypatch, believed
+    diskonly, kv_dir, make_chunk, outcomes, monkeypatch, read_before
 ):
     chunk, hashed, digest = make_chunk(**HALF_MIB), [], pieces._digest
     chunk.put(diskonly)
-    if believed:
+    if read_before:
         with chunk.open(diskonly) as stored:
             load(stored, chunk)
         outcomes.clear()

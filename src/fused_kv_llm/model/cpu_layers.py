@@ -66,7 +66,7 @@ def attach_cpu_layers(model: Any) -> None:
 
 def _has_known_gate(module: Any) -> bool:
     gate = getattr(module, "act_fn", getattr(module, "activation_fn", None))
-    return gate is None or isinstance(gate, _SILU)
+    return gate is None or (isinstance(gate, _SILU) and not (gate._forward_pre_hooks or gate._forward_hooks))
 
 
 def _linear(module: Any, x: Tensor) -> Tensor:
@@ -128,6 +128,9 @@ def _projected(module: Any, x: Tensor) -> tuple[Tensor, ...]:
 
 
 def _gated_mlp(module: Any, x: Tensor) -> Tensor:
+    if not _has_known_gate(module):
+        own: Tensor = type(module).forward(module, x)
+        return own
     down: Tensor = module.down_proj(gated_silu(*_linears((module.gate_proj, module.up_proj), x)))
     return down
 
@@ -137,7 +140,8 @@ def _decoder_layer(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any
     parts = (module.input_layernorm, module.self_attn, module.post_attention_layernorm, module.mlp)
     norm, mlp = parts[2:]
     layers = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-    if args or hidden_states.dtype != torch.bfloat16 or not (all(map(_is_ours, parts)) and all(map(_is_plain, layers))):
+    ours = all(map(_is_ours, parts)) and all(map(_is_plain, layers)) and _has_known_gate(mlp)
+    if args or hidden_states.dtype != torch.bfloat16 or not ours:
         whole: Tensor = type(module).forward(module, hidden_states, *args, **kwargs)
         return whole
     attended = _attention(module.self_attn, _norm(module.input_layernorm, hidden_states), **kwargs)[0]
@@ -146,6 +150,9 @@ def _decoder_layer(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any
 
 
 def _packed_mlp(module: Any, hidden_states: Tensor) -> Tensor:
+    if not _has_known_gate(module):
+        own: Tensor = type(module).forward(module, hidden_states)
+        return own
     down: Tensor = module.down_proj(gated_silu(*module.gate_up_proj(hidden_states).chunk(2, dim=-1)))
     return down
 

@@ -111,8 +111,10 @@ def read_anchors(
         side = sides.read(placement.stored.key, name)
         if side is None:
             missing += 1
-            side = _from_the_chunk(placement, anchors, layers)
-        report.selection_bytes += sum(part.nbytes for part in side.values())
+            side, nbytes = _from_the_chunk(placement, anchors, layers)
+        else:
+            nbytes = sum(part.nbytes for part in side.values())
+        report.selection_bytes += nbytes
         found.append(_in_the_prompt(side, placement))
     if missing:
         report.warnings.append(
@@ -129,15 +131,17 @@ def read_anchors(
     )
 
 
-def _from_the_chunk(placement: Placement, anchors: Anchors, layers: tuple[int, ...]) -> dict[str, Tensor]:
+def _from_the_chunk(placement: Placement, anchors: Anchors, layers: tuple[int, ...]) -> tuple[dict[str, Tensor], int]:
+    """Return what the side file would have, and the bytes that were read for it."""
     chosen = anchor_positions(sink_scores(placement.stored.num_tokens), anchors.ratio)
     keys, values = placement.stored.read_layers(0, max(layers) + 1)
-    return {
+    side = {
         "positions": chosen,
         "keys": keys[: max(layers), :, chosen],
         "values": values[: max(layers), :, chosen],
         "critical_keys": keys[list(layers)],
     }
+    return side, keys.nbytes + values.nbytes
 
 
 def _in_the_prompt(side: dict[str, Tensor], placement: Placement) -> dict[str, Tensor]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from io import FileIO
 
@@ -39,7 +38,7 @@ class ChunkLoader:
     fd : int
         The file, open for reading; closed when all layers are read or nobody uses the loader any more.
     known : KnownFile
-        The file's verified header, and which layers were verified before.
+        The file's verified header.
     pool : BufferPool
         Where the buffers come from.
     on_complete : callable
@@ -64,8 +63,7 @@ class ChunkLoader:
         is_begun: bool = True,
     ) -> None:
         self.header = known.header
-        self._known = known
-        self._opened_ns = time.time_ns()
+        self._nbytes = known.version[1]
         self._pool = pool
         self._on_complete = on_complete
         self._on_unused = on_unused
@@ -177,7 +175,7 @@ class ChunkLoader:
             self._check_used(wanted)
             self._direct_reads += 1
         try:
-            good, damage = self._read_to(wanted, places)
+            _, damage = self._read_to(wanted, places)
         except (OSError, EOFError):
             # The other way finds out which of the layers can be read.
             return False
@@ -186,7 +184,6 @@ class ChunkLoader:
                 self._direct_reads -= 1
                 self._close_if_complete()
                 self._changed.notify_all()
-        self._known.note(good, self._opened_ns)
         if damage is not None:
             raise damage
         return True
@@ -217,7 +214,6 @@ class ChunkLoader:
             complete = bool(verified) and len(self._loaded) == self.header.num_layers
             self._close_if_complete()
             self._changed.notify_all()
-        self._known.note(verified, self._opened_ns)
         if complete:
             self._on_complete(self)
 
@@ -254,9 +250,8 @@ class ChunkLoader:
         fd = self._file.fileno()
         if not self._is_begun:
             self._is_begun = True
-            read_ahead(fd, self._known.version[1])
-        verified = self._known.is_verified(fd, layers)
-        return self._judged(layers, read_destinations(fd, wanted, verified=verified))
+            read_ahead(fd, self._nbytes)
+        return self._judged(layers, read_destinations(fd, wanted))
 
     def _judged(
         self, layers: frozenset[int], damaged: Sequence[tuple[str, int]]

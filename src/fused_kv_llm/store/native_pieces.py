@@ -45,7 +45,7 @@ class Outcome(NamedTuple):
     damaged: list[tuple[str, int]]
 
 
-def read_natively(fd: int, wanted: Sequence[Destination], *, verified: bool, shared: bool) -> Outcome | None:
+def read_natively(fd: int, wanted: Sequence[Destination], *, shared: bool) -> Outcome | None:
     """Read pieces that the system has in its cache.
 
     Parameters
@@ -54,8 +54,6 @@ def read_natively(fd: int, wanted: Sequence[Destination], *, verified: bool, sha
         The file, which is not encrypted.
     wanted : sequence of Destination
         The pieces; not empty.
-    verified : bool
-        Whether they are believed.
     shared : bool
         Whether a second thread helps.
 
@@ -70,7 +68,7 @@ def read_natively(fd: int, wanted: Sequence[Destination], *, verified: bool, sha
     numbers: list[int] = []
     held = []
     for place in wanted:
-        digests = (None, 0) if verified else _digests(place)
+        digests = _digests(place)
         if digests is None or not _is_taken(place):
             return None
         held.append(digests[0])

@@ -1,10 +1,10 @@
 """Reading pieces of a file's tensors, verified: the only place where stored bytes become tensor bytes.
 
-Bytes that were verified before are believed as long as the system still has them in its cache; what comes from the
-disk once more is verified once more. Reads are cut into blocks that stay in the processor's cache until they are
-hashed; from a disk that is faster than one large read too, because the system reads ahead between them. What the
-system has in its cache is a matter of the processor: native code reads it, and of a large read a second thread takes
-a part of the blocks.
+Everything is verified every time. What the system has in its cache may have come from the disk a moment ago, whoever
+asked for it, and the disk may have changed a bit since this process read the same bytes before. Reads are cut into
+blocks that stay in the processor's cache until they are hashed; from a disk that is faster than one large read too,
+because the system reads ahead between them. What the system has in its cache is a matter of the processor: native code
+reads it, and of a large read a second thread takes a part of the blocks.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def announce(fd: int, parts: Sequence[Part], start: int, stop: int) -> None:
             os.posix_fadvise(fd, part.start + start * stored, (stop - start) * stored, os.POSIX_FADV_WILLNEED)
 
 
-def read_destinations(fd: int, wanted: Sequence[Destination], *, verified: bool = False) -> list[tuple[str, int]]:
+def read_destinations(fd: int, wanted: Sequence[Destination]) -> list[tuple[str, int]]:
     """Read pieces to where they belong, from a file that is not encrypted.
 
     Parameters
@@ -120,8 +120,6 @@ def read_destinations(fd: int, wanted: Sequence[Destination], *, verified: bool 
         The file.
     wanted : sequence of Destination
         The pieces.
-    verified : bool
-        Whether these pieces of this file were verified before.
 
     Returns
     -------
@@ -136,10 +134,10 @@ def read_destinations(fd: int, wanted: Sequence[Destination], *, verified: bool 
     nbytes = sum(place.nbytes for place in wanted)
     large = nbytes >= _SHARED_NBYTES
     if nbytes >= _NATIVE_NBYTES:
-        done = read_natively(fd, wanted, verified=verified, shared=large)
+        done = read_natively(fd, wanted, shared=large)
         if done is not None:
             return _read_rest(fd, wanted, done) if done.left else sorted(done.damaged)
-    return _read_in_python(fd, wanted, verified=verified, large=large)
+    return _read_in_python(fd, wanted, large=large)
 
 
 def read_ahead(fd: int, file_nbytes: int) -> None:
@@ -158,48 +156,39 @@ def read_ahead(fd: int, file_nbytes: int) -> None:
 
 
 def _read_rest(fd: int, wanted: Sequence[Destination], done: Outcome) -> list[tuple[str, int]]:
-    """Read what native code has not found in the system's cache; nothing of it is believed."""
-    reading = _Reading(fd, verified=False)
+    """Read what native code has not found in the system's cache."""
+    reading = _Reading(fd)
     for number, first, last in done.left:
         for block in _blocks(wanted[number], first, last, _READ_NBYTES):
             reading.read(block)
     return sorted(done.damaged + reading.damaged)
 
 
-def _read_in_python(fd: int, wanted: Sequence[Destination], *, verified: bool, large: bool) -> list[tuple[str, int]]:
-    reading = _Reading(fd, verified=verified)
+def _read_in_python(fd: int, wanted: Sequence[Destination], *, large: bool) -> list[tuple[str, int]]:
+    reading = _Reading(fd)
     rest: Iterable[_Block]
     if large and _ends_cached(fd, wanted[-1]):
-        crew.run(reading.read_cached, _all_blocks(wanted, _SHARED_READ_NBYTES, verified=verified))
+        crew.run(reading.read_cached, _all_blocks(wanted, _SHARED_READ_NBYTES))
         rest = sorted(reading.left, key=lambda block: block.offset)
-    elif verified and not large:
-        for block in _all_blocks(wanted, _READ_NBYTES, verified=True):
-            reading.read_cached(block)
-        rest = reading.left
     else:
-        # From a disk one thread reads, and nothing is believed.
+        # From a disk one thread reads.
         rest = _all_blocks(wanted, _READ_NBYTES)
     for block in rest:
         reading.read(block)
     return sorted(reading.damaged)
 
 
-def _all_blocks(wanted: Sequence[Destination], nbytes: int, *, verified: bool = False) -> Iterator[_Block]:
+def _all_blocks(wanted: Sequence[Destination], nbytes: int) -> Iterator[_Block]:
     """Yield blocks of about so many bytes in the order of what is wanted; at least a piece each."""
-    for number, place in enumerate(wanted):
-        count, first = place.segments.pieces, 0
-        if verified and count:
-            # What is believed is not hashed: one block shows whether it is cached, and the rest need not be cut.
-            first = count if number else min(count, max(1, nbytes // max(1, place.part.piece_nbytes)))
-            yield from _blocks(place, 0, first, nbytes if not number else None)
-        yield from _blocks(place, first, count, None if verified else nbytes)
+    for place in wanted:
+        yield from _blocks(place, 0, place.segments.pieces, nbytes)
 
 
-def _blocks(place: Destination, first: int, last: int, nbytes: int | None) -> Iterator[_Block]:
-    """Yield blocks of some pieces, counted from the destination's first; in one block if no bytes are given."""
+def _blocks(place: Destination, first: int, last: int, nbytes: int) -> Iterator[_Block]:
+    """Yield blocks of some pieces, counted from the destination's first."""
     part, start, segments = place
     size = part.piece_nbytes
-    step = last - first if nbytes is None else max(1, nbytes // max(1, size))
+    step = max(1, nbytes // max(1, size))
     while first < last:
         end = min(last, first + step)
         memory = segments.views(first, end)
@@ -216,8 +205,6 @@ class _Reading:
     ----------
     fd : int
         The file.
-    verified : bool
-        Whether what the system has in its cache is believed.
 
     Attributes
     ----------
@@ -227,9 +214,8 @@ class _Reading:
         Pieces whose checksums do not match, in any order.
     """
 
-    def __init__(self, fd: int, *, verified: bool) -> None:
+    def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._verified = verified
         self.left: list[_Block] = []
         self.damaged: list[tuple[str, int]] = []
 
@@ -238,7 +224,7 @@ class _Reading:
         # Asking for more than it has would have the system read ahead all of it, and wait.
         if self.left or not _read_cached(self._fd, block.segments, block.offset, block.nbytes):
             self.left.append(block)
-        elif not self._verified:
+        else:
             self._verify(block)
 
     def read(self, block: _Block) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,7 @@ class Prefetcher:
         self._budget_nbytes = budget_nbytes
         self._lock = threading.Lock()
         self._executor: ThreadPoolExecutor | None = None
+        self._pid = os.getpid()
         self._closed = threading.Event()
 
     def submit(self, keys: Sequence[str], fetch: Callable[[Sequence[str]], object]) -> None:
@@ -42,8 +44,10 @@ class Prefetcher:
         with self._lock:
             if self._closed.is_set():
                 return
-            if self._executor is None:
+            if self._executor is None or self._pid != os.getpid():
+                # A forked process has none of its parent's threads.
                 self._executor = ThreadPoolExecutor(1, thread_name_prefix="fused-kv-prefetch")
+                self._pid = os.getpid()
             self._executor.submit(task)
 
     def close(self) -> None:
@@ -51,7 +55,7 @@ class Prefetcher:
         with self._lock:
             self._closed.set()
             executor, self._executor = self._executor, None
-        if executor is not None:
+        if executor is not None and self._pid == os.getpid():
             executor.shutdown(wait=True, cancel_futures=True)
 
     def _load_all(self, keys: Sequence[str], fetch: Callable[[Sequence[str]], object]) -> None:

@@ -44,7 +44,7 @@ class ChunkReader:
         self._lock = threading.Lock()
         # Chunks being read at the moment, so that a request joins a prefetch instead of reading again.
         self._loaders: WeakValueDictionary[str, ChunkLoader] = WeakValueDictionary()
-        # What was verified of files, valid as long as they are not touched.
+        # Headers, valid as long as their files are not touched.
         self._known: dict[str, KnownFile] = {}
 
     def acquire(self, key: str) -> ResidentChunk | ChunkLoader:

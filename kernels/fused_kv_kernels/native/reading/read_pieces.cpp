@@ -15,7 +15,7 @@ enum State : uint8_t { kLeft = 0, kRead = 1, kDamaged = 2 };
 struct Destination {
     int64_t address, piece_step, run_step, runs, run_nbytes, before, after;
     int64_t offset, pieces;
-    const uint64_t *digests;  // none: what the system has is believed
+    const uint64_t *digests;
 
     int64_t unwanted() const { return runs * (before + after); }
     int64_t piece_nbytes() const { return runs * run_nbytes + unwanted(); }
@@ -47,8 +47,7 @@ struct Destination {
         if (preadv2(fd, places, static_cast<int>(end - places), offset + first * nbytes, RWF_NOWAIT) != count * nbytes)
             return false;
         for (int64_t i = 0; i < count; ++i) {
-            const bool good = digests == nullptr ||
-                              hash_segments(places + i * segments(), segments()) == digests[first + i];
+            const bool good = hash_segments(places + i * segments(), segments()) == digests[first + i];
             states[first + i] = good ? kRead : kDamaged;
         }
         return true;
