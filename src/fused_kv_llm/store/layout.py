@@ -173,11 +173,11 @@ class StoreFolder:
 
     def walk(self) -> Iterator[Found]:
         """Yield every file below ``chunks``, in no order."""
-        for shard in sorted(os.scandir(self._chunks), key=lambda entry: entry.name):
+        for shard in sorted(_entries(self._chunks), key=lambda entry: entry.name):
             if not shard.is_dir(follow_symlinks=False):
                 yield Found(shard.path, None, None)
                 continue
-            for entry in os.scandir(shard.path):
+            for entry in _entries(shard.path):
                 found = parse_name(entry.name)
                 ours = found is not None and found[0][:2] == shard.name
                 yield Found(entry.path, *found) if found and ours else Found(entry.path, None, None)
@@ -276,6 +276,8 @@ class StoreFolder:
         stem, dot, suffix = os.path.basename(path).partition(".")
         target = os.path.join(self._quarantine, f"{stem}.{secrets.token_hex(4)}{dot}{suffix}")
         try:
+            if os.path.lexists(path):
+                os.makedirs(self._quarantine, mode=0o700, exist_ok=True)
             os.replace(path, target)
         except FileNotFoundError:
             return None
@@ -288,7 +290,7 @@ class StoreFolder:
     def empty_quarantine(self) -> tuple[int, int]:
         """Delete what was moved to quarantine; returns how many files and bytes."""
         files = nbytes = 0
-        for entry in os.scandir(self._quarantine):
+        for entry in _entries(self._quarantine):
             with suppress(FileNotFoundError):
                 size = entry.stat(follow_symlinks=False).st_size
                 if entry.is_dir(follow_symlinks=False):
@@ -316,7 +318,7 @@ class StoreFolder:
     def abandoned(self) -> list[str]:
         """Return what writers that died left behind."""
         found = []
-        for entry in os.scandir(self._temp):
+        for entry in _entries(self._temp):
             # Another process may finish or remove its file at any moment, and may belong to another user.
             with suppress(FileNotFoundError, PermissionError):
                 if self._is_abandoned(entry):
@@ -332,6 +334,9 @@ class StoreFolder:
         return len(abandoned)
 
     def _is_abandoned(self, entry: os.DirEntry[str]) -> bool:
+        # No writer makes anything but files; a link is deleted without what it leads to.
+        if not (entry.is_file(follow_symlinks=False) or entry.is_symlink()):
+            return False
         if time.time() - entry.stat(follow_symlinks=False).st_mtime > _TEMP_MAX_AGE_S:
             return True
         parts = entry.name.split(".")
@@ -357,6 +362,15 @@ def _write_durably(path: str, parts: Sequence[memoryview]) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _entries(path: str) -> list[os.DirEntry[str]]:
+    """List a folder that somebody may have deleted under the open store: then there is nothing in it."""
+    try:
+        with os.scandir(path) as entries:
+            return list(entries)
+    except FileNotFoundError:
+        return []
 
 
 def _lock(fd: int, operation: int) -> bool:
