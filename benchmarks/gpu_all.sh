@@ -22,6 +22,10 @@ wanted=" $* "
 for name in "$@"; do
   [[ " test_gpu kernels_gpu ttft_gpu bounds_gpu " == *" $name "* ]] || { echo "no step $name" >&2 && exit 2; }
 done
+if [[ ${#toy[@]} -gt 0 && "$wanted" == *" test_gpu "* ]]; then
+  echo "a toy has no test_gpu: native tests need a GPU" >&2
+  exit 2
+fi
 out="${OUT:-benchmarks/results}"
 [[ ${#toy[@]} -gt 0 ]] && out="${OUT:-$(mktemp -d)}"
 python="${PYTHON:-python3}"

@@ -26,6 +26,8 @@ def main() -> None:
     parser.add_argument("--needles", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if args.questions < 1 or args.passages < 1:
+        parser.error("--questions and --passages begin at 1")
     args.out.mkdir(parents=True, exist_ok=True)
     for task in TASKS:
         try:

@@ -135,6 +135,24 @@ def test_a_layer_goes_by_its_parts_only_where_one_is_hooked(
     assert not part or seen == [1]
 
 
+@needs_native
+@pytest.mark.parametrize("architecture", ["llama", "phi3"])
+def test_a_gate_that_is_exchanged_or_hooked_later_is_used(architecture: str) -> None:
+    model = tiny_model(architecture).bfloat16()
+    attach_cpu_layers(model)
+    mlp, x, seen = model.get_decoder().layers[0].mlp, torch.randn(1, 5, 48).bfloat16(), []
+    name = "act_fn" if hasattr(mlp, "act_fn") else "activation_fn"
+    with torch.inference_mode(), fused_forward():
+        silu = mlp(x)
+        handle = getattr(mlp, name).register_forward_hook(lambda *_: seen.append(1))
+        torch.testing.assert_close(mlp(x), silu, atol=2e-2, rtol=2e-2)
+        assert seen == [1]
+        handle.remove()
+        setattr(mlp, name, torch.nn.Tanh())
+        torch.testing.assert_close(mlp(x), type(mlp).forward(mlp, x), atol=0, rtol=0)
+        assert not torch.allclose(mlp(x), silu, atol=2e-2)
+
+
 def test_onednn_is_for_avx512_that_mkl_ignores() -> None:
     assert _has_avx512_that_mkl_ignores("vendor_id : AuthenticAMD\nflags : fpu avx2 avx512f fma")
     assert not _has_avx512_that_mkl_ignores("vendor_id : GenuineIntel\nflags : fpu avx2 avx512f fma")
