@@ -37,6 +37,8 @@ _KEY = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 _FILE = re.compile(rf"({_KEY.pattern})(?:\.({_NAME.pattern}))?\.safetensors")
 _TEMP_MAX_AGE_S = 3600.0
+# What must lie in the folder itself: whoever plants a link has us delete, move or write what it leads to.
+_OWN = ("chunks", "tmp", "quarantine", "index.sqlite", "index.sqlite-wal", "index.sqlite-shm")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # Neither follow a link out of the folder nor wait for the other end of a pipe.
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -95,7 +97,8 @@ class StoreFolder:
     Raises
     ------
     StoreUnavailableError
-        The folder does not exist (``read_only``), cannot be created or cannot be written.
+        The folder does not exist (``read_only``), cannot be created or cannot be written, or something in it, though
+        not the folder itself, is a symbolic link.
     """
 
     def __init__(self, root: Path, *, read_only: bool) -> None:
@@ -105,6 +108,7 @@ class StoreFolder:
         self._temp = os.path.join(root, "tmp")
         self._quarantine = os.path.join(root, "quarantine")
         self._host = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:12]
+        self._refuse_links()
         if read_only:
             if not self.index_path.is_file():
                 raise StoreUnavailableError(
@@ -127,6 +131,14 @@ class StoreFolder:
                     "or open the store with read_only=True."
                 )
         self.sweep_temp()
+
+    def _refuse_links(self) -> None:
+        for name in _OWN:
+            _refuse_link(os.path.join(self.root, name))
+        # A folder that cannot be listed is found out about below.
+        with suppress(OSError):
+            for shard in _entries(self._chunks):
+                _refuse_link(shard.path)
 
     def chunk_path(self, key: str, name: str | None = None) -> str:
         """Return where the file of a chunk belongs, or its side file of that name."""
@@ -218,6 +230,7 @@ class StoreFolder:
         """Give a staged file its place, even if the power fails; raises as ``staged``."""
         path = self.chunk_path(key, name)
         shard = os.path.dirname(path)
+        _refuse_link(shard)
         with self._write_errors():
             if not os.path.isdir(shard):
                 os.makedirs(shard, mode=0o700, exist_ok=True)
@@ -362,6 +375,14 @@ def _write_durably(path: str, parts: Sequence[memoryview]) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _refuse_link(path: str) -> None:
+    if os.path.islink(path):
+        raise StoreUnavailableError(
+            f"{path} is a symbolic link, and a store follows none out of its folder. Delete the link, and move what "
+            "it leads to there if it is the store's; kv_dir itself may be a link."
+        )
 
 
 def _entries(path: str) -> list[os.DirEntry[str]]:
