@@ -105,6 +105,26 @@ def test_check_makes_an_index_of_the_files(kv_dir, index):
         assert store.sides.read(CHUNKS[0].key, "anchors-0.1") is not None
 
 
+@pytest.mark.parametrize("index", ["garbage", "gone"])
+def test_check_without_the_key_changes_nothing(tmp_path, monkeypatch, index):
+    pytest.importorskip("cryptography")
+    kv_dir, key = tmp_path / "kv", "ab" * 32
+    with KVStore(kv_dir, encryption_key=key) as store:
+        for chunk in CHUNKS:
+            chunk.put(store)
+    path = kv_dir / "index.sqlite"
+    path.write_bytes(b"this is no database" * 300) if index == "garbage" else path.unlink()
+    before = {path: path.read_bytes() for path in kv_dir.rglob("*") if path.is_file()}
+    for wrong in ("", "cd" * 32):
+        monkeypatch.setenv("FUSED_KV_ENCRYPTION_KEY", wrong)
+        output = run("check", "--fix", "--kv-dir", kv_dir, code=1).output
+        assert "Nothing was changed" in output
+        assert {path: path.read_bytes() for path in kv_dir.rglob("*") if path.is_file()} == before
+    monkeypatch.setenv("FUSED_KV_ENCRYPTION_KEY", key)
+    assert "6 chunks are sound" in run("check", "--fix", "--kv-dir", kv_dir).output
+    assert_whole(kv_dir)
+
+
 def test_evict(kv_dir):
     size = CHUNKS[2].path(kv_dir).stat().st_size
     assert "5 chunks evicted; 1 stay" in run("evict", "--to", f"{size + 10}B", "--kv-dir", kv_dir).output

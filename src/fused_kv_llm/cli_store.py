@@ -58,7 +58,7 @@ def check(
 ) -> None:
     """Read every file, verify every checksum, and compare with the index; exit code 1 if something is left wrong.
 
-    With --fix, an index that is damaged is made anew from the files alone.
+    With --fix, an index that is damaged is made anew from the files alone; an encrypted store needs its key for that.
     """
     try:
         report = _check(kv_dir, fix=fix)
@@ -66,7 +66,9 @@ def check(
         if not fix:
             raise
         from fused_kv_llm.store import rebuild_index
+        from fused_kv_llm.store.file_key import check_folder_key
 
+        check_folder_key(kv_dir)
         err.print(f"[yellow]Note:[/] the index was moved to {rebuild_index(kv_dir)} and is made anew", soft_wrap=True)
         report = _check(kv_dir, fix=True)
     if report.findings:

@@ -16,6 +16,7 @@
         │   └── IndexDamagedError         its index is damaged, or another release's
         ├── StoreFullError                the disk or the budget is full
         └── ChunkDamagedError             a file is truncated, altered or foreign
+            └── ChunkKeyError             it was not written with the key that was given
     FusedKVWarning (UserWarning)          the answer is right, something is slower than it could be
 """
 
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 __all__ = [
     "ChunkDamagedError",
+    "ChunkKeyError",
     "ConfigError",
     "CorpusError",
     "FusedKVError",
@@ -122,6 +124,24 @@ class ChunkDamagedError(StoreError):
         self.key = key
         self.reason = reason
         super().__init__(f"The stored KV of chunk {key[:16]} is damaged: {reason}")
+
+
+class ChunkKeyError(ChunkDamagedError):
+    """A chunk-KV file was not written with the encryption key that was given, or without one.
+
+    Parameters
+    ----------
+    key : str
+        The key of the chunk.
+    reason : str
+        What was found.
+    plain : bool
+        Whether the file is not encrypted at all.
+    """
+
+    def __init__(self, key: str, reason: str, *, plain: bool = False) -> None:
+        self.plain = plain
+        super().__init__(key, reason)
 
 
 class FusedKVWarning(UserWarning):

@@ -112,3 +112,44 @@ def test_index_is_rebuilt_with_the_key(kv_dir, filled):
         assert store.check(fix=True).by_kind == {"orphaned": 4, "wrong row": 1}
         assert filled[3].open(store) is not None
         assert store.rows([filled[3].key])[filled[3].key].text == filled[3].text
+
+
+@pytest.mark.parametrize(
+    ("written", "given", "said"),
+    [(KEY, None, "are encrypted"), (KEY, OTHER, "another key"), (None, KEY, "are not encrypted")],
+)
+@pytest.mark.parametrize("index", ["gone", "empty", "there"])
+def test_a_wrong_key_neither_mends_nor_makes_an_index(kv_dir, make_chunk, tmp_path, written, given, said, index):
+    """Where the index is lost, or is of the wrong key already, the files alone say which key is right."""
+    chunk = make_chunk()
+    with KVStore(kv_dir, encryption_key=written) as store:
+        chunk.put(store)
+        store.sides.put(chunk.key, "anchors-0.1", {"x": torch.zeros(3)})
+    rebuild_index(kv_dir)
+    if index == "empty":
+        (kv_dir / "index.sqlite").touch()
+    elif index == "there":
+        KVStore(tmp_path / "new", encryption_key=given).close()
+        (tmp_path / "new" / "index.sqlite").rename(kv_dir / "index.sqlite")
+    before = {path: path.stat().st_size for path in kv_dir.rglob("*")}
+    with pytest.raises(StoreUnavailableError, match=rf"{said}.*Nothing was changed.*FUSED_KV_ENCRYPTION_KEY"):  # noqa: SIM117
+        with KVStore(kv_dir, encryption_key=given) as store:
+            store.check(fix=True)
+    if index == "there":
+        rebuild_index(kv_dir)
+    else:
+        assert {path: path.stat().st_size for path in kv_dir.rglob("*")} == before
+    with KVStore(kv_dir, encryption_key=written) as store:
+        assert store.check(fix=True).by_kind == {"orphaned": 1, "wrong row": 1}
+        assert chunk.open(store) is not None
+
+
+def test_one_altered_header_does_not_stop_the_mending(kv_dir, filled):
+    rebuild_index(kv_dir)
+    path = filled[1].path(kv_dir)
+    with KVStore(kv_dir.with_name("other"), encryption_key=OTHER) as store:
+        filled[1].put(store)
+    path.write_bytes(filled[1].path(kv_dir.with_name("other")).read_bytes())
+    with KVStore(kv_dir, encryption_key=KEY) as store:
+        assert store.check(fix=True).by_kind == {"orphaned": 3, "damaged": 1, "wrong row": 1}
+        assert store.check().findings == []

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from fused_kv_llm.errors import ChunkDamagedError, StoreUnavailableError
 from fused_kv_llm.store.cipher import Cipher
+from fused_kv_llm.store.file_key import check_files_key
 from fused_kv_llm.store.header import ChunkHeader
 from fused_kv_llm.store.index import ChunkIndex, ChunkRow
 from fused_kv_llm.store.layout import Found, StoreFolder
@@ -263,7 +264,14 @@ def check_store(
     Returns
     -------
     CheckReport
+
+    Raises
+    ------
+    StoreUnavailableError
+        It should be mended, and no file was written with this key: each would be taken for damaged.
     """
+    if fix:
+        check_files_key(folder, cipher)
     audit = _Audit(folder, index, cipher, fix=fix)
     files = sorted(folder.walk(), key=lambda file: (file.name is not None, file.path))
     for number, file in enumerate(files, 1):
@@ -281,7 +289,7 @@ def check_store(
 def rebuild_index(kv_dir: str | Path) -> Path | None:
     """Move an index that cannot be opened out of the way; ``KVStore(kv_dir).check(fix=True)`` then makes a new one.
 
-    No process may have the store open.
+    No process may have the store open. The new index needs the key that the files were written with.
 
     Parameters
     ----------

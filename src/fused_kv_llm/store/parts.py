@@ -14,6 +14,7 @@ from fused_kv_llm.store.archive import Archive
 from fused_kv_llm.store.budget import DiskBudget
 from fused_kv_llm.store.cipher import Cipher, find_key
 from fused_kv_llm.store.damage import DamageControl, warn
+from fused_kv_llm.store.file_key import check_files_key
 from fused_kv_llm.store.index import ChunkIndex
 from fused_kv_llm.store.layout import StoreFolder, check_key
 from fused_kv_llm.store.memory import MemoryTier
@@ -61,6 +62,9 @@ class StoreParts:
         self._memory = MemoryTier(budget, rule)
         self._uses = UseLog()
         self._folder = StoreFolder(self.kv_dir, read_only=read_only)
+        if not read_only and not _has_index(self._folder.index_path):
+            # A new index is bound to the key for good.
+            check_files_key(self._folder, self._cipher)
         self._index = ChunkIndex(self._folder.index_path, rule, self._cipher, read_only=read_only)
         self._tier: RemoteTier | None = None
         try:
@@ -148,3 +152,11 @@ class StoreParts:
             raise StoreUnavailableError(
                 f"The store in {self.kv_dir} was opened with read_only=True. Open it without, to change it."
             )
+
+
+def _has_index(path: Path) -> bool:
+    # One that was only begun has no bytes yet.
+    try:
+        return path.stat().st_size > 0
+    except OSError:
+        return False

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import xxhash
 
-from fused_kv_llm.errors import ChunkDamagedError
+from fused_kv_llm.errors import ChunkDamagedError, ChunkKeyError
 from fused_kv_llm.store.cipher import TAG_NBYTES, Cipher, FileCipher
 
 __all__ = ["DTYPES", "Part", "TensorFile", "byte_view", "encode_tensors", "read_tensor_file"]
@@ -201,7 +201,9 @@ def read_tensor_file(fd: int, key: str, file_nbytes: int, version: str, cipher: 
     Raises
     ------
     ChunkDamagedError
-        The file is truncated, altered, foreign, of another format version, or encrypted with another key.
+        The file is truncated, altered, foreign, or of another format version.
+    ChunkKeyError
+        It is encrypted with another key, or its sealed part was altered; or only one of file and store is encrypted.
     OSError
         The file cannot be read.
     """
@@ -242,15 +244,15 @@ def _bound(public: Mapping[str, str]) -> bytes:
 def _open_private(key: str, metadata: dict[str, str], cipher: Cipher | None) -> tuple[FileCipher | None, Any]:
     if "sealed" not in metadata:
         if cipher is not None:
-            raise ChunkDamagedError(key, "it is not encrypted, but the store is")
+            raise ChunkKeyError(key, "it is not encrypted, but the store is", plain=True)
         return None, json.loads(metadata["private"])
     if cipher is None:
-        raise ChunkDamagedError(key, "it is encrypted, but the store is not")
+        raise ChunkKeyError(key, "it is encrypted, but the store is not")
     opened = cipher.open_file(metadata["cipher"])
     public = {name: value for name, value in metadata.items() if name not in ("header_xxh3_64", "cipher", "sealed")}
     secret = opened.open_text(metadata["sealed"], _bound(public)) if opened is not None else None
     if secret is None:
-        raise ChunkDamagedError(key, "it was encrypted with another key, or altered")
+        raise ChunkKeyError(key, "it was encrypted with another key, or altered")
     return opened, json.loads(secret)
 
 

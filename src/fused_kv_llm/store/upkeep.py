@@ -63,6 +63,11 @@ class StoreUpkeep(StoreParts):
         Returns
         -------
         CheckReport
+
+        Raises
+        ------
+        StoreUnavailableError
+            To mend: the store is read-only, or none of its files was written with its key. Nothing was changed.
         """
         if fix:
             self._check_writable()
