@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sqlite3
 import stat
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from fused_kv_llm.errors import StoreFullError, StoreUnavailableError
+from fused_kv_llm.errors import IndexDamagedError, StoreFullError, StoreUnavailableError
 from fused_kv_llm.store import KVStore, rebuild_index
 from fused_kv_llm.store import database as database_module
 from fused_kv_llm.store.layout import StoreFolder
@@ -249,3 +250,30 @@ def test_locked_index(kv_dir, make_chunk, monkeypatch):
         other.execute("ROLLBACK")
         other.close()
         assert make_chunk().put(store) > 0
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "kind", "said"),
+    [
+        ("SQLITE_FULL", "database or disk is full", StoreFullError, "no room"),
+        ("SQLITE_IOERR_SHMSIZE", "disk I/O error", StoreUnavailableError, "cannot be used now"),
+        ("SQLITE_IOERR_WRITE", "disk I/O error", StoreUnavailableError, "cannot be used now"),
+        ("SQLITE_CANTOPEN", "unable to open database file", StoreUnavailableError, "cannot be used now"),
+        ("SQLITE_READONLY_DBMOVED", "attempt to write a readonly database", StoreUnavailableError, "cannot be used"),
+        ("SQLITE_BUSY_SNAPSHOT", "database is locked", StoreUnavailableError, "locked"),
+        ("SQLITE_CORRUPT_INDEX", "database disk image is malformed", IndexDamagedError, "damaged"),
+        # The file's own words are in the message; they do not decide.
+        ("SQLITE_CORRUPT", "malformed database schema (locked is full)", IndexDamagedError, "damaged"),
+        ("SQLITE_NOTADB", "file is not a database", IndexDamagedError, "damaged"),
+    ],
+)
+def test_errors_of_sqlite_are_told_apart(kv_dir, make_chunk, code, text, kind, said):
+    """Only content that is wrong is damage, which ``check --fix`` takes for a reason to make a new index."""
+    error = sqlite3.OperationalError(text)
+    error.sqlite_errorcode = getattr(sqlite3, code)
+    with KVStore(kv_dir) as store:
+        database = store._index._database
+        with pytest.raises(kind, match=said) as caught, database.connection():
+            raise error
+    assert type(caught.value) is kind
+    assert ("check --fix" in str(caught.value)) == (kind is IndexDamagedError)

@@ -16,6 +16,18 @@ from fused_kv_llm.errors import IndexDamagedError, StoreError, StoreFullError, S
 __all__ = ["Database"]
 
 _BUSY_S = 30.0
+# What SQLite says about where the file lies and not about what is in it (https://sqlite.org/rescode.html).
+_LOCKED = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+_UNUSABLE = (
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_NOMEM,
+    sqlite3.SQLITE_PROTOCOL,
+    sqlite3.SQLITE_NOLFS,
+    sqlite3.SQLITE_INTERRUPT,
+)
 
 
 class Database:
@@ -120,17 +132,17 @@ class Database:
 
     def error(self, error: Exception) -> StoreError:
         """Return the store's error for one of SQLite's, or for content that makes no sense."""
-        text = str(error)
-        if "is full" in text:
+        text, code = str(error), _code(error)
+        if code == sqlite3.SQLITE_FULL:
             return StoreFullError(f"There is no room for the index {self._path}: {text}. Free space.")
-        if "locked" in text:
+        if code in _LOCKED:
             return StoreUnavailableError(
                 f"Another process kept {self._path} locked for over {_BUSY_S:.0f} s. Wait for it, or end it."
             )
-        if "unable to open" in text or "readonly" in text:
+        if code in _UNUSABLE:
             return StoreUnavailableError(
-                f"{self._path} cannot be opened: {text}. Check its permissions and those of its folder, "
-                "or open the store with read_only=True."
+                f"The index {self._path} cannot be used now: {text}. Its disk may be full or failing, or not writable: "
+                "free space, check its permissions and those of its folder, or open the store with read_only=True."
             )
         return IndexDamagedError(f"The index {self._path} is damaged: {text}. {self._how_to_reset()}")
 
@@ -218,6 +230,13 @@ class _Use:
             raise self._database.error(error) from error
 
 
+def _code(error: Exception) -> int | None:
+    """Return what kind of failure SQLite reported; None for what is no report of SQLite's."""
+    extended: int | None = getattr(error, "sqlite_errorcode", None)
+    # The kind is in the lowest eight bits.
+    return None if extended is None else extended & 0xFF
+
+
 def _create(connection: sqlite3.Connection, schema: Sequence[str]) -> None:
     deadline = time.monotonic() + _BUSY_S
     while True:
@@ -226,7 +245,7 @@ def _create(connection: sqlite3.Connection, schema: Sequence[str]) -> None:
             break
         except sqlite3.OperationalError as error:
             # SQLite does not wait by itself when two processes create the file at the same moment.
-            if "locked" not in str(error) or time.monotonic() > deadline:
+            if _code(error) not in _LOCKED or time.monotonic() > deadline:
                 raise
             time.sleep(0.01)
     connection.execute("BEGIN IMMEDIATE")
