@@ -17,8 +17,8 @@ from opentelemetry import trace
 from opentelemetry.util._once import Once
 from typer.testing import CliRunner
 
-from fused_kv_llm import engine as engine_room
 from fused_kv_llm.cli import app
+from fused_kv_llm.engine import parts as engine_parts
 from fused_kv_llm.model import LoadedModel, load_model
 from fused_kv_llm.offline import embedder
 
@@ -71,7 +71,7 @@ def _surroundings(loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.Monke
     def load(model: Any, **options: Any) -> LoadedModel:
         return loaded if model == "smollm2-135m" else load_model(model, **options)
 
-    monkeypatch.setattr(engine_room, "load_model", load)
+    monkeypatch.setattr(engine_parts, "load_model", load)
     monkeypatch.setattr(embedder, "_load_minilm", functools.cache(embedder._load_minilm))
     for name, value in list(vars(Settings).items()):
         monkeypatch.setattr(Settings, name, value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -142,7 +141,7 @@ def test_without_threads_layers_are_announced_and_read_when_they_are_due() -> No
 
 
 def test_threads_are_for_cores_that_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr("fused_kv_llm.online.read_ahead.available_cores", lambda: 8)
     found = []
     for threads in (8, 7, 6, 2, 16):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)

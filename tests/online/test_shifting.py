@@ -100,7 +100,7 @@ def test_what_a_selector_sees_includes_the_side_files(engine: FusedKVEngine) -> 
 def test_shifts_read_by_layers_and_kept_ones_give_the_same(
     tmp_path: Path, memory_bytes: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fused_kv_llm.engine.reader_threads", lambda device: threads)
+    monkeypatch.setattr("fused_kv_llm.engine.parts.reader_threads", lambda device: threads)
     options = {"preprocessing": "similar", "embedder": Unused(), "store_misses": False, "memory_bytes": memory_bytes}
     model = tiny_model(num_hidden_layers=6)
     with FusedKVEngine(model, tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, **options) as engine:

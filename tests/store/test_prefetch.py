@@ -115,7 +115,7 @@ def test_prefetch_stops_at_the_budget(kv_dir, make_chunk):
         store.prefetch([chunk.key for chunk in chunks])
         wait_until(lambda: store.stats().memory_chunks == 2)
         # A second job that finds nothing ends after the first one has ended.
-        store._prefetcher._executor.submit(lambda: None).result(10)
+        store._prefetcher._pool.executor().submit(lambda: None).result(10)
         assert [chunk.key in store._memory for chunk in chunks] == [True, True, False, False]
 
 
@@ -147,6 +147,6 @@ def test_chunk_deleted_during_prefetch_does_not_come_back(store, make_chunk, gat
     assert gate.reached.wait(10)
     store.delete([chunk.key])
     gate.set()
-    store._prefetcher._executor.submit(lambda: None).result(10)
+    store._prefetcher._pool.executor().submit(lambda: None).result(10)
     assert store.stats().memory_chunks == 0
     assert chunk.open(store) is None

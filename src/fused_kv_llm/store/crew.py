@@ -13,6 +13,8 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from fused_kv_llm.store.threads import available_cores
+
 __all__ = ["Crew", "crew"]
 
 _Item = TypeVar("_Item")
@@ -145,9 +147,5 @@ class Crew:
             jobs.get().help()
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 # One: memory has no bandwidth left for more.
-crew = Crew(min(1, _cores() - 1))
+crew = Crew(min(1, available_cores() - 1))

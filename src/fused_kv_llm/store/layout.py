@@ -19,7 +19,6 @@ import errno
 import fcntl
 import hashlib
 import os
-import re
 import secrets
 import shutil
 import socket
@@ -29,51 +28,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from fused_kv_llm.errors import ConfigError, StoreFullError, StoreUnavailableError
+from fused_kv_llm.errors import StoreFullError, StoreUnavailableError
+from fused_kv_llm.store.durable import lock_file, sync_folder, write_durably
+from fused_kv_llm.store.names import check_key, check_name, parse_name
 
-__all__ = ["Found", "StoreFolder", "check_key", "check_name", "parse_name"]
+__all__ = ["Found", "StoreFolder"]
 
-_KEY = re.compile(r"[0-9a-f]{64}")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
-_FILE = re.compile(rf"({_KEY.pattern})(?:\.({_NAME.pattern}))?\.safetensors")
 _TEMP_MAX_AGE_S = 3600.0
 # What must lie in the folder itself: whoever plants a link has us delete, move or write what it leads to.
 _OWN = ("chunks", "tmp", "quarantine", "index.sqlite", "index.sqlite-wal", "index.sqlite-shm")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # Neither follow a link out of the folder nor wait for the other end of a pipe.
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-
-
-def check_key(key: str) -> str:
-    """Return ``key`` if it can be a chunk's key, so that no other string ever becomes part of a path.
-
-    Raises
-    ------
-    ConfigError
-        It is not 64 lower-case hexadecimal digits.
-    """
-    if not isinstance(key, str) or _KEY.fullmatch(key) is None:
-        raise ConfigError(f"A chunk's key is 64 hexadecimal digits, as chunk_key() returns it, not {key!r}.")
-    return key
-
-
-def check_name(name: str) -> str:
-    """Return the name of a side file if it can be part of a path.
-
-    Raises
-    ------
-    ConfigError
-        It is not 1 to 100 letters, digits, and ``_ . -`` after the first.
-    """
-    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
-        raise ConfigError(f"A side file's name is up to 100 letters, digits, '_', '-' and '.', not {name!r}.")
-    return name
-
-
-def parse_name(filename: str) -> tuple[str, str | None] | None:
-    """Return a file's key and, of a side file, its name; None if the file's name is not one of ours."""
-    match = _FILE.fullmatch(filename)
-    return (match[1], match[2]) if match is not None else None
 
 
 class Found(NamedTuple):
@@ -162,7 +128,7 @@ class StoreFolder:
         """
         fd = os.open(self.chunk_path(key, name), _READ_FLAGS)
         try:
-            if not _lock(fd, fcntl.LOCK_SH):
+            if not lock_file(fd, fcntl.LOCK_SH):
                 raise FileNotFoundError(errno.ENOENT, "it is being evicted", self.chunk_path(key, name))
         except BaseException:
             os.close(fd)
@@ -184,7 +150,7 @@ class StoreFolder:
             os.close(fd)
 
     def walk(self) -> Iterator[Found]:
-        """Yield every file below ``chunks``, in no order."""
+        """Yield every file below ``chunks``, in the order of their folders."""
         for shard in sorted(_entries(self._chunks), key=lambda entry: entry.name):
             if not shard.is_dir(follow_symlinks=False):
                 yield Found(shard.path, None, None)
@@ -220,7 +186,7 @@ class StoreFolder:
         temp = os.path.join(self._temp, f"{key}.{self._host}.{os.getpid()}.{secrets.token_hex(4)}")
         try:
             with self._write_errors():
-                _write_durably(temp, parts)
+                write_durably(temp, parts)
             yield temp
         finally:
             with suppress(FileNotFoundError):
@@ -234,9 +200,9 @@ class StoreFolder:
         with self._write_errors():
             if not os.path.isdir(shard):
                 os.makedirs(shard, mode=0o700, exist_ok=True)
-                _sync_folder(self._chunks)
+                sync_folder(self._chunks)
             os.replace(staged, path)
-            _sync_folder(shard)
+            sync_folder(shard)
 
     @contextmanager
     def _write_errors(self) -> Iterator[None]:
@@ -273,7 +239,7 @@ class StoreFolder:
             self.remove(key)
             return True
         try:
-            if not _lock(fd, fcntl.LOCK_EX):
+            if not lock_file(fd, fcntl.LOCK_EX):
                 return False
             self.remove(key)
         finally:
@@ -365,18 +331,6 @@ class StoreFolder:
         return False
 
 
-def _write_durably(path: str, parts: Sequence[memoryview]) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        for part in parts:
-            rest = part
-            while rest:
-                rest = rest[os.write(fd, rest) :]
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def _refuse_link(path: str) -> None:
     if os.path.islink(path):
         raise StoreUnavailableError(
@@ -392,24 +346,3 @@ def _entries(path: str) -> list[os.DirEntry[str]]:
             return list(entries)
     except FileNotFoundError:
         return []
-
-
-def _lock(fd: int, operation: int) -> bool:
-    """Lock an open file without waiting; False if somebody else's lock is in the way."""
-    try:
-        fcntl.flock(fd, operation | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        # Not every file system has locks, and pipes have none; then eviction relies on open files staying readable.
-        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.EBADF):
-            raise
-    return True
-
-
-def _sync_folder(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -16,8 +16,9 @@ from fused_kv_llm.store.cipher import Cipher, find_key
 from fused_kv_llm.store.damage import DamageControl, warn
 from fused_kv_llm.store.file_key import check_files_key
 from fused_kv_llm.store.index import ChunkIndex
-from fused_kv_llm.store.layout import StoreFolder, check_key
+from fused_kv_llm.store.layout import StoreFolder
 from fused_kv_llm.store.memory import MemoryTier
+from fused_kv_llm.store.names import check_key
 from fused_kv_llm.store.policies import DEFAULT_POLICY, resolve_policy
 from fused_kv_llm.store.prefetch import Prefetcher
 from fused_kv_llm.store.promotion import Promoter, demote

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from fused_kv_llm.errors import StoreError
 from fused_kv_llm.store.loader import ChunkLoader
 from fused_kv_llm.store.reader import ChunkReader
+from fused_kv_llm.store.threads import ThreadPool
 
 __all__ = ["Prefetcher"]
 
@@ -30,8 +29,7 @@ class Prefetcher:
         self._reader = reader
         self._budget_nbytes = budget_nbytes
         self._lock = threading.Lock()
-        self._executor: ThreadPoolExecutor | None = None
-        self._pid = os.getpid()
+        self._pool = ThreadPool(1, "fused-kv-prefetch")
         self._closed = threading.Event()
 
     def submit(self, keys: Sequence[str], fetch: Callable[[Sequence[str]], object]) -> None:
@@ -44,19 +42,13 @@ class Prefetcher:
         with self._lock:
             if self._closed.is_set():
                 return
-            if self._executor is None or self._pid != os.getpid():
-                # A forked process has none of its parent's threads.
-                self._executor = ThreadPoolExecutor(1, thread_name_prefix="fused-kv-prefetch")
-                self._pid = os.getpid()
-            self._executor.submit(task)
+            self._pool.executor().submit(task)
 
     def close(self) -> None:
         """Stop after the layer that is being read, and wait for the thread to end."""
         with self._lock:
             self._closed.set()
-            executor, self._executor = self._executor, None
-        if executor is not None and self._pid == os.getpid():
-            executor.shutdown(wait=True, cancel_futures=True)
+        self._pool.close()
 
     def _load_all(self, keys: Sequence[str], fetch: Callable[[Sequence[str]], object]) -> None:
         with suppress(StoreError, OSError):

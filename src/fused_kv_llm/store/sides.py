@@ -20,7 +20,8 @@ from fused_kv_llm.errors import ChunkDamagedError, ConfigError, StoreUnavailable
 from fused_kv_llm.store.cipher import Cipher
 from fused_kv_llm.store.damage import DamageControl, warn
 from fused_kv_llm.store.index import ChunkIndex
-from fused_kv_llm.store.layout import StoreFolder, check_name
+from fused_kv_llm.store.layout import StoreFolder
+from fused_kv_llm.store.names import check_name
 from fused_kv_llm.store.side_memory import SideMemory
 from fused_kv_llm.store.side_reader import SideReader, read_rows
 from fused_kv_llm.store.tensor_file import DTYPES, TensorFile, encode_tensors, read_tensor_file

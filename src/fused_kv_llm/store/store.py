@@ -11,9 +11,9 @@ from fused_kv_llm.errors import ChunkDamagedError
 from fused_kv_llm.store.damage import warn
 from fused_kv_llm.store.file_format import encode_chunk
 from fused_kv_llm.store.index import ChunkRow, ContentRows
-from fused_kv_llm.store.layout import check_key
 from fused_kv_llm.store.loader import ChunkLoader
 from fused_kv_llm.store.memory import ResidentChunk
+from fused_kv_llm.store.names import check_key
 from fused_kv_llm.store.stored_kv import StoredKV
 from fused_kv_llm.store.upkeep import StoreUpkeep
 

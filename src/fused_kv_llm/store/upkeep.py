@@ -8,7 +8,7 @@ from contextlib import suppress
 from fused_kv_llm.config import parse_bytes
 from fused_kv_llm.errors import StoreFullError
 from fused_kv_llm.store.check import CheckReport, Progress, check_store
-from fused_kv_llm.store.layout import check_key
+from fused_kv_llm.store.names import check_key
 from fused_kv_llm.store.parts import StoreParts
 from fused_kv_llm.store.stats import StoreStats
 from fused_kv_llm.store.uses import StoreCounters

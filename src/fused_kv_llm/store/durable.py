@@ -1,0 +1,45 @@
+"""What a store asks of the system: bytes that are on the disk when it says so, and locks on open files."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Sequence
+
+__all__ = ["lock_file", "sync_folder", "write_durably"]
+
+
+def write_durably(path: str, parts: Sequence[memoryview]) -> None:
+    """Write a new private file, and return when its bytes are on the disk."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        for part in parts:
+            rest = part
+            while rest:
+                rest = rest[os.write(fd, rest) :]
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def sync_folder(path: str) -> None:
+    """Return when what was renamed, made or deleted in a folder is on the disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def lock_file(fd: int, operation: int) -> bool:
+    """Lock an open file without waiting; False if somebody else's lock is in the way."""
+    try:
+        fcntl.flock(fd, operation | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        # Not every file system has locks, and pipes have none; then eviction relies on open files staying readable.
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.EBADF):
+            raise
+    return True

@@ -1,0 +1,45 @@
+"""What a chunk's file and a side file may be called: no other string ever becomes part of a path."""
+
+from __future__ import annotations
+
+import re
+
+from fused_kv_llm.errors import ConfigError
+
+__all__ = ["check_key", "check_name", "parse_name"]
+
+_KEY = re.compile(r"[0-9a-f]{64}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+_FILE = re.compile(rf"({_KEY.pattern})(?:\.({_NAME.pattern}))?\.safetensors")
+
+
+def check_key(key: str) -> str:
+    """Return ``key`` if it can be a chunk's key, so that no other string ever becomes part of a path.
+
+    Raises
+    ------
+    ConfigError
+        It is not 64 lower-case hexadecimal digits.
+    """
+    if not isinstance(key, str) or _KEY.fullmatch(key) is None:
+        raise ConfigError(f"A chunk's key is 64 hexadecimal digits, as chunk_key() returns it, not {key!r}.")
+    return key
+
+
+def check_name(name: str) -> str:
+    """Return the name of a side file if it can be part of a path.
+
+    Raises
+    ------
+    ConfigError
+        It is not 1 to 100 letters, digits, and ``_ . -`` after the first.
+    """
+    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+        raise ConfigError(f"A side file's name is up to 100 letters, digits, '_', '-' and '.', not {name!r}.")
+    return name
+
+
+def parse_name(filename: str) -> tuple[str, str | None] | None:
+    """Return a file's key and, of a side file, its name; None if the file's name is not one of ours."""
+    match = _FILE.fullmatch(filename)
+    return (match[1], match[2]) if match is not None else None
