@@ -188,7 +188,7 @@ def dead_pid() -> int:
 
 def test_only_abandoned_temp_files_are_removed(kv_dir):
     KVStore(kv_dir).close()
-    host = StoreFolder(kv_dir, read_only=False)._host
+    host = StoreFolder(kv_dir, read_only=False).staging._host
     gone, here = dead_pid(), os.getpid()
     names = {
         f"a.{host}.{gone}.1": (0, False),

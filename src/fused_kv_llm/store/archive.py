@@ -158,8 +158,8 @@ class Archive:
         for name in (None, *self._index.ledger.sides(key)):
             try:
                 # Held while it is copied, so that eviction passes over it.
-                fd = self._folder.open_chunk(key, name)
-            except OSError:
+                fd = self._folder.open_file(key, name)
+            except (ChunkDamagedError, OSError):
                 if name is None:
                     report.missed.append(key)
                     return

@@ -24,6 +24,7 @@ from fused_kv_llm.store.index import ChunkIndex, ChunkRow
 from fused_kv_llm.store.layout import Found, StoreFolder
 from fused_kv_llm.store.ledger import Place
 from fused_kv_llm.store.sides import read_side
+from fused_kv_llm.store.staging import STAGING
 from fused_kv_llm.store.verify import verify_chunk
 
 __all__ = ["CheckReport", "Finding", "Progress", "check_store", "rebuild_index"]
@@ -88,6 +89,8 @@ class _Audit:
         self.fix = fix
         self.report = CheckReport(fixed=fix)
         self._scratch = bytearray()
+        # Places of files that cannot be used: they are not reported as missing besides.
+        self._told: set[tuple[str, str | None]] = set()
 
     def found(self, kind: str, path: str, detail: str, action: str, mend: Callable[[], object]) -> None:
         if self.fix:
@@ -110,8 +113,11 @@ class _Audit:
 
     def _chunk(self, key: str, path: str) -> None:
         try:
-            fd = self.folder.open_chunk(key)
+            fd = self.folder.open_file(key)
         except FileNotFoundError:
+            return
+        except ChunkDamagedError as error:
+            self._damaged(key, path, error.reason)
             return
         except OSError as error:
             self._damaged(key, path, f"it cannot be opened ({error})")
@@ -132,6 +138,7 @@ class _Audit:
                 self.index.remove([key])
                 self.folder.quarantine(key)
 
+        self._told.add((key, None))
         self.found("damaged", path, reason, "move it to quarantine and drop its row", mend)
 
     def _compare(self, header: ChunkHeader, path: str, nbytes: int) -> None:
@@ -186,6 +193,7 @@ class _Audit:
             # Evicted or deleted meanwhile.
             return
         except (ChunkDamagedError, OSError) as error:
+            self._told.add((key, name))
             self.found("damaged", path, str(error), "move it to quarantine", drop)
             return
         if self.index.ledger.place(key) is None:
@@ -207,6 +215,8 @@ class _Audit:
         after = ""
         while batch := self.index.all_keys(after):
             for key, _ in batch:
+                if (key, None) in self._told:
+                    continue
                 place = self.index.ledger.place(key)
                 if (place is None or place.on_disk) and not self.folder.has(key):
                     self.found(
@@ -218,11 +228,12 @@ class _Audit:
                     )
                     continue
                 for name in self.index.ledger.sides(key):
-                    path = self.folder.chunk_path(key, name)
-                    if place is not None and place.on_disk and not os.path.lexists(path):
+                    if (key, name) in self._told or place is None or not place.on_disk:
+                        continue
+                    if not self.folder.has(key, name):
                         self.found(
                             "missing",
-                            path,
+                            self.folder.chunk_path(key, name),
                             "the side file's row has no file",
                             "drop the row",
                             partial(self._drop_side, key, name),
@@ -241,8 +252,10 @@ class _Audit:
             self.index.ledger.drop_side(key, name)
 
     def temporary(self) -> None:
-        for path in self.folder.abandoned():
-            self.found("temporary", path, "its writer is gone", "delete it", partial(_unlink, path))
+        staging = self.folder.staging
+        for name in staging.abandoned():
+            path = str(self.folder.root / STAGING / name)
+            self.found("temporary", path, "its writer is gone", "delete it", partial(staging.delete, name))
 
 
 def check_store(
@@ -319,8 +332,3 @@ def rebuild_index(kv_dir: str | Path) -> Path | None:
     except OSError as error:
         raise StoreUnavailableError(f"The index {index} cannot be moved to {target}: {error}.") from error
     return target
-
-
-def _unlink(path: str) -> None:
-    with suppress(FileNotFoundError):
-        os.unlink(path)

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 from fused_kv_llm.errors import IndexDamagedError, StoreError, StoreFullError, StoreUnavailableError
+from fused_kv_llm.store.beneath import refuse_link
 
 __all__ = ["Database"]
 
@@ -167,6 +168,8 @@ class Database:
             ) from error
 
     def _connect(self) -> sqlite3.Connection:
+        # SQLite follows a link in place of the file, though none in place of the files beside it.
+        refuse_link(str(self._path))
         connection = sqlite3.connect(
             self._uri(), uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
         )

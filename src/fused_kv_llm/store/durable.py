@@ -7,26 +7,17 @@ import fcntl
 import os
 from collections.abc import Sequence
 
-__all__ = ["lock_file", "sync_folder", "write_durably"]
+__all__ = ["lock_file", "write_durably"]
 
 
-def write_durably(path: str, parts: Sequence[memoryview]) -> None:
-    """Write a new private file, and return when its bytes are on the disk."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+def write_durably(folder: int, name: str, parts: Sequence[memoryview]) -> None:
+    """Write a new private file in an open folder, and return when its bytes are on the disk."""
+    fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
     try:
         for part in parts:
             rest = part
             while rest:
                 rest = rest[os.write(fd, rest) :]
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def sync_folder(path: str) -> None:
-    """Return when what was renamed, made or deleted in a folder is on the disk."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
         os.fsync(fd)
     finally:
         os.close(fd)

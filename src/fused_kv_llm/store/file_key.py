@@ -40,8 +40,8 @@ def check_files_key(folder: StoreFolder, cipher: Cipher | None) -> None:
         if file.key is None:
             continue
         try:
-            fd = folder.open_chunk(file.key, file.name)
-        except OSError:
+            fd = folder.open_file(file.key, file.name)
+        except (ChunkDamagedError, OSError):
             continue
         try:
             read_tensor_file(fd, file.key, os.fstat(fd).st_size, str(FORMAT_VERSION), cipher)

@@ -5,45 +5,49 @@
     kv_dir/index.sqlite                     see index.py
     kv_dir/chunks/ab/<key>.safetensors      see file_format.py; "ab" are the key's first two digits
     kv_dir/chunks/ab/<key>.<name>.safetensors   a side file, see sides.py
-    kv_dir/tmp/<key>.<host>.<pid>.<random>  being written
-    kv_dir/quarantine/                      damaged files, kept for inspection, never read
+    kv_dir/tmp/                             see staging.py
+    kv_dir/quarantine/                      see quarantine.py
 
 A chunk's file appears by ``rename`` after its bytes are on the disk and is never changed afterwards, so a
 reader sees all of it or nothing. Whoever reads a file holds a shared ``flock`` on it, which ends with the process
 at the latest; eviction passes over files that are held.
+
+Whatever is written, moved or deleted goes through ``beneath``, so that no link leads a store out of its folder, not
+even one that takes a folder's place while the store is open.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import os
-import secrets
-import shutil
-import socket
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+import stat
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from fused_kv_llm.errors import StoreFullError, StoreUnavailableError
-from fused_kv_llm.store.durable import lock_file, sync_folder, write_durably
+from fused_kv_llm.errors import ChunkDamagedError, StoreUnavailableError
+from fused_kv_llm.store.beneath import beneath, refuse_link
+from fused_kv_llm.store.disk import write_errors
+from fused_kv_llm.store.durable import lock_file
 from fused_kv_llm.store.names import check_key, check_name, parse_name
+from fused_kv_llm.store.quarantine import QUARANTINE, Quarantine
+from fused_kv_llm.store.staging import STAGING, Staging
 
 __all__ = ["Found", "StoreFolder"]
 
-_TEMP_MAX_AGE_S = 3600.0
+_CHUNKS = "chunks"
 # What must lie in the folder itself: whoever plants a link has us delete, move or write what it leads to.
-_OWN = ("chunks", "tmp", "quarantine", "index.sqlite", "index.sqlite-wal", "index.sqlite-shm")
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_OWN = (_CHUNKS, STAGING, QUARANTINE, "index.sqlite", "index.sqlite-wal", "index.sqlite-shm")
 # Neither follow a link out of the folder nor wait for the other end of a pipe.
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+# A folder on the way to a file; Linux need not be allowed to list it.
+_WAY_FLAGS = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class Found(NamedTuple):
-    """A file below ``chunks``: whose it is by its name; no key means that the name is not one of ours."""
+    """Something below ``chunks``: whose it is by its name; no key means that the name is not one of ours."""
 
     path: str
     key: str | None
@@ -60,6 +64,13 @@ class StoreFolder:
     read_only : bool
         Change nothing in the folder.
 
+    Attributes
+    ----------
+    staging : Staging
+        Files that are being written.
+    kept : Quarantine
+        What was taken out.
+
     Raises
     ------
     StoreUnavailableError
@@ -70,10 +81,9 @@ class StoreFolder:
     def __init__(self, root: Path, *, read_only: bool) -> None:
         self.root = root
         self.index_path = root / "index.sqlite"
-        self._chunks = os.path.join(root, "chunks")
-        self._temp = os.path.join(root, "tmp")
-        self._quarantine = os.path.join(root, "quarantine")
-        self._host = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:12]
+        self.staging = Staging(root)
+        self.kept = Quarantine(root)
+        self._chunks = os.path.join(root, _CHUNKS)
         self._refuse_links()
         if read_only:
             if not self.index_path.is_file():
@@ -82,54 +92,103 @@ class StoreFolder:
                     "without read_only to create one."
                 )
             return
+        folders = [os.path.join(root, name) for name in (_CHUNKS, STAGING, QUARANTINE)]
         try:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for folder in (self._chunks, self._temp, self._quarantine):
+            for folder in folders:
                 os.makedirs(folder, mode=0o700, exist_ok=True)
         except OSError as error:
             raise StoreUnavailableError(
                 f"The chunk-KV store in {root} cannot be created: {error}. Set kv_dir to a folder that you may write."
             ) from error
-        for folder in (str(root), self._chunks, self._temp, self._quarantine):
+        for folder in (str(root), *folders):
             if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
                 raise StoreUnavailableError(
                     f"The folder {folder} cannot be written. Set kv_dir to a folder that you may write, "
                     "or open the store with read_only=True."
                 )
-        self.sweep_temp()
+        self.staging.sweep()
 
     def _refuse_links(self) -> None:
         for name in _OWN:
-            _refuse_link(os.path.join(self.root, name))
+            refuse_link(os.path.join(self.root, name))
         # A folder that cannot be listed is found out about below.
-        with suppress(OSError):
-            for shard in _entries(self._chunks):
-                _refuse_link(shard.path)
+        with suppress(OSError), os.scandir(self._chunks) as shards:
+            for shard in shards:
+                refuse_link(shard.path)
 
     def chunk_path(self, key: str, name: str | None = None) -> str:
         """Return where the file of a chunk belongs, or its side file of that name."""
-        check_key(key)
-        suffix = "" if name is None else f".{check_name(name)}"
-        return f"{self._chunks}/{key[:2]}/{key}{suffix}.safetensors"
+        return f"{self._chunks}/{key[:2]}/{_file_name(key, name)}"
 
-    def has(self, key: str) -> bool:
-        """Whether a chunk's file exists."""
-        return os.path.lexists(self.chunk_path(key))
+    def has(self, key: str, name: str | None = None) -> bool:
+        """Whether a chunk's file, or a side file, exists and is a file.
+
+        Raises
+        ------
+        StoreUnavailableError
+            That cannot be found out.
+        """
+        file = _file_name(key, name)
+        try:
+            # A link in place of the folder leads to nothing of ours.
+            with suppress(FileNotFoundError, NotADirectoryError), _way(f"{self._chunks}/{key[:2]}") as shard:
+                return stat.S_ISREG(os.stat(file, dir_fd=shard, follow_symlinks=False).st_mode)
+        except OSError as error:
+            raise StoreUnavailableError(
+                f"{self.chunk_path(key, name)} cannot be looked at: {error}. Check its permissions."
+            ) from error
+        return False
 
     def open_chunk(self, key: str, name: str | None = None) -> int:
-        """Open a chunk's file, or a side file, for reading and hold it; return the descriptor.
+        """Open what is in the place of a chunk's file, or of a side file, for reading and hold it.
+
+        Returns
+        -------
+        int
+            The descriptor. What it is of is for the caller to find out.
 
         Raises
         ------
         FileNotFoundError
             There is none, or it is being evicted.
         OSError
-            It cannot be opened.
+            It cannot be opened; ``NotADirectoryError`` where its folder was replaced by a link.
         """
-        fd = os.open(self.chunk_path(key, name), _READ_FLAGS)
+        # Opened in two steps, and not by `beneath`: most of what reading a small chunk costs is opening it.
+        file = _file_name(key, name)
+        shard = os.open(f"{self._chunks}/{key[:2]}", _WAY_FLAGS)
+        try:
+            fd = os.open(file, _READ_FLAGS, dir_fd=shard)
+        finally:
+            os.close(shard)
         try:
             if not lock_file(fd, fcntl.LOCK_SH):
                 raise FileNotFoundError(errno.ENOENT, "it is being evicted", self.chunk_path(key, name))
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def open_file(self, key: str, name: str | None = None) -> int:
+        """Open a chunk's file, or a side file, as ``open_chunk`` does.
+
+        Raises
+        ------
+        ChunkDamagedError
+            Something else is in its place: a link, a folder, a pipe, ...
+        FileNotFoundError, OSError
+            As ``open_chunk``.
+        """
+        try:
+            fd = self.open_chunk(key, name)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENXIO):
+                raise ChunkDamagedError(key, "it is not a regular file") from error
+            raise
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise ChunkDamagedError(key, "it is not a regular file")
         except BaseException:
             os.close(fd)
             raise
@@ -150,90 +209,63 @@ class StoreFolder:
             os.close(fd)
 
     def walk(self) -> Iterator[Found]:
-        """Yield every file below ``chunks``, in the order of their folders."""
-        for shard in sorted(_entries(self._chunks), key=lambda entry: entry.name):
-            if not shard.is_dir(follow_symlinks=False):
-                yield Found(shard.path, None, None)
+        """Yield everything below ``chunks`` that should be a file, in the order of their folders."""
+        for shard, is_folder in sorted(self._entries()):
+            path = os.path.join(self._chunks, shard)
+            if not is_folder:
+                yield Found(path, None, None)
                 continue
-            for entry in _entries(shard.path):
-                found = parse_name(entry.name)
-                ours = found is not None and found[0][:2] == shard.name
-                yield Found(entry.path, *found) if found and ours else Found(entry.path, None, None)
+            for name, _ in self._entries(shard):
+                found = parse_name(name)
+                ours = found is not None and found[0][:2] == shard
+                yield Found(os.path.join(path, name), *(found if found and ours else (None, None)))
 
-    @contextmanager
-    def staged(self, key: str, parts: Sequence[memoryview]) -> Iterator[str]:
-        """Bring a chunk's bytes to the disk, for ``publish`` to give them their place.
-
-        Parameters
-        ----------
-        key : str
-            The chunk.
-        parts : sequence of memoryview
-            The bytes of the file, in order.
-
-        Yields
-        ------
-        str
-            The temporary file, which is gone at the end, published or not.
-
-        Raises
-        ------
-        StoreFullError
-            The disk or the quota is full.
-        StoreUnavailableError
-            The file could not be written for another reason.
-        """
-        temp = os.path.join(self._temp, f"{key}.{self._host}.{os.getpid()}.{secrets.token_hex(4)}")
-        try:
-            with self._write_errors():
-                write_durably(temp, parts)
-            yield temp
-        finally:
-            with suppress(FileNotFoundError):
-                os.unlink(temp)
+    def _entries(self, *shard: str) -> list[tuple[str, bool]]:
+        """List names, and whether they are folders; somebody may have deleted it all under the open store."""
+        with suppress(FileNotFoundError), self._beneath(*shard) as folder, os.scandir(folder) as entries:
+            return [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+        return []
 
     def publish(self, staged: str, key: str, name: str | None = None) -> None:
-        """Give a staged file its place, even if the power fails; raises as ``staged``."""
-        path = self.chunk_path(key, name)
-        shard = os.path.dirname(path)
-        _refuse_link(shard)
-        with self._write_errors():
-            if not os.path.isdir(shard):
-                os.makedirs(shard, mode=0o700, exist_ok=True)
-                sync_folder(self._chunks)
-            os.replace(staged, path)
-            sync_folder(shard)
-
-    @contextmanager
-    def _write_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            if error.errno in _FULL:
-                raise StoreFullError(
-                    f"There is no room in {self.root} ({self.free_bytes() / 1e6:.1f} MB free): {error}. "
-                    "Free space, or set kv_dir to another disk."
-                ) from error
-            raise StoreUnavailableError(
-                f"A chunk KV could not be written to {self.root}: {error}. Check the disk and the "
-                "folder's permissions, or set kv_dir to another folder."
-            ) from error
+        """Give a staged file its place, even if the power fails; raises as ``Staging.staged``."""
+        file = _file_name(key, name)
+        with (
+            write_errors(self.root),
+            beneath(self.root, STAGING) as temp,
+            self._beneath(key[:2], make=True) as shard,
+        ):
+            try:
+                os.replace(staged, file, src_dir_fd=temp, dst_dir_fd=shard)
+            except IsADirectoryError:
+                # A folder, which no writer makes, is in its place.
+                self.kept.take(shard, file)
+                os.replace(staged, file, src_dir_fd=temp, dst_dir_fd=shard)
+            os.fsync(shard)
 
     def remove(self, key: str, name: str | None = None) -> bool:
-        """Delete a chunk's file, or a side file; returns whether there was one."""
-        path = self.chunk_path(key, name)
+        """Delete a chunk's file, or a side file; returns whether there was one.
+
+        A folder in its place is moved to quarantine: it holds what somebody else has put there.
+        """
+        file = _file_name(key, name)
         try:
-            os.unlink(path)
+            with self._beneath(key[:2]) as shard:
+                if stat.S_ISDIR(os.stat(file, dir_fd=shard, follow_symlinks=False).st_mode):
+                    return self.kept.take(shard, file) is not None
+                os.unlink(file, dir_fd=shard)
         except FileNotFoundError:
             return False
         except OSError as error:
+            path = self.chunk_path(key, name)
             raise StoreUnavailableError(f"{path} cannot be deleted: {error}. Check its permissions.") from error
         return True
 
     def evict(self, key: str) -> bool:
         """Delete a chunk's file unless somebody reads it, in any process; False if somebody does."""
+        file = _file_name(key)
         try:
-            fd = os.open(self.chunk_path(key), _READ_FLAGS)
+            with self._beneath(key[:2]) as shard:
+                fd = os.open(file, _READ_FLAGS, dir_fd=shard)
         except OSError:
             # Gone, or nothing that could be read: nobody holds it.
             self.remove(key)
@@ -247,102 +279,46 @@ class StoreFolder:
         return True
 
     def quarantine(self, key: str, name: str | None = None) -> str | None:
-        """Move a chunk's file, or a side file, out of the way; returns where it went, None if there was none."""
+        """Move what is in the place of a chunk's file, or of a side file, out of the way.
+
+        Returns
+        -------
+        str or None
+            Where it went; None if there was nothing.
+
+        Raises
+        ------
+        StoreUnavailableError
+            It cannot be moved.
+        """
         return self.quarantine_path(self.chunk_path(key, name))
 
     def quarantine_path(self, path: str) -> str | None:
-        """Move a file of the store out of the way; returns where it went, None if there was none."""
-        stem, dot, suffix = os.path.basename(path).partition(".")
-        target = os.path.join(self._quarantine, f"{stem}.{secrets.token_hex(4)}{dot}{suffix}")
+        """Move something that ``walk`` found out of the way; returns and raises as ``quarantine``."""
+        *folders, name = os.path.relpath(path, self._chunks).split(os.sep)
         try:
-            if os.path.lexists(path):
-                os.makedirs(self._quarantine, mode=0o700, exist_ok=True)
-            os.replace(path, target)
+            with self._beneath(*folders) as folder:
+                return self.kept.take(folder, name)
         except FileNotFoundError:
             return None
         except OSError as error:
             raise StoreUnavailableError(
                 f"The damaged file {path} cannot be moved to quarantine: {error}. Delete it by hand."
             ) from error
-        return target
 
-    def empty_quarantine(self) -> tuple[int, int]:
-        """Delete what was moved to quarantine; returns how many files and bytes."""
-        files = nbytes = 0
-        for entry in _entries(self._quarantine):
-            with suppress(FileNotFoundError):
-                size = entry.stat(follow_symlinks=False).st_size
-                if entry.is_dir(follow_symlinks=False):
-                    shutil.rmtree(entry.path)
-                else:
-                    os.unlink(entry.path)
-                files, nbytes = files + 1, nbytes + size
-        return files, nbytes
-
-    def free_bytes(self) -> int:
-        """Return how many bytes the disk has left.
-
-        Raises
-        ------
-        StoreUnavailableError
-            The disk does not say.
-        """
-        try:
-            return shutil.disk_usage(self.root).free
-        except OSError as error:
-            raise StoreUnavailableError(
-                f"The disk of {self.root} cannot be asked for its free space: {error}. Check that it is still there."
-            ) from error
-
-    def abandoned(self) -> list[str]:
-        """Return what writers that died left behind."""
-        found = []
-        for entry in _entries(self._temp):
-            # Another process may finish or remove its file at any moment, and may belong to another user.
-            with suppress(FileNotFoundError, PermissionError):
-                if self._is_abandoned(entry):
-                    found.append(entry.path)
-        return found
-
-    def sweep_temp(self) -> int:
-        """Delete what writers that died left behind; returns how many files."""
-        abandoned = self.abandoned()
-        for path in abandoned:
-            with suppress(FileNotFoundError, PermissionError):
-                os.unlink(path)
-        return len(abandoned)
-
-    def _is_abandoned(self, entry: os.DirEntry[str]) -> bool:
-        # No writer makes anything but files; a link is deleted without what it leads to.
-        if not (entry.is_file(follow_symlinks=False) or entry.is_symlink()):
-            return False
-        if time.time() - entry.stat(follow_symlinks=False).st_mtime > _TEMP_MAX_AGE_S:
-            return True
-        parts = entry.name.split(".")
-        # A pid means nothing on another machine that shares the folder.
-        if len(parts) != 4 or parts[1] != self._host or not parts[2].isdecimal():
-            return False
-        try:
-            os.kill(int(parts[2]), 0)
-        except (ProcessLookupError, OverflowError):
-            return True
-        except PermissionError:
-            return False
-        return False
+    def _beneath(self, *shard: str, make: bool = False) -> AbstractContextManager[int]:
+        return beneath(self.root, _CHUNKS, *shard, make=make)
 
 
-def _refuse_link(path: str) -> None:
-    if os.path.islink(path):
-        raise StoreUnavailableError(
-            f"{path} is a symbolic link, and a store follows none out of its folder. Delete the link, and move what "
-            "it leads to there if it is the store's; kv_dir itself may be a link."
-        )
+def _file_name(key: str, name: str | None = None) -> str:
+    check_key(key)
+    return f"{key}.safetensors" if name is None else f"{key}.{check_name(name)}.safetensors"
 
 
-def _entries(path: str) -> list[os.DirEntry[str]]:
-    """List a folder that somebody may have deleted under the open store: then there is nothing in it."""
+@contextmanager
+def _way(path: str) -> Iterator[int]:
+    fd = os.open(path, _WAY_FLAGS)
     try:
-        with os.scandir(path) as entries:
-            return list(entries)
-    except FileNotFoundError:
-        return []
+        yield fd
+    finally:
+        os.close(fd)

@@ -35,7 +35,7 @@ def demote(remote: RemoteTier | None, folder: StoreFolder, index: ChunkIndex, us
         return False
     try:
         for name in (None, *index.ledger.sides(key)):
-            fd = folder.open_chunk(key, name)
+            fd = folder.open_file(key, name)
             with open(fd, "rb") as file:
                 remote.put(remote_name(key, name), [memoryview(file.read())])
     except FileNotFoundError:

@@ -6,7 +6,6 @@ needed for every chunk of a request while most of their KV is still on its way.
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -75,7 +74,7 @@ class SideFiles:
 
     def has(self, key: str, name: str) -> bool:
         """Whether the chunk has a side file of that name."""
-        return self._path(key, name).is_file() or self._is_remote(key, name)
+        return self._folder.has(key, name) or self._is_remote(key, name)
 
     def put(self, key: str, name: str, tensors: Mapping[str, torch.Tensor], *, by_rows: bool = False) -> int:
         """Write a side file, replacing an old one.
@@ -131,10 +130,7 @@ class SideFiles:
         except ChunkDamagedError as error:
             self._damage.discard_side(key, name, error.reason)
         except OSError as error:
-            if error.errno in (errno.ELOOP, errno.ENXIO):
-                self._damage.discard_side(key, name, "it is not a regular file")
-            else:
-                warn(f"The side file {name!r} of chunk {key} cannot be read now ({error}). It is done without.")
+            warn(f"The side file {name!r} of chunk {key} cannot be read now ({error}). It is done without.")
         return None
 
     def open(self, key: str, name: str) -> SideReader | None:
@@ -211,7 +207,7 @@ def read_side(folder: StoreFolder, key: str, name: str, cipher: Cipher | None) -
     FileNotFoundError, OSError
         There is none, or it cannot be read.
     """
-    fd = folder.open_chunk(key, name)
+    fd = folder.open_file(key, name)
     try:
         return read_side_file(fd, key, name, cipher)
     finally:
@@ -233,7 +229,7 @@ def _header(fd: int, key: str, name: str, cipher: Cipher | None) -> TensorFile:
 def _open_by_rows(folder: StoreFolder, key: str, name: str, cipher: Cipher | None) -> tuple[FileIO, TensorFile] | None:
     """Open a side file whose rows are checked one by one; None if its are not."""
     with ExitStack() as stack:
-        file = stack.enter_context(FileIO(folder.open_chunk(key, name)))
+        file = stack.enter_context(FileIO(folder.open_file(key, name)))
         header = _header(file.fileno(), key, name, cipher)
         # A scalar has no rows.
         if any(not part.shape or len(part.digests) != part.shape[0] for part in header.parts):

@@ -8,6 +8,7 @@ from contextlib import suppress
 from fused_kv_llm.config import parse_bytes
 from fused_kv_llm.errors import StoreFullError
 from fused_kv_llm.store.check import CheckReport, Progress, check_store
+from fused_kv_llm.store.disk import free_bytes
 from fused_kv_llm.store.names import check_key
 from fused_kv_llm.store.parts import StoreParts
 from fused_kv_llm.store.stats import StoreStats
@@ -78,8 +79,8 @@ class StoreUpkeep(StoreParts):
     def collect_garbage(self) -> tuple[int, int]:
         """Delete quarantined files and what dead writers left, compact the index; returns files and bytes freed."""
         self._check_writable()
-        swept = self._folder.sweep_temp()
-        files, nbytes = self._folder.empty_quarantine()
+        swept = self._folder.staging.sweep()
+        files, nbytes = self._folder.kept.empty()
         self._index.compact()
         return swept + files, nbytes
 
@@ -142,5 +143,5 @@ class StoreUpkeep(StoreParts):
         StoreUnavailableError
             The disk does not say.
         """
-        free, limit = max(0, self._folder.free_bytes() - spare_bytes), self._budget.limit_nbytes
+        free, limit = max(0, free_bytes(self._folder.root) - spare_bytes), self._budget.limit_nbytes
         return min(free, limit) if limit is not None and self._promoter is None else free

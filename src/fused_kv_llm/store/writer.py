@@ -67,7 +67,7 @@ class ChunkWriter:
             The store is as it was.
         """
         self._budget.make_room(row.nbytes)
-        with self._folder.staged(row.key, parts) as staged:
+        with self._folder.staging.staged(row.key, parts) as staged:
             for _ in range(_ATTEMPTS):
                 done = self._publish(staged, row, content, cost)
                 if done is not None:
@@ -82,6 +82,9 @@ class ChunkWriter:
             with self._index.transaction():
                 if self.is_stored(row.key):
                     return False
+                # With a file that vanished its side files go, as they do with one that is damaged.
+                for side in self._index.ledger.sides(row.key):
+                    self._folder.remove(row.key, side)
                 # Never an old row: a new rowid lets content indexes see the chunk again.
                 self._index.remove([row.key])
                 if not self._budget.fits(row.nbytes):
@@ -103,7 +106,9 @@ class ChunkWriter:
         nbytes = sum(map(len, files.values()))
         self._budget.make_room(nbytes)
         with ExitStack() as stack:
-            staged = {name: stack.enter_context(self._folder.staged(key, [data])) for name, data in files.items()}
+            staged = {
+                name: stack.enter_context(self._folder.staging.staged(key, [data])) for name, data in files.items()
+            }
             with self._index.transaction():
                 if self._index.ledger.place(key) != place:
                     return
@@ -135,7 +140,7 @@ class ChunkWriter:
             # A chunk that was just written may be the one of least value: it must not go to make room for this.
             stack.enter_context(self._folder.held(key))
             self._budget.make_room(nbytes)
-            staged = stack.enter_context(self._folder.staged(key, parts))
+            staged = stack.enter_context(self._folder.staging.staged(key, parts))
             stack.enter_context(self._index.transaction())
             place = self._index.ledger.place(key)
             if place is None:
