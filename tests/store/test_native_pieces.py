@@ -18,6 +18,7 @@ import torch
 from fused_kv_kernels.native.piece_reader import native_piece_reader
 from fused_kv_llm.errors import ChunkDamagedError, FusedKVWarning, StoreUnavailableError
 from fused_kv_llm.store import KVStore, native_pieces, pieces
+from fused_kv_llm.store.threads import available_cores
 
 pytestmark = pytest.mark.skipif(native_piece_reader() is None, reason="no native reader of files here")
 
@@ -321,3 +322,21 @@ def test_a_forked_process_reads_too(diskonly, make_chunk, monkeypatch):
         finally:
             os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="needs /proc")
+@pytest.mark.skipif(available_cores() < 2, reason="a helper needs a core of its own")
+def test_a_second_thread_reads_a_large_chunk(diskonly, make_chunk, monkeypatch):
+    """It stays out of the way of signals, and off the core of whoever it helps."""
+    monkeypatch.setattr(pieces, "_SHARED_NBYTES", 0)
+    chunk = make_chunk(**HALF_MIB)
+    chunk.put(diskonly)
+    with chunk.open(diskonly) as stored:
+        load(stored, chunk)
+    tasks = [
+        task for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text().startswith("fused-kv-hel")
+    ]
+    assert len(tasks) == 1
+    status = dict(line.split(":\t") for line in (tasks[0] / "status").read_text().splitlines() if ":\t" in line)
+    assert int(status["SigBlk"], 16) & 1 << signal.SIGINT - 1
+    assert len(os.sched_getaffinity(int(tasks[0].name))) == available_cores() - 1

@@ -62,8 +62,7 @@ def _declared() -> ctypes.CDLL:
         # No library under this name: whatever happened to it, it is made again.
         path.unlink(missing_ok=True)
         library = ctypes.CDLL(str(build("reading", alone=True)))
-    library.fkv_read_pieces.argtypes = [ctypes.c_int, _POINTER, _NUMBER, _NUMBER, _POINTER, _POINTER]
-    library.fkv_is_cached.argtypes = [ctypes.c_int, _NUMBER]
+    library.fkv_read_pieces.argtypes = [ctypes.c_int, _NUMBER, _NUMBER, _POINTER, _POINTER, ctypes.c_int]
     library.fkv_xxh3_64.argtypes = [_POINTER, _NUMBER]
     library.fkv_xxh3_64.restype = ctypes.c_uint64
     return library

@@ -18,15 +18,13 @@ from fused_kv_kernels.native.piece_reader import (
     native_piece_reader,
 )
 from fused_kv_llm.errors import FusedKVWarning
-from fused_kv_llm.store.crew import crew
 from fused_kv_llm.store.destination import Destination
 
 __all__ = ["Outcome", "read_natively"]
 
 # What is read and hashed at once stays in a core's second cache.
-_TOGETHER_NBYTES = 1 << 20
+_TOGETHER_NBYTES = 1 << 19
 _LEFT, _DAMAGED = 0, 2
-_SHARES = range(2)
 
 
 class Outcome(NamedTuple):
@@ -55,7 +53,7 @@ def read_natively(fd: int, wanted: Sequence[Destination], *, shared: bool) -> Ou
     wanted : sequence of Destination
         The pieces; not empty.
     shared : bool
-        Whether a second thread helps.
+        Whether a second thread helps, if it is not helping somebody else and there is a core for it.
 
     Returns
     -------
@@ -75,20 +73,10 @@ def read_natively(fd: int, wanted: Sequence[Destination], *, shared: bool) -> Ou
         numbers += _described(place, digests[1])
     count = sum(place.segments.pieces for place in wanted)
     states = bytearray(count)
-    last = wanted[-1]
-    if not library.fkv_is_cached(fd, last.offset + last.nbytes - 1):
-        # Most likely it has nothing of it then, and asking would have it read ahead, and wait.
-        return _outcome(wanted, states)
-    # Where the next block to be read is counted, by all threads.
-    following = ctypes.c_int64()
     described = (ctypes.c_int64 * len(numbers))(*numbers)
     shown = (ctypes.c_uint8 * count).from_buffer(states)
-    arguments = (fd, ctypes.byref(following), _TOGETHER_NBYTES, len(wanted), described, shown)
-    if not shared:
-        return _outcome(wanted, states) if library.fkv_read_pieces(*arguments) else Outcome([], [])
-    told: list[int] = []
-    crew.run(lambda _: told.append(library.fkv_read_pieces(*arguments)), _SHARES)
-    return _outcome(wanted, states) if any(told) else Outcome([], [])
+    told = library.fkv_read_pieces(fd, _TOGETHER_NBYTES, len(wanted), described, shown, shared)
+    return _outcome(wanted, states) if told else Outcome([], [])
 
 
 def _is_taken(place: Destination) -> bool:

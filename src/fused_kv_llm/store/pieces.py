@@ -4,20 +4,19 @@ Everything is verified every time. What the system has in its cache may have com
 asked for it, and the disk may have changed a bit since this process read the same bytes before. Reads are cut into
 blocks that stay in the processor's cache until they are hashed; from a disk that is faster than one large read too,
 because the system reads ahead between them. What the system has in its cache is a matter of the processor: native code
-reads it, and of a large read a second thread takes a part of the blocks.
+reads it, a large part of it in two threads.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
 import xxhash
 
 from fused_kv_llm.store.cipher import FileCipher
-from fused_kv_llm.store.crew import crew
 from fused_kv_llm.store.destination import Destination
 from fused_kv_llm.store.native_pieces import Outcome, read_natively
 from fused_kv_llm.store.strided import Segments
@@ -26,9 +25,8 @@ from fused_kv_llm.store.tensor_file import Part
 __all__ = ["CAN_ANNOUNCE", "announce", "read_ahead", "read_destinations", "read_pieces"]
 
 _READ_NBYTES = 1 << 20
-# Below this, waking a thread takes as long as it saves; and each block that two threads read makes them meet once more.
-_SHARED_NBYTES = 4 << 20
-_SHARED_READ_NBYTES = 3 << 19
+# Below this, waking a thread takes as long as it saves.
+_SHARED_NBYTES = 1 << 20
 # Below this, calling native code takes as long as it saves.
 _NATIVE_NBYTES = 256 << 10
 _MOST_SEGMENTS = 1024  # IOV_MAX of Linux
@@ -46,7 +44,6 @@ class _Block(NamedTuple):
     segments: Sequence[memoryview]
     each: int
     offset: int
-    nbytes: int
 
 
 def read_pieces(
@@ -132,12 +129,10 @@ def read_destinations(fd: int, wanted: Sequence[Destination]) -> list[tuple[str,
         The file cannot be read, or is too short.
     """
     nbytes = sum(place.nbytes for place in wanted)
-    large = nbytes >= _SHARED_NBYTES
-    if nbytes >= _NATIVE_NBYTES:
-        done = read_natively(fd, wanted, shared=large)
-        if done is not None:
-            return _read_rest(fd, wanted, done) if done.left else sorted(done.damaged)
-    return _read_in_python(fd, wanted, large=large)
+    done = read_natively(fd, wanted, shared=nbytes >= _SHARED_NBYTES) if nbytes >= _NATIVE_NBYTES else None
+    if done is None:
+        done = Outcome([(number, 0, place.segments.pieces) for number, place in enumerate(wanted)], [])
+    return _read_rest(fd, wanted, done) if done.left else sorted(done.damaged)
 
 
 def read_ahead(fd: int, file_nbytes: int) -> None:
@@ -156,32 +151,13 @@ def read_ahead(fd: int, file_nbytes: int) -> None:
 
 
 def _read_rest(fd: int, wanted: Sequence[Destination], done: Outcome) -> list[tuple[str, int]]:
-    """Read what native code has not found in the system's cache."""
-    reading = _Reading(fd)
+    """Read what native code has not."""
+    damaged = list(done.damaged)
     for number, first, last in done.left:
         for block in _blocks(wanted[number], first, last, _READ_NBYTES):
-            reading.read(block)
-    return sorted(done.damaged + reading.damaged)
-
-
-def _read_in_python(fd: int, wanted: Sequence[Destination], *, large: bool) -> list[tuple[str, int]]:
-    reading = _Reading(fd)
-    rest: Iterable[_Block]
-    if large and _ends_cached(fd, wanted[-1]):
-        crew.run(reading.read_cached, _all_blocks(wanted, _SHARED_READ_NBYTES))
-        rest = sorted(reading.left, key=lambda block: block.offset)
-    else:
-        # From a disk one thread reads.
-        rest = _all_blocks(wanted, _READ_NBYTES)
-    for block in rest:
-        reading.read(block)
-    return sorted(reading.damaged)
-
-
-def _all_blocks(wanted: Sequence[Destination], nbytes: int) -> Iterator[_Block]:
-    """Yield blocks of about so many bytes in the order of what is wanted; at least a piece each."""
-    for place in wanted:
-        yield from _blocks(place, 0, place.segments.pieces, nbytes)
+            _read_exactly(fd, block.segments, block.offset)
+            damaged += _damaged(block)
+    return sorted(damaged)
 
 
 def _blocks(place: Destination, first: int, last: int, nbytes: int) -> Iterator[_Block]:
@@ -192,52 +168,16 @@ def _blocks(place: Destination, first: int, last: int, nbytes: int) -> Iterator[
     while first < last:
         end = min(last, first + step)
         memory = segments.views(first, end)
-        yield _Block(
-            part, start + first, memory, segments.views_each, part.start + (start + first) * size, (end - first) * size
-        )
+        yield _Block(part, start + first, memory, segments.views_each, part.start + (start + first) * size)
         first = end
 
 
-class _Reading:
-    """Blocks on their way from a file, each read by one thread.
-
-    Parameters
-    ----------
-    fd : int
-        The file.
-
-    Attributes
-    ----------
-    left : list of _Block
-        What could not be read from the system's cache, in any order.
-    damaged : list of (str, int)
-        Pieces whose checksums do not match, in any order.
-    """
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self.left: list[_Block] = []
-        self.damaged: list[tuple[str, int]] = []
-
-    def read_cached(self, block: _Block) -> None:
-        """Read a block from the system's cache, unless that had not all of one that was asked for before."""
-        # Asking for more than it has would have the system read ahead all of it, and wait.
-        if self.left or not _read_cached(self._fd, block.segments, block.offset, block.nbytes):
-            self.left.append(block)
-        else:
-            self._verify(block)
-
-    def read(self, block: _Block) -> None:
-        """Read a block, wherever it comes from, and verify it."""
-        _read_exactly(self._fd, block.segments, block.offset)
-        self._verify(block)
-
-    def _verify(self, block: _Block) -> None:
-        part, start, segments, each = block[:4]
-        for number in range(len(segments) // each):
-            digest = _digest(segments[number * each : (number + 1) * each])
-            if digest != part.digests[start + number]:
-                self.damaged.append((part.name, start + number))
+def _damaged(block: _Block) -> Iterator[tuple[str, int]]:
+    """Yield those of a block's pieces whose checksums do not match."""
+    part, start, segments, each = block[:4]
+    for number in range(len(segments) // each):
+        if _digest(segments[number * each : (number + 1) * each]) != part.digests[start + number]:
+            yield part.name, start + number
 
 
 def _digest(piece: Sequence[memoryview]) -> str:
@@ -261,11 +201,6 @@ def _read_cached(fd: int, segments: Sequence[memoryview], offset: int, nbytes: i
         # Whatever it is, an ordinary read meets it again and says so.
         return False
     return nbytes == 0
-
-
-def _ends_cached(fd: int, place: Destination) -> bool:
-    """Whether the system has the end of what is wanted in its cache: most likely it has all of it then."""
-    return _read_cached(fd, [memoryview(bytearray(1))], place.offset + place.nbytes - 1, 1)
 
 
 def _read_exactly(fd: int, segments: Sequence[memoryview], offset: int) -> None:

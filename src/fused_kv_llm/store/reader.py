@@ -68,13 +68,38 @@ class ChunkReader:
         try:
             before = self._known.get(key)
             known = self._identify(fd, key)
-            keep, is_begun = known.header.nbytes <= self._memory.budget_nbytes, known is not before
-            loader = ChunkLoader(fd, known, self._pool, self._promote, self._unregister, keep=keep, is_begun=is_begun)
+            return self._loader(fd, known, is_begun=known is not before)
         except BaseException:
             os.close(fd)
             raise
+
+    def acquire_known(self, key: str) -> ChunkLoader | None:
+        """Return the chunk from its file if that is as it was when this process read it before; as ``acquire``.
+
+        Whoever deletes or evicts a chunk takes its file away before its row, so that such a file has a row still.
+        """
+        known = self._known.get(key)
+        if known is None or key in self._memory or key in self._loaders:
+            return None
+        try:
+            fd = self._folder.open_chunk(key)
+        except OSError:
+            # Whatever it is, ``acquire`` meets it again.
+            return None
+        try:
+            if file_version(os.fstat(fd)) == known.version:
+                return self._loader(fd, known, is_begun=False)
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+        return None
+
+    def _loader(self, fd: int, known: KnownFile, *, is_begun: bool) -> ChunkLoader:
+        keep = known.header.nbytes <= self._memory.budget_nbytes
+        loader = ChunkLoader(fd, known, self._pool, self._promote, self._unregister, keep=keep, is_begun=is_begun)
         with self._lock:
-            self._loaders[key] = loader
+            self._loaders[known.header.key] = loader
         return loader
 
     def forget(self, key: str) -> None:

@@ -201,13 +201,16 @@ class KVStore(StoreUpkeep):
         return stored
 
     def _open(self, key: str, token_ids: tuple[int, ...]) -> StoredKV | None:
-        place = self._index.ledger.place(key)
-        if place is None:
-            # Another process may have deleted it, and this one's memory must not serve it any more.
-            self._reader.forget(key)
-            return None
-        fetched = not place.on_disk and key not in self._memory and key in self.fetch([key])
-        source = self._acquire(key)
+        source: ResidentChunk | ChunkLoader | None = self._reader.acquire_known(key)
+        fetched = False
+        if source is None:
+            place = self._index.ledger.place(key)
+            if place is None:
+                # Another process may have deleted it, and this one's memory must not serve it any more.
+                self._reader.forget(key)
+                return None
+            fetched = not place.on_disk and key not in self._memory and key in self.fetch([key])
+            source = self._acquire(key)
         if source is None:
             return None
         if source.header.token_ids != token_ids:

@@ -1,6 +1,8 @@
 // Pieces of a file's tensors from the system's cache to where they belong, each hashed while the processor still has it.
+#include <atomic>
 #include <cstdlib>
 
+#include "helper.h"
 #include "xxh3.h"
 
 namespace {
@@ -54,51 +56,85 @@ struct Destination {
     }
 };
 
+// All pieces, cut into blocks that several threads take one after the other.
+class Reading {
+  public:
+    Reading(int fd, int64_t together, int64_t count, const Destination *places, uint8_t *states)
+        : fd_(fd), together_(together), count_(count), places_(places), states_(states) {
+        for (int64_t i = 0; i < count; ++i) {
+            const int64_t most = places[i].at_once(together);
+            blocks_ += (places[i].pieces + most - 1) / most;
+            if (waste_nbytes_ < most * places[i].unwanted()) waste_nbytes_ = most * places[i].unwanted();
+        }
+    }
+
+    // Takes blocks until there are none, or one is not in the system's cache.
+    void operator()() {
+        char *const waste = waste_nbytes_ ? static_cast<char *>(std::malloc(waste_nbytes_)) : nullptr;
+        if (waste_nbytes_ && waste == nullptr) return;
+        for (int64_t block; (block = next_.fetch_add(1, std::memory_order_relaxed)) < blocks_;) {
+            // Asking for more than the system has would have it read ahead, and wait.
+            if (!read(block, waste)) next_.store(blocks_, std::memory_order_relaxed);
+        }
+        std::free(waste);
+    }
+
+  private:
+    bool read(int64_t block, char *waste) {
+        const Destination *place = places_;
+        uint8_t *states = states_;
+        int64_t most = place->at_once(together_);
+        for (int64_t own; block >= (own = (place->pieces + most - 1) / most); most = place->at_once(together_)) {
+            block -= own;
+            states += place++->pieces;
+        }
+        const int64_t first = block * most, rest = place->pieces - first;
+        return place->read(fd_, first, rest < most ? rest : most, waste, states);
+    }
+
+    int fd_;
+    int64_t together_, count_, blocks_ = 0, waste_nbytes_ = 0;
+    const Destination *places_;
+    uint8_t *states_;
+    std::atomic<int64_t> next_{0};
+};
+
+// Whether the system has this byte of a file in its cache.
+bool is_cached(int fd, int64_t offset) {
+    char byte;
+    iovec place = {&byte, 1};
+    return preadv2(fd, &place, 1, offset, RWF_NOWAIT) == 1;
+}
+
+Helper &helper() {
+    // Never destroyed: its thread may wait until the process is gone.
+    static Helper *const one = [] {
+        pthread_atfork(nullptr, nullptr, [] { helper().forget(); });
+        return new Helper;
+    }();
+    return *one;
+}
+
 }  // namespace
 
 extern "C" {
 
-// Reads blocks of about so many bytes until all are taken, or one is not in the system's cache. Several threads may
-// call this with the same arguments: `next` is the first block that nobody has taken. No piece has more segments than
-// the system takes. Returns 0, or 1 if this thread has left or found something that `states` tells: one number a piece.
-int fkv_read_pieces(int fd, int64_t *next, int64_t together, int64_t count, const void *destinations,
-                    uint8_t *states) {
+// Reads blocks of about so many bytes, with a second thread if it is `shared`, until all are read or one is not in the
+// system's cache. No piece has more segments than the system takes. Returns 0, or 1 if `states`, one number a piece,
+// tells of something that is left or damaged.
+int fkv_read_pieces(int fd, int64_t together, int64_t count, const void *destinations, uint8_t *states, int shared) {
     const auto *places = static_cast<const Destination *>(destinations);
-    int64_t blocks = 0, waste_nbytes = 0;
-    for (int64_t i = 0; i < count; ++i) {
-        const int64_t most = places[i].at_once(together);
-        blocks += (places[i].pieces + most - 1) / most;
-        if (waste_nbytes < most * places[i].unwanted()) waste_nbytes = most * places[i].unwanted();
-    }
-    char *const waste = waste_nbytes ? static_cast<char *>(std::malloc(waste_nbytes)) : nullptr;
-    if (waste_nbytes && waste == nullptr) return 1;
-    bool whole = true;
-    for (;;) {
-        int64_t block = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED), piece = 0, i = 0;
-        if (block >= blocks) break;
-        int64_t most = places[i].at_once(together);
-        for (int64_t own; block >= (own = (places[i].pieces + most - 1) / most); most = places[i].at_once(together)) {
-            block -= own;
-            piece += places[i++].pieces;
-        }
-        const int64_t first = block * most, rest = places[i].pieces - first;
-        if (!places[i].read(fd, first, rest < most ? rest : most, waste, states + piece)) {
-            // Asking for more would have the system read ahead, and wait.
-            __atomic_store_n(next, blocks, __ATOMIC_RELAXED);
-            whole = false;
-            break;
-        }
-        for (int64_t j = 0; j < (rest < most ? rest : most); ++j) whole &= states[piece + first + j] == kRead;
-    }
-    std::free(waste);
-    return whole ? 0 : 1;
-}
-
-// Whether the system has this byte of a file in its cache.
-int fkv_is_cached(int fd, int64_t offset) {
-    char byte;
-    iovec place = {&byte, 1};
-    return preadv2(fd, &place, 1, offset, RWF_NOWAIT) == 1;
+    const Destination &last = places[count - 1];
+    // Most likely the system has nothing of it then, and asking would have it read ahead, and wait.
+    if (!is_cached(fd, last.offset + last.pieces * last.piece_nbytes() - 1)) return 1;
+    Reading reading(fd, together, count, places, states);
+    if (shared) helper().run(reading);
+    else reading();
+    int64_t pieces = 0;
+    for (int64_t i = 0; i < count; ++i) pieces += places[i].pieces;
+    for (int64_t i = 0; i < pieces; ++i)
+        if (states[i] != kRead) return 1;
+    return 0;
 }
 
 // The 64 bits of XXH3 of segments, for whoever wants to compare: addresses and lengths in turns.
