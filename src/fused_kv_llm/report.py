@@ -113,9 +113,10 @@ class IngestReport:
     chunks_skipped : int
         Texts that are empty or too short to be found in a prompt.
     chunks_refreshed : int
-        Stored chunks prefilled again because their neighbours have changed.
+        Texts that were stored and were prefilled again because their neighbours have changed.
     chunks_stale : int
-        Stored chunks whose neighbours have changed since they were prefilled. They stay usable.
+        Texts that were stored and whose neighbours have changed since; they stay usable. Chunks in the store that are
+        not among the texts do not count.
     chunks_deleted : int
         Stored chunks that lost their KV because they are not in the corpus any more.
     tokens : int

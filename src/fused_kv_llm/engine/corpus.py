@@ -35,8 +35,9 @@ class EngineCorpus(EngineParts):
             A caller's own graph, text to similar or linked texts, nearest first; None asks the embedder. Only
             used with ``preprocessing="similar"``.
         refresh : bool
-            Whether chunks stored earlier whose neighbours have changed are prefilled again; they are counted
-            in ``chunks_stale`` otherwise and stay usable.
+            Whether those of these texts that were stored earlier, and whose neighbours have changed since, are
+            prefilled again; they are counted in ``chunks_stale`` otherwise and stay usable. Chunks that are not
+            among the texts are left alone: they may be another corpus'.
         progress : bool
             Whether to show a progress bar.
 
