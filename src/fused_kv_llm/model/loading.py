@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from fused_kv_llm.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
+from fused_kv_llm.errors import ConfigError, UnsupportedModelError
 from fused_kv_llm.model.attention import attach_attention
 from fused_kv_llm.model.cpu_layers import attach_cpu_layers
-from fused_kv_llm.model.embedded import EMBEDDED_MODELS, embedded_model_folder
 from fused_kv_llm.model.fingerprint import fingerprint_files, fingerprint_tokenizer
-from fused_kv_llm.model.geometry import Geometry, check_model_type, read_geometry
+from fused_kv_llm.model.geometry import Geometry, read_geometry
 from fused_kv_llm.model.last_row import attach_last_row
+from fused_kv_llm.model.pretrained import cached_folder, locate, read_model, read_tokenizer
 
 __all__ = ["LoadedModel", "choose_device", "choose_dtype", "has_native_bfloat16", "load_model"]
 
@@ -146,9 +146,9 @@ def load_model(
     if isinstance(model, (str, Path)):
         chosen_device = choose_device(device)
         chosen_dtype, choice = choose_dtype(dtype, chosen_device)
-        folder, source = _locate(str(model))
-        network = _from_pretrained(source, str(model), chosen_dtype).to(chosen_device)
-        folder = folder or _hub_snapshot(source)
+        folder, source = locate(str(model))
+        network = read_model(source, str(model), chosen_dtype).to(chosen_device)
+        folder = folder or cached_folder(source)
         model_id = str(model)
         tokenizer = source if tokenizer is None else tokenizer
     else:
@@ -159,7 +159,7 @@ def load_model(
         if tokenizer is None:
             raise ConfigError("A model given as an object needs its tokenizer: pass tokenizer=... as well.")
     if isinstance(tokenizer, (str, Path)):
-        tokenizer = _load_tokenizer(str(tokenizer), model_id)
+        tokenizer = read_tokenizer(str(tokenizer), model_id)
     if not getattr(tokenizer, "is_fast", False):
         raise UnsupportedModelError(
             f"The tokenizer {type(tokenizer).__name__} of {model_id!r} gives no character offsets: "
@@ -194,56 +194,3 @@ def _check_in_memory(network: Any, model_id: str) -> None:
         raise ConfigError(
             f"The model {model_id!r} has weights on the meta device, or offloaded: load it whole, on one device."
         )
-
-
-def _locate(model: str) -> tuple[Path | None, str]:
-    if model in EMBEDDED_MODELS:
-        folder = embedded_model_folder(model)
-        return folder, str(folder)
-    if Path(model).is_dir():
-        return Path(model), model
-    return None, model
-
-
-def _not_found(model_id: str, error: Exception) -> ModelNotFoundError:
-    return ModelNotFoundError(
-        f"No model {model_id!r}: it is neither an alias ({', '.join(EMBEDDED_MODELS)}), nor a local folder with "
-        f"a model, nor a hub id that can be read from here ({type(error).__name__}: {str(error)[:200]})"
-    )
-
-
-def _from_pretrained(source: str, model_id: str, dtype: torch.dtype) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        config = AutoConfig.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        if isinstance(error, ValueError) and (Path(source) / "config.json").is_file():
-            raise UnsupportedModelError(f"The model {model_id!r} is not supported: {error}") from error
-        raise _not_found(model_id, error) from error
-    # Before the weights are read, which takes long for a model that is refused anyway.
-    check_model_type(config, model_id)
-    try:
-        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
-    except (OSError, ValueError) as error:
-        raise _not_found(model_id, error) from error
-
-
-def _hub_snapshot(model: str) -> Path | None:
-    """Return the folder in which the hub's files of a loaded model are kept, if they are."""
-    from transformers.utils import cached_file
-
-    try:
-        config = cached_file(model, "config.json", local_files_only=True)
-    except OSError:
-        return None
-    return Path(config).parent if config is not None else None
-
-
-def _load_tokenizer(source: str, model_id: str) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise _not_found(model_id, error) from error

@@ -1,0 +1,161 @@
+"""Where a model's files come from: the embedded ones, a local folder, or the hub and its cache.
+
+An id that is not in the cache is asked for once before transformers looks for it. Without a network its client would
+try six times, with growing pauses, and say so only after half a minute.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fused_kv_llm.errors import ModelNotFoundError, UnsupportedModelError
+from fused_kv_llm.model.embedded import EMBEDDED_MODELS, embedded_model_folder
+from fused_kv_llm.model.geometry import check_model_type
+
+__all__ = ["cached_folder", "locate", "read_model", "read_tokenizer"]
+
+_PAUSE_S = 0.5
+
+
+def locate(model: str) -> tuple[Path | None, str]:
+    """Return the folder of a model, None if it is the hub's, and what ``from_pretrained`` takes.
+
+    Parameters
+    ----------
+    model : str
+        Alias, local folder or hub id.
+
+    Raises
+    ------
+    ModelNotFoundError, MissingExtraError
+        If it is an alias, and the package that carries the model, or one that reads it, is not installed.
+    """
+    if model in EMBEDDED_MODELS:
+        folder = embedded_model_folder(model)
+        return folder, str(folder)
+    if Path(model).is_dir():
+        return Path(model), model
+    return None, model
+
+
+def read_model(source: str, model_id: str, dtype: torch.dtype) -> Any:
+    """Read configuration and weights.
+
+    Parameters
+    ----------
+    source : str
+        A folder or a hub id.
+    model_id : str
+        What the user calls it.
+    dtype : torch.dtype
+
+    Returns
+    -------
+    transformers.PreTrainedModel
+
+    Raises
+    ------
+    ModelNotFoundError
+        If there is no such model, or it cannot be had from here.
+    UnsupportedModelError
+        If it is of a type whose KV cannot be moved; its weights are not read then.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    _check_within_reach(source, model_id, "config.json")
+    try:
+        config = AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        if isinstance(error, ValueError) and (Path(source) / "config.json").is_file():
+            raise UnsupportedModelError(f"The model {model_id!r} is not supported: {error}") from error
+        raise _not_found(model_id, error) from error
+    # Before the weights are read, which takes long for a model that is refused anyway.
+    check_model_type(config, model_id)
+    try:
+        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+    except (OSError, ValueError) as error:
+        raise _not_found(model_id, error) from error
+
+
+def read_tokenizer(source: str, model_id: str) -> Any:
+    """Read a tokenizer.
+
+    Parameters
+    ----------
+    source : str
+        A folder or a hub id.
+    model_id : str
+        What the user calls the model.
+
+    Raises
+    ------
+    ModelNotFoundError
+        If there is none, or it cannot be had from here.
+    """
+    from transformers import AutoTokenizer
+
+    _check_within_reach(source, source, "tokenizer_config.json")
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise _not_found(model_id, error) from error
+
+
+def cached_folder(model: str) -> Path | None:
+    """Return the folder in which the hub's files of a loaded model are kept, if they are."""
+    from transformers.utils import cached_file
+
+    try:
+        config = cached_file(model, "config.json", local_files_only=True)
+    except OSError:
+        return None
+    return Path(config).parent if config is not None else None
+
+
+def _check_within_reach(source: str, model_id: str, file_name: str) -> None:
+    """Refuse an id that is nowhere on this machine while the hub cannot be reached.
+
+    Whatever else is wrong with it, transformers says.
+    """
+    import httpx
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+
+    if Path(source).is_dir():
+        return
+    for attempt in range(2):
+        try:
+            if try_to_load_from_cache(source, file_name, cache_dir=constants.HF_HUB_CACHE) is None:
+                get_hf_file_metadata(hf_hub_url(source, file_name))
+        except httpx.ConnectError as error:
+            # A name server may miss a first question.
+            if attempt:
+                raise _out_of_reach(model_id, error) from error
+            time.sleep(_PAUSE_S)
+        except httpx.ConnectTimeout as error:
+            raise _out_of_reach(model_id, error) from error
+        except (httpx.HTTPError, OSError, ValueError):
+            return
+        else:
+            return
+
+
+def _out_of_reach(model_id: str, error: Exception) -> ModelNotFoundError:
+    from huggingface_hub import constants
+
+    return ModelNotFoundError(
+        f"No model {model_id!r} on this machine: it is neither an alias ({', '.join(EMBEDDED_MODELS)}), nor a local "
+        f"folder, nor in the hub's cache ({constants.HF_HUB_CACHE}), and {constants.ENDPOINT} cannot be reached from "
+        f"here ({error}). Check the spelling, or the network; a model that was downloaded elsewhere can be given as a "
+        "folder."
+    )
+
+
+def _not_found(model_id: str, error: Exception) -> ModelNotFoundError:
+    return ModelNotFoundError(
+        f"No model {model_id!r}: it is neither an alias ({', '.join(EMBEDDED_MODELS)}), nor a local folder with "
+        f"a model, nor a hub id that can be read from here ({type(error).__name__}: {str(error)[:200]})"
+    )
