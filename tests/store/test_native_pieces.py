@@ -18,6 +18,7 @@ import torch
 from fused_kv_kernels.native.piece_reader import native_piece_reader
 from fused_kv_llm.errors import ChunkDamagedError, FusedKVWarning, StoreUnavailableError
 from fused_kv_llm.store import KVStore, native_pieces, pieces
+from fused_kv_llm.store.digests import Digests
 from fused_kv_llm.store.threads import available_cores
 
 pytestmark = pytest.mark.skipif(native_piece_reader() is None, reason="no native reader of files here")
@@ -148,7 +149,7 @@ def test_a_checksum_that_is_none_is_never_met(diskonly, make_chunk, digest):
     chunk.put(diskonly)
     with chunk.open(diskonly) as stored:
         header = stored._source.header
-        parts = [dataclasses.replace(part, digests=(digest, *part.digests[1:])) for part in header.parts]
+        parts = [dataclasses.replace(part, digests=Digests([digest, *part.digests[1:]])) for part in header.parts]
         stored._source.header = dataclasses.replace(header, parts=tuple(parts))
         with pytest.raises(ChunkDamagedError, match="'k' of layer 0 does"):
             load(stored, chunk)

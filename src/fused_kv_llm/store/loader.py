@@ -18,7 +18,7 @@ from fused_kv_llm.store.destination import Destination
 from fused_kv_llm.store.header import ChunkHeader
 from fused_kv_llm.store.known import KnownFile
 from fused_kv_llm.store.memory import ResidentChunk
-from fused_kv_llm.store.pieces import announce, read_ahead, read_destinations, read_pieces
+from fused_kv_llm.store.pieces import announce, begin_reading, read_destinations, read_pieces
 from fused_kv_llm.store.strided import Segments, layer_segments
 from fused_kv_llm.store.tensor_file import Part, byte_view
 
@@ -170,7 +170,7 @@ class ChunkLoader:
             return False
         wanted = frozenset(range(start, stop))
         with self._changed:
-            if not (wanted.isdisjoint(self._loaded) and wanted.isdisjoint(self._loading)):
+            if (self._loaded or self._loading) and not wanted.isdisjoint(self._loaded | self._loading):
                 return False
             self._check_used(wanted)
             self._direct_reads += 1
@@ -247,11 +247,12 @@ class ChunkLoader:
         self, layers: frozenset[int], wanted: Sequence[Destination]
     ) -> tuple[Set[int], ChunkDamagedError | None]:
         """As ``_load``, to any memory; raises OSError and EOFError."""
-        fd = self._file.fileno()
+        return self._judged(layers, read_destinations(self._file.fileno(), wanted, self._begin))
+
+    def _begin(self) -> None:
         if not self._is_begun:
             self._is_begun = True
-            read_ahead(fd, self._nbytes)
-        return self._judged(layers, read_destinations(fd, wanted))
+            begin_reading(self._file.fileno(), self._nbytes)
 
     def _judged(
         self, layers: frozenset[int], damaged: Sequence[tuple[str, int]]

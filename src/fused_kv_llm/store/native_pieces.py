@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -25,6 +26,7 @@ __all__ = ["Outcome", "read_natively"]
 # What is read and hashed at once stays in a core's second cache.
 _TOGETHER_NBYTES = 1 << 19
 _LEFT, _DAMAGED = 0, 2
+_DIGEST_NBYTES = 8
 
 
 class Outcome(NamedTuple):
@@ -64,32 +66,32 @@ def read_natively(fd: int, wanted: Sequence[Destination], *, shared: bool) -> Ou
     if library is None:
         return None
     numbers: list[int] = []
-    held = []
+    count = 0
     for place in wanted:
-        digests = _digests(place)
-        if digests is None or not _is_taken(place):
+        described = _described(place)
+        if described is None:
             return None
-        held.append(digests[0])
-        numbers += _described(place, digests[1])
-    count = sum(place.segments.pieces for place in wanted)
+        numbers += described
+        count += place.segments.pieces
     states = bytearray(count)
-    described = (ctypes.c_int64 * len(numbers))(*numbers)
-    shown = (ctypes.c_uint8 * count).from_buffer(states)
-    told = library.fkv_read_pieces(fd, _TOGETHER_NBYTES, len(wanted), described, shown, shared)
+    places = struct.pack(f"={len(numbers)}q", *numbers)
+    shown = (ctypes.c_char * count).from_buffer(states)
+    told = library.fkv_read_pieces(fd, _TOGETHER_NBYTES, len(wanted), places, shown, shared)
     return _outcome(wanted, states) if told else Outcome([], [])
 
 
-def _is_taken(place: Destination) -> bool:
-    """Whether the memory has the pieces' size, and the system takes as many segments."""
-    _, _, _, each, _, _, nbytes, before, after = place.segments
+def _described(place: Destination) -> tuple[int, ...] | None:
+    """Return what native code needs to know, in its order; None if it cannot read or hash these pieces."""
+    part, segments = place.part, place.segments
+    _, address, pieces, each, piece_step, step, nbytes, before, after = segments
     size = each * (before + nbytes + after)
-    return 0 < size == place.part.piece_nbytes and place.segments.views_each <= MOST_SEGMENTS
-
-
-def _described(place: Destination, digests: int) -> tuple[int, ...]:
-    """Return what native code needs to know, in its order."""
-    _, address, pieces, each, piece_step, step, nbytes, before, after = place.segments
-    return address, piece_step, step, each, nbytes, before, after, place.offset, pieces, digests
+    if (nbytes | before | after) % STRIPE_NBYTES or not SHORTEST_NBYTES <= size == part.piece_nbytes:
+        return None
+    digests = part.digests.address
+    if digests is None or segments.views_each > MOST_SEGMENTS:
+        return None
+    first = digests + place.start * _DIGEST_NBYTES
+    return address, piece_step, step, each, nbytes, before, after, part.start + place.start * size, pieces, first
 
 
 def _outcome(wanted: Sequence[Destination], states: bytearray) -> Outcome:
@@ -102,31 +104,6 @@ def _outcome(wanted: Sequence[Destination], states: bytearray) -> Outcome:
         edges = np.flatnonzero(np.diff(np.concatenate([[False], own == _LEFT, [False]]).astype(np.int8)))
         outcome.left.extend((number, int(first), int(last)) for first, last in edges.reshape(-1, 2))
     return outcome
-
-
-def _digests(place: Destination) -> tuple[object, int] | None:
-    """Return the checksums to compare with and their address; None if native code cannot hash these pieces."""
-    segments = place.segments
-    if (segments.nbytes | segments.before | segments.after) % STRIPE_NBYTES:
-        return None
-    if place.part.piece_nbytes < SHORTEST_NBYTES:
-        return None
-    found = _numbers(place.part.digests)
-    return None if found is None else (found[0], found[1] + place.start * found[0].itemsize)
-
-
-@functools.lru_cache(maxsize=1024)
-def _numbers(digests: tuple[str, ...]) -> tuple[np.ndarray[tuple[int], np.dtype[np.uint64]], int] | None:
-    """Return checksums as numbers, and their address; None if one of them is none: nothing has it."""
-    text = "".join(digests)
-    try:
-        raw = bytes.fromhex(text)
-    except ValueError:
-        return None
-    if raw.hex() != text or set(map(len, digests)) != {16}:
-        return None
-    found = np.frombuffer(raw, ">u8").astype(np.uint64)
-    return found, found.ctypes.data
 
 
 @functools.lru_cache(maxsize=1)

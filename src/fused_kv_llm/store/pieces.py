@@ -10,7 +10,7 @@ reads it, a large part of it in two threads.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from fused_kv_llm.store.native_pieces import Outcome, read_natively
 from fused_kv_llm.store.strided import Segments
 from fused_kv_llm.store.tensor_file import Part
 
-__all__ = ["CAN_ANNOUNCE", "announce", "read_ahead", "read_destinations", "read_pieces"]
+__all__ = ["CAN_ANNOUNCE", "announce", "begin_reading", "read_destinations", "read_pieces"]
 
 _READ_NBYTES = 1 << 20
 # Below this, waking a thread takes as long as it saves.
@@ -30,8 +30,6 @@ _SHARED_NBYTES = 1 << 20
 # Below this, calling native code takes as long as it saves.
 _NATIVE_NBYTES = 256 << 10
 _MOST_SEGMENTS = 1024  # IOV_MAX of Linux
-# Reads what the system has in its cache, and nothing else; only Linux has it.
-_CACHED_ONLY: int | None = getattr(os, "RWF_NOWAIT", None)
 # Whether the system can be asked to read ahead.
 CAN_ANNOUNCE = hasattr(os, "posix_fadvise")
 
@@ -108,7 +106,9 @@ def announce(fd: int, parts: Sequence[Part], start: int, stop: int) -> None:
             os.posix_fadvise(fd, part.start + start * stored, (stop - start) * stored, os.POSIX_FADV_WILLNEED)
 
 
-def read_destinations(fd: int, wanted: Sequence[Destination]) -> list[tuple[str, int]]:
+def read_destinations(
+    fd: int, wanted: Sequence[Destination], begin: Callable[[], object] | None = None
+) -> list[tuple[str, int]]:
     """Read pieces to where they belong, from a file that is not encrypted.
 
     Parameters
@@ -117,6 +117,8 @@ def read_destinations(fd: int, wanted: Sequence[Destination]) -> list[tuple[str,
         The file.
     wanted : sequence of Destination
         The pieces.
+    begin : callable or None
+        Called before anything is read that the system has not in its cache.
 
     Returns
     -------
@@ -132,18 +134,20 @@ def read_destinations(fd: int, wanted: Sequence[Destination]) -> list[tuple[str,
     done = read_natively(fd, wanted, shared=nbytes >= _SHARED_NBYTES) if nbytes >= _NATIVE_NBYTES else None
     if done is None:
         done = Outcome([(number, 0, place.segments.pieces) for number, place in enumerate(wanted)], [])
-    return _read_rest(fd, wanted, done) if done.left else sorted(done.damaged)
+    if not done.left:
+        return sorted(done.damaged)
+    if begin is not None:
+        begin()
+    return _read_rest(fd, wanted, done)
 
 
-def read_ahead(fd: int, file_nbytes: int) -> None:
-    """Have the system begin to read a file of which it has not the end, as it does for who reads from the beginning.
+def begin_reading(fd: int, file_nbytes: int) -> None:
+    """Have the system read a file ahead, as it does for who reads from the beginning.
 
     Without it, the first read is one from somewhere inside the file, and the next ones are far from it: keys and values
     lie apart.
     """
-    if file_nbytes < _READ_NBYTES or not CAN_ANNOUNCE:
-        return
-    if not _read_cached(fd, [memoryview(bytearray(1))], file_nbytes - 1, 1):
+    if file_nbytes >= _READ_NBYTES and CAN_ANNOUNCE:
         # Whatever goes wrong here, who reads what is needed meets it again and says so.
         with suppress(OSError):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
@@ -187,20 +191,6 @@ def _digest(piece: Sequence[memoryview]) -> str:
     for segment in piece:
         digest.update(segment)
     return digest.hexdigest()
-
-
-def _read_cached(fd: int, segments: Sequence[memoryview], offset: int, nbytes: int) -> bool:
-    """Read bytes that the system has in its cache; False if it has not all of them, or cannot tell."""
-    if _CACHED_ONLY is None:
-        return False
-    try:
-        for first in range(0, len(segments), _MOST_SEGMENTS):
-            count = os.preadv(fd, segments[first : first + _MOST_SEGMENTS], offset, _CACHED_ONLY)
-            offset, nbytes = offset + count, nbytes - count
-    except OSError:
-        # Whatever it is, an ordinary read meets it again and says so.
-        return False
-    return nbytes == 0
 
 
 def _read_exactly(fd: int, segments: Sequence[memoryview], offset: int) -> None:

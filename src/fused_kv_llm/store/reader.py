@@ -96,7 +96,8 @@ class ChunkReader:
         return None
 
     def _loader(self, fd: int, known: KnownFile, *, is_begun: bool) -> ChunkLoader:
-        keep = known.header.nbytes <= self._memory.budget_nbytes
+        budget_nbytes = self._memory.budget_nbytes
+        keep = budget_nbytes > 0 and known.header.nbytes <= budget_nbytes
         loader = ChunkLoader(fd, known, self._pool, self._promote, self._unregister, keep=keep, is_begun=is_begun)
         with self._lock:
             self._loaders[known.header.key] = loader

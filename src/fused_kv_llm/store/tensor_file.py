@@ -30,6 +30,7 @@ import xxhash
 
 from fused_kv_llm.errors import ChunkDamagedError, ChunkKeyError
 from fused_kv_llm.store.cipher import TAG_NBYTES, Cipher, FileCipher
+from fused_kv_llm.store.digests import Digests
 
 __all__ = ["DTYPES", "Part", "TensorFile", "byte_view", "encode_tensors", "read_tensor_file"]
 
@@ -62,8 +63,8 @@ class Part:
     shape : tuple of int
     start : int
         Offset of its first byte in the file.
-    digests : tuple of str
-        xxh3-64 of each piece, sixteen hexadecimal digits; empty strings in an encrypted file.
+    digests : Digests
+        Of each piece.
     overhead : int
         Bytes that each piece takes in the file beyond its own.
     message : int
@@ -74,7 +75,7 @@ class Part:
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
-    digests: tuple[str, ...]
+    digests: Digests
     overhead: int = 0
     message: int = 0
 
@@ -263,7 +264,7 @@ def _parts(shown: Any, described: Any, data_start: int, *, sealed: bool) -> tupl
     offset = message = 0
     for (name, about), place in zip(described.items(), shown.values(), strict=True):
         shape = tuple(_natural(size) for size in about["shape"])
-        digests = tuple(about["xxh3_64"])
+        digests = Digests(about["xxh3_64"])
         overhead = TAG_NBYTES if sealed else 0
         part = Part(name, DTYPES[about["dtype"]], shape, data_start + offset, digests, overhead, message)
         if set(map(type, digests)) - {str}:
