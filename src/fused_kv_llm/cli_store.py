@@ -55,13 +55,19 @@ def check(
     *,
     kv_dir: KvDir = Path("./kv"),
     fix: Annotated[bool, typer.Option("--fix", help="Mend what is found.")] = False,
+    take_other_keys: Annotated[
+        bool,
+        typer.Option(
+            "--take-other-keys", help="With --fix: also move files to quarantine that this key does not open."
+        ),
+    ] = False,
 ) -> None:
     """Read every file, verify every checksum, and compare with the index; exit code 1 if something is left wrong.
 
     With --fix, an index that is damaged is made anew from the files alone; an encrypted store needs its key for that.
     """
     try:
-        report = _check(kv_dir, fix=fix)
+        report = _check(kv_dir, fix=fix, take_other_keys=take_other_keys)
     except IndexDamagedError:
         if not fix:
             raise
@@ -70,17 +76,11 @@ def check(
 
         check_folder_key(kv_dir)
         err.print(f"[yellow]Note:[/] the index was moved to {rebuild_index(kv_dir)} and is made anew", soft_wrap=True)
-        report = _check(kv_dir, fix=True)
+        report = _check(kv_dir, fix=True, take_other_keys=take_other_keys)
     if report.findings:
         out.print(_findings(report))
-    state = "mended" if fix else "to be mended: run it again with --fix"
-    out.print(
-        f"{report.chunks:,} chunks are sound ({_size(report.nbytes)})"
-        + (f", {len(report.findings):,} findings {state}" if report.findings else ""),
-        highlight=False,
-        soft_wrap=True,
-    )
-    if report.findings and not fix:
+    out.print(", ".join(_summary(report)), highlight=False, soft_wrap=True)
+    if report.left:
         raise typer.Exit(_UNSOUND)
 
 
@@ -152,13 +152,13 @@ def _open(kv_dir: Path, *, read_only: bool = False, policy: str = "pgdsf", remot
     return KVStore(kv_dir, read_only=read_only, policy=policy, remote=remote)
 
 
-def _check(kv_dir: Path, *, fix: bool) -> CheckReport:
+def _check(kv_dir: Path, *, fix: bool, take_other_keys: bool) -> CheckReport:
     from fused_kv_llm.store import KVStore
 
     # Files without an index are enough to make one of.
     files = fix and (kv_dir.expanduser() / "chunks").is_dir()
     with KVStore(kv_dir) if files else _open(kv_dir, read_only=not fix) as store, _bar("Checking files") as progress:
-        return store.check(fix=fix, progress=progress)
+        return store.check(fix=fix, take_other_keys=take_other_keys, progress=progress)
 
 
 def _identity(store: KVStore, beginning: str) -> str:
@@ -244,6 +244,16 @@ def _findings(report: CheckReport) -> Table:
         if len(report.findings) > _LISTED:
             table.add_row(kind, f"{number:,} files in all", "", "")
     return table
+
+
+def _summary(report: CheckReport) -> Iterator[str]:
+    yield f"{report.chunks:,} chunks are sound ({_size(report.nbytes)})"
+    if report.left < len(report.findings):
+        yield f"{len(report.findings) - report.left:,} findings mended"
+    if report.left and report.fixed:
+        yield f"{report.left:,} left as they are"
+    elif report.left:
+        yield f"{report.left:,} findings to be mended: run it again with --fix"
 
 
 def _show_import(report: ImportReport) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import sqlite3
@@ -10,8 +11,7 @@ import pytest
 import torch
 
 from fused_kv_llm.errors import FusedKVWarning, StoreUnavailableError
-from fused_kv_llm.store import KVStore, file_format, rebuild_index
-from fused_kv_llm.store.check import Finding
+from fused_kv_llm.store import Finding, KVStore, file_format, rebuild_index
 
 pytestmark = pytest.mark.filterwarnings("error::fused_kv_llm.errors.FusedKVWarning")
 
@@ -132,6 +132,73 @@ def test_side_files(store, kv_dir, chunks):
     assert store.check(fix=True).by_kind == {"damaged": 3, "missing": 1}
     assert store.check().findings == []
     assert [store.sides.read(c.key, "anchors-0.1") is not None for c in chunks[:4]] == [False, False, False, True]
+    assert_readable(store, chunks)
+
+
+@pytest.mark.parametrize("gone", ["vanished", "damaged", "without a row", "on the remote tier"])
+def test_side_files_without_their_chunk_are_mended_in_one_run(kv_dir, tmp_path, make_chunk, gone):
+    chunk, other = make_chunk(1), make_chunk(2)
+    remote = f"file://{tmp_path / 'remote'}"
+    with KVStore(kv_dir, remote=remote if gone == "on the remote tier" else None) as store:
+        for one in (chunk, other):
+            one.put(store)
+            for name in ("anchors-0.1", "shift"):
+                store.sides.put(one.key, name, {"positions": torch.arange(3)})
+        if gone == "on the remote tier":
+            store.evict(0)
+            store.fetch([chunk.key, other.key])
+        if gone == "damaged":
+            flip(chunk.path(kv_dir))
+        else:
+            chunk.path(kv_dir).unlink()
+        if gone == "without a row":
+            sql(kv_dir, "DELETE FROM chunks WHERE key = ?", chunk.key)
+            sql(kv_dir, "DELETE FROM places WHERE key = ?", chunk.key)
+        before = store.check()
+        assert before.by_kind["orphaned"] == 2
+        assert store.check(fix=True).findings == before.findings
+        assert store.check().findings == []
+        assert {path.name[:64] for path in (kv_dir / "chunks").rglob("*.safetensors")} == {other.key}
+        total = sum(path.stat().st_size for path in (kv_dir / "chunks").rglob("*.safetensors"))
+        assert store.stats().tiers["disk"] == (1, total)
+        if gone == "on the remote tier":
+            # What the remote tier still has is not lost.
+            assert_readable(store, [chunk])
+            assert store.sides.read(chunk.key, "shift") is not None
+            assert store.check().findings == []
+
+
+def test_a_row_written_again_keeps_its_side_files(store, kv_dir, chunks):
+    store.sides.put(chunks[0].key, "anchors-0.1", {"positions": torch.arange(3)})
+    sql(kv_dir, "UPDATE chunks SET text = ? WHERE key = ?", b"another text", chunks[0].key)
+    before, stats = store.check(), store.stats()
+    assert before.by_kind == {"wrong row": 1}
+    assert store.check(fix=True).findings == before.findings
+    assert store.check().findings == []
+    assert store.stats().tiers == stats.tiers
+
+
+@pytest.mark.parametrize("name", [None, "anchors-0.1"])
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EACCES])
+def test_what_cannot_be_opened_now_is_left_where_it_is(store, kv_dir, chunks, monkeypatch, name, code):
+    """Too many open files, or another user's: neither says anything about the file."""
+    key = chunks[0].key
+    store.sides.put(key, "anchors-0.1", {"positions": torch.arange(3)})
+    before = sorted(kv_dir.rglob("*.safetensors"))
+    open_chunk = store._folder.open_chunk
+
+    def refuse(asked, side=None):
+        if (asked, side) == (key, name):
+            raise OSError(code, os.strerror(code))
+        return open_chunk(asked, side)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store._folder, "open_chunk", refuse)
+        report = store.check(fix=True)
+    assert report.by_kind == {"unreadable": 1}
+    assert (report.findings[0].left, report.left) == (True, 1)
+    assert sorted(kv_dir.rglob("*.safetensors")) == before
+    assert store.check().findings == []
     assert_readable(store, chunks)
 
 

@@ -144,12 +144,13 @@ def test_a_wrong_key_neither_mends_nor_makes_an_index(kv_dir, make_chunk, tmp_pa
         assert chunk.open(store) is not None
 
 
-def test_one_altered_header_does_not_stop_the_mending(kv_dir, filled):
+def test_one_file_of_another_key_does_not_stop_the_mending(kv_dir, filled):
     rebuild_index(kv_dir)
     path = filled[1].path(kv_dir)
     with KVStore(kv_dir.with_name("other"), encryption_key=OTHER) as store:
         filled[1].put(store)
     path.write_bytes(filled[1].path(kv_dir.with_name("other")).read_bytes())
     with KVStore(kv_dir, encryption_key=KEY) as store:
-        assert store.check(fix=True).by_kind == {"orphaned": 3, "damaged": 1, "wrong row": 1}
+        assert store.check(fix=True).by_kind == {"orphaned": 3, "other key": 1, "wrong row": 1}
+        assert store.check(fix=True, take_other_keys=True).by_kind == {"other key": 1}
         assert store.check().findings == []

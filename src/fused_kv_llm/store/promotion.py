@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from fused_kv_llm.errors import ChunkDamagedError, StoreError
+from fused_kv_llm.errors import ChunkDamagedError, ChunkKeyError, StoreError
 from fused_kv_llm.store.cipher import Cipher
 from fused_kv_llm.store.damage import warn
 from fused_kv_llm.store.header import ChunkHeader, read_header
@@ -151,7 +151,9 @@ class Promoter:
                 verify_chunk(fd, key, self._cipher)
             except ChunkDamagedError as error:
                 self._drop(key, error.reason)
-                self.remote.delete([remote_name(key)])
+                # What another key opens is somebody else's, and whole.
+                if not isinstance(error, ChunkKeyError):
+                    self.remote.delete([remote_name(key)])
                 return False
         return True
 

@@ -65,19 +65,26 @@ class Staging:
             yield name
         finally:
             # What cannot be deleted now is swept away later.
-            with suppress(OSError, StoreUnavailableError):
+            with suppress(StoreUnavailableError):
                 self.delete(name)
 
-    def delete(self, name: str) -> None:
-        """Delete a temporary file; one that is gone does not matter.
+    def delete(self, name: str) -> bool:
+        """Delete a temporary file; returns whether there was one.
 
         Raises
         ------
-        OSError
+        StoreUnavailableError
             It cannot be deleted.
         """
-        with suppress(FileNotFoundError), beneath(self._root, STAGING) as folder:
-            os.unlink(name, dir_fd=folder)
+        try:
+            with beneath(self._root, STAGING) as folder:
+                os.unlink(name, dir_fd=folder)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            path = self._root / STAGING / name
+            raise StoreUnavailableError(f"{path} cannot be deleted: {error}. Check its permissions.") from error
+        return True
 
     def abandoned(self) -> list[str]:
         """Return the names of what writers that died left behind."""
@@ -93,11 +100,12 @@ class Staging:
 
     def sweep(self) -> int:
         """Delete what writers that died left behind; returns how many files."""
-        abandoned = self.abandoned()
-        for name in abandoned:
-            with suppress(PermissionError):
-                self.delete(name)
-        return len(abandoned)
+        swept = 0
+        for name in self.abandoned():
+            # Another user's stay where they are.
+            with suppress(StoreUnavailableError):
+                swept += self.delete(name)
+        return swept
 
     def _is_abandoned(self, entry: os.DirEntry[str]) -> bool:
         # No writer makes anything but files; a link is deleted without what it leads to.

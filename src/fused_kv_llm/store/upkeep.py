@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from fused_kv_llm.config import parse_bytes
-from fused_kv_llm.errors import StoreFullError
-from fused_kv_llm.store.check import CheckReport, Progress, check_store
+from fused_kv_llm.errors import ConfigError, StoreFullError
+from fused_kv_llm.store.check import check_store
+from fused_kv_llm.store.check_report import CheckReport, Progress
 from fused_kv_llm.store.disk import free_bytes
 from fused_kv_llm.store.names import check_key
 from fused_kv_llm.store.parts import StoreParts
@@ -50,14 +51,19 @@ class StoreUpkeep(StoreParts):
         self._check_writable()
         return self._budget.shrink_to(parse_bytes(disk_bytes, "disk_bytes"))
 
-    def check(self, *, fix: bool = False, progress: Progress | None = None) -> CheckReport:
+    def check(
+        self, *, fix: bool = False, take_other_keys: bool = False, progress: Progress | None = None
+    ) -> CheckReport:
         """Read every file and compare it with its row.
 
         Parameters
         ----------
         fix : bool
             Mend what was found: give whole files without a row their row, correct rows, drop rows without a
-            file, move what cannot be used to quarantine.
+            file, move what is damaged to quarantine.
+        take_other_keys : bool
+            Also move files to quarantine that were not written with this store's encryption key, or without one. They
+            are whole, so mending leaves them where they are; a chunk that is stored again takes their place.
         progress : callable or None
             Called with the number of files done and their number.
 
@@ -67,14 +73,20 @@ class StoreUpkeep(StoreParts):
 
         Raises
         ------
+        ConfigError
+            `take_other_keys` without `fix`.
         StoreUnavailableError
             To mend: the store is read-only, or none of its files was written with its key. Nothing was changed.
         """
+        if take_other_keys and not fix:
+            raise ConfigError("take_other_keys moves files: give fix=True (--fix) too.")
         if fix:
             self._check_writable()
         else:
             self._check_open()
-        return check_store(self._folder, self._index, self._cipher, fix=fix, progress=progress)
+        return check_store(
+            self._folder, self._index, self._cipher, fix=fix, take_other_keys=take_other_keys, progress=progress
+        )
 
     def collect_garbage(self) -> tuple[int, int]:
         """Delete quarantined files and what dead writers left, compact the index; returns files and bytes freed."""

@@ -1,0 +1,68 @@
+"""What an audit of a store says."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+__all__ = ["CheckReport", "Finding", "Progress"]
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that is not as it should be.
+
+    Parameters
+    ----------
+    kind : str
+        missing, orphaned, damaged, other key, unreadable, foreign, wrong row, temporary.
+    path : str
+        The file.
+    detail : str
+        What exactly.
+    action : str
+        What was done about it, or would be.
+    left : bool
+        Whether mending leaves the file where it is, because only its owner can tell what to do about it.
+    """
+
+    kind: str
+    path: str
+    detail: str
+    action: str
+    left: bool = False
+
+
+@dataclass(slots=True)
+class CheckReport:
+    """The result of an audit.
+
+    Parameters
+    ----------
+    chunks : int
+        Chunks whose file is whole and agrees with its row, after mending.
+    nbytes : int
+        Bytes of their files.
+    findings : list of Finding
+        What was wrong.
+    fixed : bool
+        Whether it was mended.
+    """
+
+    chunks: int = 0
+    nbytes: int = 0
+    findings: list[Finding] = field(default_factory=list)
+    fixed: bool = False
+
+    @property
+    def by_kind(self) -> dict[str, int]:
+        """Number of findings of each kind."""
+        return dict(Counter(finding.kind for finding in self.findings))
+
+    @property
+    def left(self) -> int:
+        """Number of findings that are as they were: all of them, unless the store was mended."""
+        return sum(finding.left or not self.fixed for finding in self.findings)
