@@ -154,7 +154,7 @@ class Loads:
             stored.copy_layers(0, self.layers, *self.places[1])
 
 
-def load(folder: Path, shape: Shape, count: int = 12, rounds: int = 7) -> dict[str, Any]:
+def load(folder: Path, shape: Shape, count: int = 12, rounds: int = 15) -> dict[str, Any]:
     """Measure loads, cached and not; the ways take turns, each reads every file in its turn."""
     loads = Loads(folder, count, shape)
     ways = [loads.readinto, loads.into_cache, loads.first_into_cache, loads.into_cache_by_groups,

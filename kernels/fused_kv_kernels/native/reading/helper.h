@@ -33,9 +33,8 @@ class Helper {
     }
 
   private:
-    // Both about as long as waking a thread takes, or a few times that.
+    // A few times as long as waking a thread takes.
     static constexpr int64_t kAwakeNs = 300000;
-    static constexpr int kSpins = 2000;
 
     bool offer(void (*call)(void *), void *of) {
         pthread_mutex_lock(&mutex_);
@@ -51,7 +50,7 @@ class Helper {
     }
 
     void leave() {
-        for (int i = 0; i < kSpins && inside_.load(std::memory_order_acquire); ++i) relax();
+        stay_awake([this] { return !inside_.load(std::memory_order_acquire); });
         pthread_mutex_lock(&mutex_);
         call_ = nullptr;
         while (inside_.load(std::memory_order_relaxed)) pthread_cond_wait(&left_, &mutex_);
@@ -87,12 +86,22 @@ class Helper {
         return started_;
     }
 
-    // A request reads one chunk after the other, and waking takes as long as reading a fifth of one.
-    void stay_awake() {
-        pthread_mutex_unlock(&mutex_);
-        const int64_t end = now_ns() + kAwakeNs;
-        while (call_.load(std::memory_order_relaxed) == nullptr && now_ns() < end) sched_yield();
-        pthread_mutex_lock(&mutex_);
+    // Waits without sleeping, for a while; whoever needs the core gets it.
+    template <class Until> static void stay_awake(Until until) {
+        for (const int64_t end = now_ns() + kAwakeNs; now_ns() < end; sched_yield())
+            for (int i = 0; i < 100; ++i) {
+                if (until()) return;
+                relax();
+            }
+    }
+
+    // Leaves the core's other thread its resources.
+    static void relax() {
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#elif defined(__aarch64__)
+        __asm__ volatile("isb");
+#endif
     }
 
     static int64_t now_ns() {
@@ -105,7 +114,12 @@ class Helper {
         Helper &own = *static_cast<Helper *>(self);
         pthread_mutex_lock(&own.mutex_);
         for (;;) {
-            if (own.call_ == nullptr) own.stay_awake();
+            if (own.call_ == nullptr) {
+                // A request reads one chunk after the other, and waking takes as long as reading a fifth of one.
+                pthread_mutex_unlock(&own.mutex_);
+                stay_awake([&own] { return own.call_.load(std::memory_order_relaxed) != nullptr; });
+                pthread_mutex_lock(&own.mutex_);
+            }
             while (own.call_ == nullptr) pthread_cond_wait(&own.offered_, &own.mutex_);
             void (*const call)(void *) = own.call_;
             void *const of = own.of_;
@@ -117,12 +131,6 @@ class Helper {
             own.inside_.store(false, std::memory_order_release);
             pthread_cond_signal(&own.left_);
         }
-    }
-
-    static void relax() {
-#if defined(__x86_64__)
-        __builtin_ia32_pause();
-#endif
     }
 
     pthread_mutex_t mutex_ = PTHREAD_MUTEX_INITIALIZER;
