@@ -71,6 +71,12 @@ def median_ms(seconds: list[float]) -> float:
     return statistics.median(seconds) * 1e3
 
 
+def paired_share(plain: list[float], ways: list[float], count: int) -> float:
+    """Return how many times as fast the one is as the other: the median over rounds of so many calls of each."""
+    rounds = range(0, len(plain), count)
+    return statistics.median(median_ms(plain[i : i + count]) / median_ms(ways[i : i + count]) for i in rounds)
+
+
 def timed(call: Callable[[], object]) -> float:
     """Return the seconds a call takes."""
     started = time.perf_counter()
@@ -179,7 +185,7 @@ def load(folder: Path, shape: Shape, count: int = 12, rounds: int = 15) -> dict[
                         drop_page_cache(loads.paths[number].parent)
                     seconds.setdefault(way.__name__, []).append(timed(lambda w=way, n=number: w(n)))
         medians = {name: median_ms(values) for name, values in seconds.items()}
-        share = {name: medians["readinto"] / value for name, value in medians.items()}
+        share = {name: paired_share(seconds["readinto"], values, count) for name, values in seconds.items()}
         found[state] = {"median_ms": medians, "share_of_readinto": share}
     found["warm_several"] = several(loads, count)
     loads.close()
