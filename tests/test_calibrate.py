@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 from corpus import PASSAGES, SHORT, rag_prompt
 from models import smollm2_tokenizer, tiny_model
+from typer.testing import CliRunner
 
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.calibrate import calibrate, questions_from_chunks
 from fused_kv_llm.calibration import calibration_path
+from fused_kv_llm.cli import app
 from fused_kv_llm.errors import ConfigError, CorpusError
 
 QUESTIONS = ["How many passengers can the Aldebaran carry?", "When does the ferry sail?", "Who is the captain?"]
@@ -89,3 +91,52 @@ def test_bad_targets_and_empty_stores_are_refused(engine: FusedKVEngine, tmp_pat
         calibrate(engine, QUESTIONS, target_agreement=1.5)
     with make_engine(tmp_path / "empty") as empty, pytest.raises(CorpusError, match="holds no chunk of this model"):
         calibrate(empty, QUESTIONS)
+
+
+UNUSABLE = [
+    ({"questions": []}, CorpusError, "No questions were given"),
+    ({"questions": ["When?", " \n"]}, CorpusError, r"Question 2 of 2 is ' \\n': give texts, none empty"),
+    ({"questions": [None]}, CorpusError, "Question 1 of 1 is None"),
+    ({"questions": "When?"}, CorpusError, "is one string: give a list"),
+    ({"selectors": ["sink_attention", "qcfus"]}, ConfigError, "selector='qcfus' is unknown: use one of"),
+    ({"selectors": "qcfuse"}, ConfigError, "is not a list of names"),
+    ({"selectors": []}, ConfigError, "is not a list of names"),
+    ({"selectors": [object()]}, ConfigError, "give names of selectors"),
+    ({"ratios": []}, ConfigError, "ratios is empty"),
+    ({"ratios": [0.0, 1.5]}, ConfigError, r"recompute_ratio=1\.5"),
+    ({"target_agreement": "most"}, ConfigError, "target_agreement='most'"),
+    ({"num_questions": 0}, ConfigError, "num_questions=0"),
+    ({"num_chunks": 0}, ConfigError, "num_chunks=0"),
+    ({"answer_tokens": 1.5}, ConfigError, r"answer_tokens=1\.5"),
+]
+
+
+@pytest.mark.parametrize(("option", "error", "says"), UNUSABLE, ids=[str(option) for option, _, _ in UNUSABLE])
+def test_what_cannot_be_used_is_refused_before_anything_runs(
+    engine: FusedKVEngine, monkeypatch: pytest.MonkeyPatch, option: dict[str, object], error: type, says: str
+) -> None:
+    monkeypatch.setattr(engine, "prefill", lambda *args, **options: pytest.fail("the model ran"))
+    monkeypatch.setattr(engine, "generate", lambda *args, **options: pytest.fail("the model ran"))
+    monkeypatch.setattr("fused_kv_llm.calibrate.SentenceEmbedder", lambda: pytest.fail("an embedder was made"))
+    with pytest.raises(error, match=says):
+        calibrate(engine, **{"questions": QUESTIONS, **option})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("lines", "options", "says"),
+    [
+        ('{"question": "When?"}\n{"question": ""}\n', [], "Question 2 of 2 is ''"),
+        ('{"question": null}\n', [], "Question 1 of 1 is None"),
+        ("When?\n", ["--selector", "qcfus"], "selector='qcfus' is unknown"),
+        ("When?\n", ["--target-agreement", "2"], "target_agreement=2.0"),
+    ],
+)
+def test_the_command_refuses_it_before_the_model_is_loaded(
+    engine: FusedKVEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: str, options: list[str], says: str
+) -> None:
+    monkeypatch.setattr("fused_kv_llm.engine.FusedKVEngine", lambda *args, **options: pytest.fail("loads the model"))
+    (tmp_path / "questions.txt").write_text(lines)
+    kv_dir, questions = str(engine.store.kv_dir), str(tmp_path / "questions.txt")
+    result = CliRunner().invoke(app, ["calibrate", "--kv-dir", kv_dir, "--questions", questions, *options])
+    assert result.exit_code == 1
+    assert says in " ".join(result.output.split())

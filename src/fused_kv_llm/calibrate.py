@@ -19,14 +19,15 @@ import numpy as np
 import torch
 
 from fused_kv_llm.calibration import Calibration, calibration_path
-from fused_kv_llm.config import DEFAULT_SELECTOR
+from fused_kv_llm.config import DEFAULT_SELECTOR, check_ratio
 from fused_kv_llm.engine import FusedKVEngine
 from fused_kv_llm.errors import ConfigError, CorpusError
 from fused_kv_llm.model.paths import write_atomically
 from fused_kv_llm.offline import SentenceEmbedder
 from fused_kv_llm.offline.vectors import corpus_vectors
+from fused_kv_llm.selectors import resolve_selector
 
-__all__ = ["CalibrationPoint", "CalibrationResult", "calibrate", "questions_from_chunks"]
+__all__ = ["CalibrationPoint", "CalibrationResult", "calibrate", "check_calibration", "questions_from_chunks"]
 
 RATIOS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
 FRAME = "Answer the question from the context.\n\nContext:\n{}\n\nQuestion: {}\nAnswer briefly."
@@ -107,6 +108,43 @@ def questions_from_chunks(chunks: Sequence[str], count: int, seed: int = 0) -> l
     return found
 
 
+def check_calibration(
+    questions: Sequence[str] | None,
+    target_agreement: float,
+    selectors: Sequence[str],
+    ratios: Sequence[float] = RATIOS,
+) -> None:
+    """Refuse what :func:`calibrate` could not use, before a model is loaded or runs.
+
+    Raises
+    ------
+    CorpusError
+        If no questions are given, or one that is empty or no text.
+    ConfigError
+        If the target is outside (0, 1], a selector is unknown, a ratio is outside [0, 1], or there are none.
+    """
+    if not isinstance(target_agreement, (int, float)) or not 0.0 < target_agreement <= 1.0:
+        raise ConfigError(f"target_agreement={target_agreement!r} is outside (0, 1]: 0.95 is a good start")
+    if isinstance(selectors, str) or not selectors:
+        raise ConfigError(f"selectors={selectors!r} is not a list of names: try [{DEFAULT_SELECTOR!r}]")
+    for name in selectors:
+        # The name is what recompute_ratio="auto" finds the selector by.
+        if not isinstance(name, str):
+            raise ConfigError(f"selectors contains {name!r}: give names of selectors")
+        resolve_selector(name)
+    if not ratios:
+        raise ConfigError("ratios is empty: give ratios in [0, 1], 0 among them")
+    for ratio in ratios:
+        check_ratio(ratio)
+    if isinstance(questions, str):
+        raise CorpusError(f"questions={questions[:40]!r} is one string: give a list of questions")
+    for number, question in enumerate(questions or (), start=1):
+        if not isinstance(question, str) or not question.strip():
+            raise CorpusError(f"Question {number} of {len(questions or ())} is {question!r}: give texts, none empty")
+    if questions is not None and not questions:
+        raise CorpusError("No questions were given: leave them out to have some made from the chunks.")
+
+
 def calibrate(
     engine: FusedKVEngine,
     questions: Sequence[str] | None = None,
@@ -147,18 +185,20 @@ def calibrate(
     Raises
     ------
     CorpusError
-        If the store holds nothing of this model to ask about.
+        If the store holds nothing of this model to ask about, or a question is empty.
     ConfigError
-        If the target is outside (0, 1].
+        If another option cannot work.
     """
-    if not 0.0 < target_agreement <= 1.0:
-        raise ConfigError(f"target_agreement={target_agreement!r} is outside (0, 1]: 0.95 is a good start")
+    check_calibration(questions, target_agreement, selectors, ratios)
+    for name, count in (("num_questions", num_questions), ("num_chunks", num_chunks), ("answer_tokens", answer_tokens)):
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ConfigError(f"{name}={count!r} is not a whole number of at least 1")
     chunks = engine.stored_texts()
     if not chunks:
         raise CorpusError("The store holds no chunk of this model: ingest the corpus before calibrating.")
     asked = questions_from_chunks(chunks, num_questions) if questions is None else [(q, "") for q in questions]
     if not asked:
-        raise CorpusError("No questions were given, and the chunks have no sentence long enough to make one from.")
+        raise CorpusError("The chunks have no sentence long enough to make a question from: give questions.")
     retrieve = _retriever(chunks, engine.store.kv_dir)
     points = [CalibrationPoint(name, ratio) for name in selectors for ratio in sorted(ratios)]
     full_s: list[float] = []

@@ -46,19 +46,22 @@ def calibrate_ratio(
     """Compare fused answers with full prefill's on the store's own corpus and keep the ratio that meets the target."""
     if context.invoked_subcommand is not None:
         return
-    from fused_kv_llm.calibrate import calibrate
+    from fused_kv_llm.calibrate import calibrate, check_calibration
     from fused_kv_llm.engine import FusedKVEngine
 
     if not (kv_dir / "index.sqlite").is_file():
         raise CorpusError(f"There is no KV store in {str(kv_dir)!r}: ingest the corpus first")
     quiet_libraries()
     asked = _read_questions(questions) if questions is not None else None
+    selectors = selector or [DEFAULT_SELECTOR]
+    # Before the model is loaded, which takes long.
+    check_calibration(asked, target_agreement, selectors)
     with FusedKVEngine(model, kv_dir=kv_dir, kv_dtype=kv_dtype, store_misses=False) as engine:
         result = calibrate(
             engine,
             asked,
             target_agreement=target_agreement,
-            selectors=selector or [DEFAULT_SELECTOR],
+            selectors=selectors,
             num_questions=count,
             num_chunks=k,
             track=lambda items: track(items, description="Questions", console=out),
@@ -78,7 +81,7 @@ def calibrate_ratio(
 def _read_questions(path: Path) -> list[str]:
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-        found = [str(json.loads(line)["question"]) if line.lstrip().startswith("{") else line.strip() for line in lines]
+        found = [json.loads(line)["question"] if line.lstrip().startswith("{") else line.strip() for line in lines]
     except OSError as error:
         raise CorpusError(f"The questions in {str(path)!r} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError) as error:
