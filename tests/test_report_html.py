@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fused_kv_llm import FusionReport
+from fused_kv_llm.demo.compare import describe
 from fused_kv_llm.trace import PromptTrace
 
 
@@ -79,3 +80,11 @@ def test_a_report_without_a_prompt_still_shows_its_numbers() -> None:
     assert "200.0 ms" in html
     assert report._repr_html_() == report.to_html()
     assert "trace" not in report.to_dict()
+
+
+def test_what_was_loaded_is_told_by_kind() -> None:
+    report = FusionReport(
+        bytes_loaded={"disk": 12_000_000}, side_bytes_loaded={"context_shift": 6_100_000, "anchors": 900_000}
+    )
+    assert "12.0 MB of KV from disk, 6.1 MB of context shifts, 0.9 MB of anchors;" in report.to_html()
+    assert "(12 MB from disk, 7 MB of side files)" in describe(report)

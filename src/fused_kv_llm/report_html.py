@@ -17,6 +17,7 @@ _STATES: dict[TokenState, str] = {
     "recomputed": "chunk, recomputed",
     "fresh": "fresh text, computed",
 }
+_SIDES = {"context_shift": "context shifts", "anchors": "anchors"}
 _STAGES = ("align", "load", "probe", "select", "fuse")
 _DARK = """--paper:#1b2129;--ink:#dde4eb;--dim:#9aa7b4;--line:#364250;--track:#2b343f;--sheet:#151a20;--alarm:#4a3a1c;
 --prefix:#7d8894;--reused:#3f9e61;--recomputed:#d98a2b;--fresh:#5590de;--stage:#8292e6;--total:#c3cede"""
@@ -80,12 +81,16 @@ def report_to_html(report: Mapping[str, Any], trace: PromptTrace | None = None) 
 
 def _summary(report: Mapping[str, Any]) -> str:
     share = report["reused_tokens"] / max(report["prompt_tokens"], 1)
-    loaded = ", ".join(f"{nbytes / 1e6:.1f} MB from {escape(tier)}" for tier, nbytes in report["bytes_loaded"].items())
+    loaded = [f"{nbytes / 1e6:.1f} MB of KV from {escape(tier)}" for tier, nbytes in report["bytes_loaded"].items()]
+    loaded += [
+        f"{nbytes / 1e6:.1f} MB of {_SIDES.get(kind, escape(kind))}"
+        for kind, nbytes in report["side_bytes_loaded"].items()
+    ]
     missing = len(report["unmatched"])
     details = [
         f"{report['chunks_found']} chunks found, {report['chunks_missed']} unusable, {missing} retrieved but not there",
         f"selector {escape(report['selector'])}, ratio {report['recompute_ratio']:g}",
-        *([loaded] if loaded else []),
+        *([", ".join(loaded)] if loaded else []),
         f"{report['completion_tokens']} tokens answered",
     ]
     return (

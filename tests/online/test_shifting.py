@@ -95,6 +95,20 @@ def test_what_a_selector_sees_includes_the_side_files(engine: FusedKVEngine) -> 
     assert report.selection_bytes == sum(report.bytes_loaded.values()) + sides
 
 
+@pytest.mark.parametrize(("ratio", "selector"), [(0.0, "prophetkv"), (0.2, "prophetkv"), (0.2, "boundary")])
+def test_the_report_counts_what_is_loaded_of_context_shifts_once(
+    engine: FusedKVEngine, ratio: float, selector: str
+) -> None:
+    texts = [SHORT[1], SHORT[2], SHORT[1]]
+    shifts = [engine.store.sides.read(str(engine.chunk_id(text)), CONTEXT_SHIFT) for text in texts[:2]]
+    nbytes = sum(tensor.nbytes for side in shifts if side is not None for tensor in side.values())
+    assert nbytes > 0
+    for _ in range(3):
+        _, report = engine.prefill(rag_prompt(texts), recompute_ratio=ratio, selector=selector)
+        assert report.side_bytes_loaded == {"context_shift": nbytes}
+    assert engine.prefill(rag_prompt(texts), recompute_ratio=1.0)[1].side_bytes_loaded == {}
+
+
 @pytest.mark.parametrize("threads", [0, 2])
 @pytest.mark.parametrize("memory_bytes", [0, 1 << 24])
 def test_shifts_read_by_layers_and_kept_ones_give_the_same(

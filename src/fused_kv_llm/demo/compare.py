@@ -97,12 +97,14 @@ def as_table(rows: Sequence[Row]) -> Table:
 
 def describe(report: FusionReport) -> str:
     """Return one line about a request for people."""
-    loaded = ", ".join(f"{nbytes / 1e6:.0f} MB from {tier}" for tier, nbytes in report.bytes_loaded.items() if nbytes)
+    loaded = [f"{nbytes / 1e6:.0f} MB from {tier}" for tier, nbytes in report.bytes_loaded.items() if nbytes]
+    if beside := sum(report.side_bytes_loaded.values()):
+        loaded.append(f"{beside / 1e6:.0f} MB of side files")
     parts = [
         f"first token after {report.ttft_s:.2f} s",
         f"{report.prompt_tokens:,} prompt tokens: {report.cached_tokens:,} reused, "
         f"{report.recomputed_tokens:,} recomputed, {report.fresh_tokens:,} fresh",
-        f"{report.chunks_found} chunks found" + (f" ({loaded})" if loaded else ""),
+        f"{report.chunks_found} chunks found" + (f" ({', '.join(loaded)})" if loaded else ""),
     ]
     if report.chunks_missed:
         parts.append(f"{report.chunks_missed} could not be read")

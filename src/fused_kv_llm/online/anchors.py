@@ -107,15 +107,18 @@ def read_anchors(
     """
     name, missing = side_name(anchors, layers), 0
     found: list[dict[str, Tensor]] = []
+    loaded: dict[str, int] = {}
     for placement in request.placements:
         side = sides.read(placement.stored.key, name)
         if side is None:
             missing += 1
             side, nbytes = _from_the_chunk(placement, anchors, layers)
         else:
-            nbytes = sum(part.nbytes for part in side.values())
+            nbytes = loaded[placement.stored.key] = sum(part.nbytes for part in side.values())
         report.selection_bytes += nbytes
         found.append(_in_the_prompt(side, placement))
+    if loaded:
+        report.side_bytes_loaded["anchors"] = sum(loaded.values())
     if missing:
         report.warnings.append(
             f"{missing} chunks have no stored anchors for {name}: their KV was read instead. "

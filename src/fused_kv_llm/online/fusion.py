@@ -150,6 +150,8 @@ def fuse(
             raise
     _count(report, request, selected)
     report.bytes_loaded = _bytes_by_tier(placements)
+    if shift.bytes_loaded:
+        report.side_bytes_loaded["context_shift"] = shift.bytes_loaded
     return FusedPrompt(cache, logits, selected, request.text)
 
 

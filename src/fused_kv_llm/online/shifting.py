@@ -48,6 +48,8 @@ class ContextShift:
     ----------
     bytes_read : int
         Bytes of the side files read so far; what is read again, for a second use, counts again.
+    bytes_loaded : int
+        The same, with each layer counted once.
     """
 
     def __init__(
@@ -70,7 +72,8 @@ class ContextShift:
         self._readers: dict[str, SideReader] = {}
         self._ahead: ReadAhead[_Side] | None = None
         self._stack: tuple[range, ShiftStack] | None = None
-        self.bytes_read = 0
+        self._groups_loaded: set[range] = set()
+        self.bytes_read = self.bytes_loaded = 0
 
     def __call__(self, layer_idx: int) -> None:
         """Shift one layer's chunk KV, which has just been put in place.
@@ -152,7 +155,11 @@ class ContextShift:
             key: reader.read(group.start, group.stop) if reader.in_memory else next(read)
             for key, reader in self._readers.items()
         }
-        self.bytes_read += sum(tensor.nbytes for side in parts.values() for tensor in side.values())
+        nbytes = sum(tensor.nbytes for side in parts.values() for tensor in side.values())
+        self.bytes_read += nbytes
+        if group not in self._groups_loaded:
+            self._groups_loaded.add(group)
+            self.bytes_loaded += nbytes
         shifts, deltas = [], []
         for placement in self._placements:
             side, weight = parts.get(placement.stored.key), self._weight(placement)
