@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from contextlib import aclosing, closing
@@ -11,10 +10,8 @@ from typing import Any, ClassVar, Literal
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import LangSmithParams, LanguageModelInput
 from langchain_core.language_models.chat_models import BaseChatModel
-from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
-from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
-from langchain_core.messages.tool import tool_call_chunk
-from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+from langchain_core.messages import AIMessage, BaseMessage
+from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
@@ -26,14 +23,14 @@ from fused_kv_llm.online import Piece
 from fused_kv_llm.prompt import ChatPrompt
 from langchain_fused_kv.base import LangChainFusedKV
 from langchain_fused_kv.messages import to_engine_messages
-from langchain_fused_kv.structured import parser_for, with_raw
-from langchain_fused_kv.tools import CallStream, ToolAnswer, arguments_key, call_marker, call_schema
+from langchain_fused_kv.results import AnswerPiece, chat_chunk, chat_result
+from langchain_fused_kv.structured import answer_schema, parser_for, with_raw
+from langchain_fused_kv.tools import CallStream, ToolAnswer, arguments_key, call_marker, chosen_tool
 from langchain_fused_kv.tools import tools_in_system_message as without_template
 
 __all__ = ["ChatFusedKV"]
 
 _Method = Literal["json_schema", "function_calling", "json_mode"]
-_Piece = tuple[str, ToolAnswer, dict[str, Any]]
 
 
 class ChatFusedKV(LangChainFusedKV, BaseChatModel):
@@ -172,7 +169,7 @@ class ChatFusedKV(LangChainFusedKV, BaseChatModel):
         kwargs.pop("strict", None)
         kwargs.pop("parallel_tool_calls", None)
         described = [convert_to_openai_tool(tool) for tool in tools]
-        choice = _choice(tool_choice, [tool["function"]["name"] for tool in described])
+        choice = chosen_tool(tool_choice, [tool["function"]["name"] for tool in described])
         return super().bind(tools=described, tool_choice=choice, **kwargs)
 
     def with_structured_output(
@@ -226,7 +223,7 @@ class ChatFusedKV(LangChainFusedKV, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        return self._result(list(self._answer(messages, stop, kwargs)))
+        return chat_result(list(self._answer(messages, stop, kwargs)), self.engine.model_id)
 
     async def _agenerate(
         self,
@@ -235,23 +232,8 @@ class ChatFusedKV(LangChainFusedKV, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        return self._result(await collect_in_thread(self._answer(messages, stop, kwargs)))
-
-    def _result(self, pieces: list[_Piece]) -> ChatResult:
-        text = "".join(piece for piece, _, _ in pieces)
-        _, answer, info = pieces[-1]
-        message = AIMessage(
-            content=text,
-            tool_calls=answer.calls,
-            invalid_tool_calls=answer.invalid,
-            usage_metadata=_usage(info),
-            response_metadata=self._response_metadata(info),
-        )
-        generation_info = {name: value for name, value in info.items() if name != "token_usage"}
-        return ChatResult(
-            generations=[ChatGeneration(message=message, generation_info=generation_info)],
-            llm_output={"token_usage": info["token_usage"], "model_name": self.engine.model_id},
-        )
+        pieces = await collect_in_thread(self._answer(messages, stop, kwargs))
+        return chat_result(pieces, self.engine.model_id)
 
     def _stream(
         self,
@@ -260,23 +242,8 @@ class ChatFusedKV(LangChainFusedKV, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Generator[ChatGenerationChunk]:
-        for text, answer, info in self._answer(messages, stop, kwargs):
-            if not info:
-                yield ChatGenerationChunk(message=AIMessageChunk(content=text))
-                continue
-            calls = [(call["name"], json.dumps(call["args"], ensure_ascii=False), call["id"]) for call in answer.calls]
-            calls += [(bad["name"] or "", bad["args"] or "", bad["id"]) for bad in answer.invalid]
-            message = AIMessageChunk(
-                content=text,
-                tool_call_chunks=[
-                    tool_call_chunk(name=name, args=args, id=id_, index=number)
-                    for number, (name, args, id_) in enumerate(calls)
-                ],
-                chunk_position="last",
-                usage_metadata=_usage(info),
-                response_metadata=self._response_metadata(info),
-            )
-            yield ChatGenerationChunk(message=message, generation_info=info)
+        for piece in self._answer(messages, stop, kwargs):
+            yield chat_chunk(piece, self.engine.model_id)
 
     async def _astream(
         self,
@@ -289,10 +256,13 @@ class ChatFusedKV(LangChainFusedKV, BaseChatModel):
             async for chunk in chunks:
                 yield chunk
 
-    def _answer(self, messages: list[BaseMessage], stop: list[str] | None, call: dict[str, Any]) -> Generator[_Piece]:
+    def _answer(
+        self, messages: list[BaseMessage], stop: list[str] | None, call: dict[str, Any]
+    ) -> Generator[AnswerPiece]:
         """Yield the answer's text piece by piece; the last one comes with the calls and the report."""
         tools = call.pop("tools", None) or []
-        schema = self._schema(tools, call.pop("tool_choice", None), call.pop("response_format", None))
+        choice, wanted = call.pop("tool_choice", None), call.pop("response_format", None)
+        schema = answer_schema(tools, choice, wanted, arguments_key(self._call_source))
         call.pop("ls_structured_output_format", None)
         timeout = call.pop("timeout", self.timeout)
         options = self._engine_call(stop, call)
@@ -314,14 +284,6 @@ class ChatFusedKV(LangChainFusedKV, BaseChatModel):
                 info["finish_reason"] = "tool_calls"
             yield text + answer.text, answer, info
 
-    def _response_metadata(self, info: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "model_name": self.engine.model_id,
-            "model_provider": "fused_kv",
-            "finish_reason": info["finish_reason"],
-            "fused_kv": info["fused_kv"],
-        }
-
     # -- prompts ---------------------------------------------------------------------------------------------
 
     @property
@@ -335,44 +297,6 @@ class ChatFusedKV(LangChainFusedKV, BaseChatModel):
         if self.tools_in_prompt and not self.engine.renderer.has_tools:
             return ChatPrompt(without_template(converted, tools))
         return ChatPrompt(converted, tools)
-
-    def _schema(
-        self, tools: list[dict[str, Any]], choice: str | None, wanted: dict[str, Any] | None
-    ) -> tuple[dict[str, Any] | None] | None:
-        """The JSON schema that the answer must have, in a tuple because None stands for any JSON object."""
-        if tools and choice not in (None, "auto", "none"):
-            name = None if choice == "any" else choice
-            return (call_schema(tools, name, arguments_key(self._call_source)),)
-        if wanted is None:
-            return None
-        kind, schema = wanted.get("type"), wanted.get("schema", wanted.get("json_schema"))
-        if kind not in ("json_schema", "json_object"):
-            raise ConfigError(f"response_format of type {kind!r} is none of json_schema, json_object")
-        if isinstance(schema, dict) and "schema" in schema:
-            schema = schema["schema"]
-        return (schema if kind == "json_schema" else None,)
-
-
-def _choice(choice: dict[str, Any] | str | bool | None, names: list[str]) -> str | None:
-    if isinstance(choice, dict):
-        choice = str(choice.get("function", choice).get("name"))
-    if choice is True or choice in ("any", "required"):
-        return "any"
-    if not choice or choice in ("auto", "none"):
-        return str(choice) if choice else None
-    if choice not in names:
-        raise ConfigError(f"tool_choice={choice!r} is not one of the tools {', '.join(names)}")
-    return str(choice)
-
-
-def _usage(info: dict[str, Any]) -> UsageMetadata:
-    usage = info["token_usage"]
-    return UsageMetadata(
-        input_tokens=usage["prompt_tokens"],
-        output_tokens=usage["completion_tokens"],
-        total_tokens=usage["total_tokens"],
-        input_token_details=InputTokenDetails(cache_read=usage["prompt_tokens_details"]["cached_tokens"]),
-    )
 
 
 def _timed(pieces: Generator[Piece], timeout_s: float | None) -> Generator[Piece]:

@@ -11,7 +11,17 @@ from typing import Any
 from langchain_core.messages import InvalidToolCall, ToolCall
 from langchain_core.messages.tool import invalid_tool_call, tool_call
 
-__all__ = ["CallStream", "ToolAnswer", "arguments_key", "call_marker", "call_schema", "tools_in_system_message"]
+from fused_kv_llm.errors import ConfigError
+
+__all__ = [
+    "CallStream",
+    "ToolAnswer",
+    "arguments_key",
+    "call_marker",
+    "call_schema",
+    "chosen_tool",
+    "tools_in_system_message",
+]
 
 _MARKERS = ("<tool_call>", "[TOOL_CALLS]", "<|tool_call|>", "<|python_tag|>")
 _HERMES = """# Tools
@@ -65,6 +75,37 @@ def call_schema(tools: Sequence[Mapping[str, Any]], name: str | None, arguments:
         if name in (None, function["name"])
     ]
     return calls[0] if len(calls) == 1 else {"anyOf": calls}
+
+
+def chosen_tool(choice: Mapping[str, Any] | str | bool | None, names: Sequence[str]) -> str | None:
+    """Return what a caller's ``tool_choice`` means.
+
+    Parameters
+    ----------
+    choice : mapping, str, bool or None
+        As LangChain's chat models take it.
+    names : sequence of str
+        Of the tools that are bound.
+
+    Returns
+    -------
+    str or None
+        The name of the tool to call, ``"any"`` for one of them; ``"auto"``, ``"none"`` or None for no forced call.
+
+    Raises
+    ------
+    ConfigError
+        If the tool is not one of those.
+    """
+    if isinstance(choice, Mapping):
+        choice = str(choice.get("function", choice).get("name"))
+    if choice is True or choice in ("any", "required"):
+        return "any"
+    if not choice or choice in ("auto", "none"):
+        return str(choice) if choice else None
+    if choice not in names:
+        raise ConfigError(f"tool_choice={choice!r} is not one of the tools {', '.join(names)}")
+    return str(choice)
 
 
 def tools_in_system_message(

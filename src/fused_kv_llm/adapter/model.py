@@ -1,12 +1,12 @@
-"""Options, engine and bookkeeping that every framework's fused-KV language model has in common."""
+"""Options and engine that every framework's fused-KV language model has in common."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any, ClassVar, Literal, Self, cast
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 
@@ -20,12 +20,12 @@ from fused_kv_llm.config import (
     parse_bytes,
 )
 from fused_kv_llm.engine import FusedKVEngine
-from fused_kv_llm.errors import ConfigError, CorpusError
-from fused_kv_llm.offline import GivenNeighbours
-from fused_kv_llm.report import FusionReport, IngestReport
+from fused_kv_llm.errors import ConfigError
+from fused_kv_llm.report import FusionReport
 from fused_kv_llm.selectors import resolve_selector
 from fused_kv_llm.store import DEFAULT_POLICY
 
+from .corpus import ModelCorpus
 from .runtime import Runtime
 from .sharing import EngineLease, lease_engine
 
@@ -64,15 +64,13 @@ def _disk(value: Any) -> int | None:
     return None if value is None else parse_bytes(value, "disk_bytes")
 
 
-class FusedKVModel(BaseModel):
+class FusedKVModel(ModelCorpus, BaseModel):
     """Fields and engine of a fused-KV language model; see :class:`langchain_fused_kv.FusedKVLLM` for them.
 
     Objects with the same engine options share one engine, and with it the weights.
     """
 
     model_config = ConfigDict(extra="forbid")
-    # What the framework calls a list of texts, for messages.
-    items_name: ClassVar[str] = "texts"
 
     model: Any = Field(default="smollm2-135m", frozen=True)
     tokenizer: Any = Field(default=None, frozen=True, repr=False)
@@ -191,98 +189,6 @@ class FusedKVModel(BaseModel):
             # Not "stop": LangChain overwrites that entry with the stop strings of the call.
             "default_stop": list(self.stop or ()),
         }
-
-    def build_kv_cache(
-        self,
-        documents: Any,
-        *,
-        neighbours: GivenNeighbours | None = None,
-        refresh: bool = False,
-        prune: bool = False,
-        progress: bool = True,
-    ) -> IngestReport:
-        """Prefill the chunks of a corpus once and store their KV.
-
-        Chunks whose KV is stored already are skipped, so an interrupted or extended ingestion goes on where
-        it stopped.
-
-        Parameters
-        ----------
-        documents : iterable
-            The same chunks that the retriever returns: strings, or what the framework has for them, or what it keeps
-            them in (LangChain: a loader, a vector store, a document store, a retriever; LlamaIndex: an index, a
-            vector store, a document store, a retriever).
-        neighbours : mapping, callable or None
-            Text to similar or linked texts, nearest first; None asks the embedder.
-        refresh : bool
-            Whether those of the documents whose KV is stored, and whose neighbours have changed since, are
-            prefilled again.
-        prune : bool
-            Whether stored chunks that are not among the documents lose their KV: for a store of one corpus only.
-        progress : bool
-            Whether to show a progress bar.
-
-        Returns
-        -------
-        IngestReport
-
-        Raises
-        ------
-        CorpusError
-            If there is nothing to ingest, an item has no text, or a store does not give its documents out.
-        StoreFullError
-            If the disk is full.
-        """
-        texts = self._texts_of(documents)
-        report = self.engine.build_kv_cache(texts, neighbours=neighbours, refresh=refresh, progress=progress)
-        if prune:
-            kept = {text.strip() for text in texts}
-            report.chunks_deleted = self.engine.delete_chunks(
-                [text for text in self.engine.stored_texts() if text not in kept]
-            )
-        return report
-
-    def delete_kv_cache(self, documents: Any) -> int:
-        """Delete the stored KV of chunks that left the corpus.
-
-        Parameters
-        ----------
-        documents : iterable
-            As for :meth:`build_kv_cache`; what has no KV is passed over.
-
-        Returns
-        -------
-        int
-            How many chunks were stored.
-        """
-        return self.engine.delete_chunks(self._texts_of(documents))
-
-    def _texts_of(self, documents: Any) -> list[str]:
-        return [self._text_of(item) for item in self._items_of(documents)]
-
-    def _items_of(self, source: Any) -> list[Any]:
-        if isinstance(source, str) or not isinstance(source, Iterable):
-            raise CorpusError(f"build_kv_cache takes a list of {self.items_name}; put the single one into a list")
-        return list(source)
-
-    def _text_of(self, item: Any) -> str:
-        if isinstance(item, str):
-            return item
-        raise CorpusError(f"Cannot ingest a {type(item).__name__}: give {self.items_name}")
-
-    def prefetch(self, texts: Sequence[str]) -> list[str | None]:
-        """Start loading the KV of texts into memory.
-
-        Parameters
-        ----------
-        texts : sequence of str
-
-        Returns
-        -------
-        list of str or None
-            The chunk ids; None where no KV is stored.
-        """
-        return self.engine.prefetch(list(texts))
 
     def announce_retrieval(self, texts: Sequence[str]) -> None:
         """Remember retrieved texts; the user is warned once if none of them is in the next prompt.

@@ -1,0 +1,89 @@
+"""An answer of the engine as LangChain's results: messages, usage, and what goes with them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from langchain_core.messages import AIMessage, AIMessageChunk
+from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.messages.tool import tool_call_chunk
+from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+
+from langchain_fused_kv.tools import ToolAnswer
+
+__all__ = ["AnswerPiece", "chat_chunk", "chat_result"]
+
+AnswerPiece = tuple[str, ToolAnswer, dict[str, Any]]
+"""Text, and with the last piece the calls of the whole answer and what ``Runtime.finish`` returned; else empty."""
+
+
+def chat_result(pieces: Sequence[AnswerPiece], model_id: str) -> ChatResult:
+    """Return a whole answer.
+
+    Parameters
+    ----------
+    pieces : sequence of AnswerPiece
+        All of them.
+    model_id : str
+    """
+    text = "".join(piece for piece, _, _ in pieces)
+    _, answer, info = pieces[-1]
+    message = AIMessage(
+        content=text,
+        tool_calls=answer.calls,
+        invalid_tool_calls=answer.invalid,
+        usage_metadata=_usage(info),
+        response_metadata=_metadata(info, model_id),
+    )
+    generation_info = {name: value for name, value in info.items() if name != "token_usage"}
+    return ChatResult(
+        generations=[ChatGeneration(message=message, generation_info=generation_info)],
+        llm_output={"token_usage": info["token_usage"], "model_name": model_id},
+    )
+
+
+def chat_chunk(piece: AnswerPiece, model_id: str) -> ChatGenerationChunk:
+    """Return one piece of an answer that is streamed; the last one has the calls, the usage and the report.
+
+    Parameters
+    ----------
+    piece : AnswerPiece
+    model_id : str
+    """
+    text, answer, info = piece
+    if not info:
+        return ChatGenerationChunk(message=AIMessageChunk(content=text))
+    calls = [(call["name"], json.dumps(call["args"], ensure_ascii=False), call["id"]) for call in answer.calls]
+    calls += [(bad["name"] or "", bad["args"] or "", bad["id"]) for bad in answer.invalid]
+    message = AIMessageChunk(
+        content=text,
+        tool_call_chunks=[
+            tool_call_chunk(name=name, args=args, id=id_, index=number)
+            for number, (name, args, id_) in enumerate(calls)
+        ],
+        chunk_position="last",
+        usage_metadata=_usage(info),
+        response_metadata=_metadata(info, model_id),
+    )
+    return ChatGenerationChunk(message=message, generation_info=info)
+
+
+def _metadata(info: dict[str, Any], model_id: str) -> dict[str, Any]:
+    return {
+        "model_name": model_id,
+        "model_provider": "fused_kv",
+        "finish_reason": info["finish_reason"],
+        "fused_kv": info["fused_kv"],
+    }
+
+
+def _usage(info: dict[str, Any]) -> UsageMetadata:
+    usage = info["token_usage"]
+    return UsageMetadata(
+        input_tokens=usage["prompt_tokens"],
+        output_tokens=usage["completion_tokens"],
+        total_tokens=usage["total_tokens"],
+        input_token_details=InputTokenDetails(cache_read=usage["prompt_tokens_details"]["cached_tokens"]),
+    )
