@@ -8,11 +8,11 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from fused_kv_llm.errors import ConfigError
+from fused_kv_llm.errors import ConfigError, FusedKVError
 
 from .views import EarlyView, View
 
-__all__ = ["NarrowingSelector", "Probe", "Selector", "TransferringSelector", "checked_selection"]
+__all__ = ["NarrowingSelector", "Probe", "Selector", "TransferringSelector", "checked_selection", "required"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,26 @@ class NarrowingSelector(Selector, Protocol):
 
     def score(self, probe: Probe) -> Tensor:
         """Return float32 ``[C]``, higher for tokens to be recomputed, from what is known at one layer."""
+
+
+def required(part: Tensor | None, what: str, selector_name: str) -> Tensor:
+    """Return a part of a probe that a selector cannot do without.
+
+    Parameters
+    ----------
+    part : Tensor or None
+    what : str
+        What it is, in the plural, for the message.
+    selector_name : str
+
+    Raises
+    ------
+    FusedKVError
+        If the probe has none, which is a fault of the caller.
+    """
+    if part is None:
+        raise FusedKVError(f"The selector {selector_name!r} needs {what}, but the probe has none.")
+    return part
 
 
 def checked_selection(selector: Selector, probe: Probe, budget: int) -> Tensor:

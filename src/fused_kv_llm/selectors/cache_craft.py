@@ -9,9 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fused_kv_llm.errors import FusedKVError
-
-from .base import Probe
+from .base import Probe, required
 from .budget import allocate, top_positions
 from .views import EarlyView
 
@@ -59,17 +57,16 @@ class CacheCraft:
         FusedKVError
             If the probe has no attention between chunks, which is a fault of the caller.
         """
-        if probe.given is None:
-            raise FusedKVError(f"The selector {self.name!r} needs attention between chunks, but the probe has none.")
-        sizes = torch.bincount(probe.chunk_index, minlength=probe.given.shape[1])
+        given = required(probe.given, "attention weights between chunks", self.name)
+        sizes = torch.bincount(probe.chunk_index, minlength=given.shape[1])
         names = [str(chunk) for chunk in range(sizes.shape[0])]
         overlap = torch.tensor([adjusted_overlap((), (), names[:chunk]) for chunk in range(len(names))])
-        overhead = context_impact(probe.given, probe.chunk_index) * (1.0 - overlap)
+        overhead = context_impact(given, probe.chunk_index) * (1.0 - overlap)
         counts = allocate(budget, overhead * sizes, sizes)
         if self.alpha is not None:
             counts = torch.minimum(counts, (self.alpha * overhead * sizes).ceil().long())
-        earlier = torch.arange(probe.given.shape[1])[None, :] < probe.chunk_index[:, None]
-        inter = (probe.given * earlier).sum(1)
+        earlier = torch.arange(given.shape[1])[None, :] < probe.chunk_index[:, None]
+        inter = (given * earlier).sum(1)
         parts = [
             top_positions(probe.positions[mine], inter[mine], int(counts[chunk]))
             for chunk in range(sizes.shape[0])

@@ -7,9 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fused_kv_llm.errors import FusedKVError
-
-from .base import Probe
+from .base import Probe, required
 from .budget import top_positions
 from .views import EarlyView
 
@@ -45,6 +43,5 @@ class HeavyHitters:
         FusedKVError
             If the probe has no attention sums, which is a fault of the caller.
         """
-        if probe.received_within is None:
-            raise FusedKVError(f"The selector {self.name!r} needs attention within chunks, but the probe has none.")
-        return top_positions(probe.positions, probe.received_within, budget, chunk_index=probe.chunk_index, floor=1.0)
+        received = required(probe.received_within, "attention sums within chunks", self.name)
+        return top_positions(probe.positions, received, budget, chunk_index=probe.chunk_index, floor=1.0)

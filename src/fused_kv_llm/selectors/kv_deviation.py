@@ -12,9 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fused_kv_llm.errors import FusedKVError
-
-from .base import Probe
+from .base import Probe, required
 from .budget import top_positions
 from .views import EarlyView
 
@@ -58,11 +56,12 @@ class KVDeviation:
         Raises
         ------
         FusedKVError
-            If the probe has no deviations, which is a fault of the caller.
+            If the probe has no deviations, or no attention where that counts, which is a fault of the caller.
         """
-        if probe.deviation is None or (self.by_attention and probe.received is None):
-            raise FusedKVError(f"The selector {self.name!r} needs KV deviations, but the probe has none.")
-        return probe.deviation * probe.received if self.by_attention else probe.deviation  # type: ignore[operator]
+        deviation = required(probe.deviation, "KV deviations", self.name)
+        if not self.by_attention:
+            return deviation
+        return deviation * required(probe.received, "attention sums", self.name)
 
     def select(self, probe: Probe, budget: int) -> Tensor:
         """Return the `budget` positions with the highest scores."""

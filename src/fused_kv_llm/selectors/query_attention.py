@@ -11,9 +11,9 @@ from typing import Literal
 
 from torch import Tensor
 
-from fused_kv_llm.errors import ConfigError, FusedKVError
+from fused_kv_llm.errors import ConfigError
 
-from .base import Probe
+from .base import Probe, required
 from .budget import top_positions
 from .views import Anchors, View
 
@@ -89,9 +89,8 @@ class QueryAttention:
         FusedKVError
             If the probe carries no scores, which is a fault of the caller.
         """
-        if probe.scores is None:
-            raise FusedKVError(f"The selector {self.name!r} needs question attention scores, but the probe has none.")
-        return top_positions(probe.positions, probe.scores, budget, chunk_index=probe.chunk_index, floor=self.floor)
+        scores = required(probe.scores, "question attention scores", self.name)
+        return top_positions(probe.positions, scores, budget, chunk_index=probe.chunk_index, floor=self.floor)
 
 
 FUSIONRAG = QueryAttention("fusionrag", layers="last")

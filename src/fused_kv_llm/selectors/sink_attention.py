@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fused_kv_llm.errors import ConfigError, FusedKVError
+from fused_kv_llm.errors import ConfigError
 
-from .base import Probe
+from .base import Probe, required
 from .budget import top_positions
 from .views import View
 
@@ -67,11 +67,10 @@ class SinkAttention:
         FusedKVError
             If the probe carries no scores, which is a fault of the caller.
         """
-        if probe.scores is None:
-            raise FusedKVError(f"The selector {self.name!r} needs question attention scores, but the probe has none.")
-        weighted = probe.scores * (1 + self.weight * torch.exp(-probe.offset.float() / self.tokens))
+        scores = required(probe.scores, "question attention scores", self.name)
+        weighted = scores * (1 + self.weight * torch.exp(-probe.offset.float() / self.tokens))
         if self.coverage < 1.0:
             ranked = torch.sort(weighted, descending=True, stable=True).indices
-            covered = probe.scores[ranked].cumsum(0) / probe.scores.sum()
+            covered = scores[ranked].cumsum(0) / scores.sum()
             budget = min(budget, 1 + int((covered < self.coverage).sum()))
         return top_positions(probe.positions, weighted, budget)
