@@ -9,6 +9,9 @@ import pytest
 
 from fused_kv_llm.adapter import FusedKVModel
 
+RETRIEVED = 3
+"""Documents that the chains of the tests retrieve for a question."""
+
 
 class Requests:
     """Records the report of every request of an LLM, and the texts of every retrieval announced to it."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+
 import pytest
 from langchain_community.vectorstores import FAISS
 from langchain_core.documents import Document
 from langchain_core.prompts import PromptTemplate
+from reuse import RETRIEVED, Requests
 
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.demo.embedder import MiniLM
 from fused_kv_llm.demo.passages import Passage
-from langchain_fused_kv import FusedKVLLM
-
-K = 4
+from fused_kv_llm.errors import FusedKVWarning
+from langchain_fused_kv import FusedKVLLM, FusedKVRetriever
 
 
 @pytest.fixture(scope="session")
@@ -46,3 +49,21 @@ def prompts(documents: list[Document]) -> list[str]:
         "How fast is the vessel?",
     ]
     return [f"{texts[i]}\n\n{texts[i + 5]}\n\nQuestion: {question}" for i, question in enumerate(asked)]
+
+
+@pytest.fixture
+def requests(llm: FusedKVLLM, monkeypatch: pytest.MonkeyPatch) -> Requests:
+    return Requests(llm, monkeypatch)
+
+
+@pytest.fixture
+def retriever(vector_store: FAISS, llm: FusedKVLLM) -> FusedKVRetriever:
+    return FusedKVRetriever(retriever=vector_store.as_retriever(search_kwargs={"k": RETRIEVED}), llm=llm)
+
+
+@pytest.fixture
+def passed_verbatim() -> Iterator[None]:
+    """Fail where the LLM warns that what was retrieved is not in the prompt."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FusedKVWarning)
+        yield

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypedDict
 
 import pytest
@@ -19,26 +18,20 @@ from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
 from langchain_core.runnables import Runnable, RunnableParallel, RunnablePassthrough
 from langchain_core.tools import create_retriever_tool, tool
 from langgraph.graph import END, START, StateGraph
-from reuse import Requests
+from reuse import RETRIEVED, Requests
 
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.errors import FusedKVWarning
 from langchain_fused_kv import ChatFusedKV, FusedKVLLM, FusedKVRetriever
 
-K = 3
 QUESTIONS = ["How many passengers can the Aldebaran carry?", "In which year was Larkspur Ferries founded?"]
 MESSAGES = ChatPromptTemplate([("system", "Answer from these passages:\n\n{context}"), ("human", "{question}")])
+
+pytestmark = pytest.mark.usefixtures("passed_verbatim")
 
 
 def join(documents: list[Document]) -> str:
     return "\n\n".join(doc.page_content for doc in documents)
-
-
-@pytest.fixture(autouse=True)
-def _no_warning_where_text_is_passed_verbatim() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", FusedKVWarning)
-        yield
 
 
 @pytest.fixture
@@ -52,23 +45,13 @@ def chat(engine: FusedKVEngine) -> ChatFusedKV:
 
 
 @pytest.fixture
-def requests(llm: FusedKVLLM, monkeypatch: pytest.MonkeyPatch) -> Requests:
-    return Requests(llm, monkeypatch)
-
-
-@pytest.fixture
 def chats(chat: ChatFusedKV, monkeypatch: pytest.MonkeyPatch) -> Requests:
     return Requests(chat, monkeypatch)
 
 
 @pytest.fixture
-def retriever(vector_store: FAISS, llm: FusedKVLLM) -> FusedKVRetriever:
-    return FusedKVRetriever(retriever=vector_store.as_retriever(search_kwargs={"k": K}), llm=llm)
-
-
-@pytest.fixture
 def chat_retriever(vector_store: FAISS, chat: ChatFusedKV) -> FusedKVRetriever:
-    return FusedKVRetriever(retriever=vector_store.as_retriever(search_kwargs={"k": K}), llm=chat)
+    return FusedKVRetriever(retriever=vector_store.as_retriever(search_kwargs={"k": RETRIEVED}), llm=chat)
 
 
 @pytest.fixture
@@ -78,7 +61,7 @@ def chain(retriever: FusedKVRetriever, prompt: PromptTemplate, llm: FusedKVLLM) 
 
 def check(requests: Requests, questions: int = 1) -> None:
     """Nothing retrieved is missing, and at least 95% of its tokens were reused."""
-    assert len(requests.retrieved) == K * questions
+    assert len(requests.retrieved) == RETRIEVED * questions
     assert 0.95 <= requests.share() <= 1.0
     assert [text for report in requests.reports for text in report["unmatched"]] == []
     requests.clear()
@@ -131,7 +114,7 @@ def test_runnable_parallel_and_assign(
         answer=RunnablePassthrough.assign(context=lambda state: join(state["documents"])) | prompt | llm
     )
     result = chain.invoke(QUESTIONS[0])
-    assert len(result["documents"]) == K
+    assert len(result["documents"]) == RETRIEVED
     assert result["answer"]
     check(requests)
 
@@ -161,7 +144,7 @@ def test_rephrasing_in_front_of_the_retriever(
     rephrase = PromptTemplate.from_template("Rephrase for a search engine: {question}") | llm
     chain = {"context": rephrase | retriever | join, "question": RunnablePassthrough()} | prompt | llm
     chain.invoke(QUESTIONS[0])
-    assert [report["chunks_found"] for report in requests.reports] == [0, K]
+    assert [report["chunks_found"] for report in requests.reports] == [0, RETRIEVED]
     check(requests)
 
 
@@ -202,12 +185,12 @@ def test_an_agent_with_a_retriever_tool(
 ) -> None:
     chat = ChatFusedKV.from_engine(engine, max_tokens=24, recompute_ratio=0.0, tools_in_prompt=True)
     requests = Requests(chat, monkeypatch)
-    retriever = FusedKVRetriever(retriever=vector_store.as_retriever(search_kwargs={"k": K}), llm=chat)
+    retriever = FusedKVRetriever(retriever=vector_store.as_retriever(search_kwargs={"k": RETRIEVED}), llm=chat)
     search = create_retriever_tool(retriever, "search", "Searches the handbook.")
     agent = create_agent(chat, [search], middleware=[look_it_up_once])
     messages = agent.invoke({"messages": [HumanMessage(QUESTIONS[0])]})["messages"]
     assert [type(message) for message in messages] == [HumanMessage, AIMessage, ToolMessage, AIMessage]
-    assert [report["chunks_found"] for report in requests.reports] == [0, K]
+    assert [report["chunks_found"] for report in requests.reports] == [0, RETRIEVED]
     check(requests)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -29,42 +28,27 @@ from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
 from langchain_core.runnables import Runnable, RunnablePassthrough
 from langchain_core.stores import InMemoryStore
 from langchain_text_splitters import RecursiveCharacterTextSplitter
-from reuse import Requests
+from reuse import RETRIEVED, Requests
 
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.errors import FusedKVWarning
 from langchain_fused_kv import FusedKVLLM, FusedKVRetriever
 
-K = 3
 QUESTIONS = ["How many passengers can the Aldebaran carry?", "In which year was Larkspur Ferries founded?"]
 
-pytestmark = pytest.mark.filterwarnings("ignore::langchain_core._api.deprecation.LangChainDeprecationWarning")
+pytestmark = [
+    pytest.mark.usefixtures("passed_verbatim"),
+    pytest.mark.filterwarnings("ignore::langchain_core._api.deprecation.LangChainDeprecationWarning"),
+]
 
 
 def join(documents: list[Document]) -> str:
     return "\n\n".join(doc.page_content for doc in documents)
 
 
-@pytest.fixture(autouse=True)
-def _no_warning_where_text_is_passed_verbatim() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", FusedKVWarning)
-        yield
-
-
 @pytest.fixture
 def llm(engine: FusedKVEngine) -> FusedKVLLM:
     return FusedKVLLM.from_engine(engine, max_tokens=4, recompute_ratio=0.0)
-
-
-@pytest.fixture
-def requests(llm: FusedKVLLM, monkeypatch: pytest.MonkeyPatch) -> Requests:
-    return Requests(llm, monkeypatch)
-
-
-@pytest.fixture
-def retriever(vector_store: FAISS, llm: FusedKVLLM) -> FusedKVRetriever:
-    return FusedKVRetriever(retriever=vector_store.as_retriever(search_kwargs={"k": K}), llm=llm)
 
 
 def check(requests: Requests) -> None:
@@ -105,12 +89,12 @@ def test_history_aware_retrieval(
     for turn, question in enumerate(QUESTIONS):
         result = chain.invoke({"input": question, "chat_history": history})
         history += [("human", question), ("ai", result["answer"])]
-        assert [report["chunks_found"] for report in requests.reports] == [0] * turn + [K]
+        assert [report["chunks_found"] for report in requests.reports] == [0] * turn + [RETRIEVED]
         check(requests)
 
 
 # map_rerank asks for a score that SmolLM2 does not write.
-@pytest.mark.parametrize(("kind", "calls"), [("stuff", 1), ("map_reduce", K + 1), ("refine", K)])
+@pytest.mark.parametrize(("kind", "calls"), [("stuff", 1), ("map_reduce", RETRIEVED + 1), ("refine", RETRIEVED)])
 def test_retrieval_qa(retriever: FusedKVRetriever, llm: FusedKVLLM, requests: Requests, kind: str, calls: int) -> None:
     # The default prompt of the last step has 1,500 tokens of examples.
     short = {"combine_prompt": PromptTemplate.from_template("{summaries}\n\nQuestion: {question}")}
@@ -140,7 +124,7 @@ def test_conversational_retrieval(retriever: FusedKVRetriever, llm: FusedKVLLM, 
     answer = chain.invoke({"question": QUESTIONS[0], "chat_history": []})["answer"]
     check(requests)
     chain.invoke({"question": QUESTIONS[1], "chat_history": [(QUESTIONS[0], answer)]})
-    assert [report["chunks_found"] for report in requests.reports] == [0, K]
+    assert [report["chunks_found"] for report in requests.reports] == [0, RETRIEVED]
     check(requests)
 
 

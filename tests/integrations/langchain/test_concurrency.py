@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
+from event_loop import counted_ticks
+
 from langchain_fused_kv import FusedKVLLM
 
 
@@ -43,19 +45,10 @@ def test_batch_and_abatch(llm: FusedKVLLM, prompts: list[str]) -> None:
 
 def test_async_calls_do_not_block_the_loop(llm: FusedKVLLM, prompts: list[str]) -> None:
     async def main() -> tuple[list[str], str, int]:
-        ticks = 0
-
-        async def tick() -> None:
-            nonlocal ticks
-            while True:
-                await asyncio.sleep(0.005)
-                ticks += 1
-
-        ticking = asyncio.create_task(tick())
-        answers = await asyncio.gather(*(llm.ainvoke(prompt) for prompt in prompts))
-        streamed = "".join([piece async for piece in llm.astream(prompts[0])])
-        ticking.cancel()
-        return list(answers), streamed, ticks
+        async with counted_ticks() as ticks:
+            answers = await asyncio.gather(*(llm.ainvoke(prompt) for prompt in prompts))
+            streamed = "".join([piece async for piece in llm.astream(prompts[0])])
+        return list(answers), streamed, ticks.count
 
     answers, streamed, ticks = asyncio.run(main())
     assert answers == [llm.invoke(prompt) for prompt in prompts]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from event_loop import counted_ticks
 from llama_index.core import PromptTemplate
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRole, TextBlock
 from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
@@ -56,22 +57,13 @@ def test_conversations_are_rendered_with_the_models_template(llm: FusedKVLLM, no
 
 def test_asynchronous_calls_leave_the_loop_free(llm: FusedKVLLM, nodes: list[TextNode]) -> None:
     async def main() -> tuple[str, str, str, str, int]:
-        ticks = 0
-
-        async def tick() -> None:
-            nonlocal ticks
-            while True:
-                await asyncio.sleep(0.005)
-                ticks += 1
-
-        ticking = asyncio.create_task(tick())
         message = [ChatMessage(content=ask(nodes))]
-        completed, chatted = await asyncio.gather(llm.acomplete(ask(nodes)), llm.achat(message))
-        stream = await llm.astream_complete(ask(nodes))
-        pieces = "".join([piece.delta or "" async for piece in stream])
-        chat = "".join([piece.delta or "" async for piece in await llm.astream_chat(message)])
-        ticking.cancel()
-        return completed.text, str(chatted.message.content), pieces, chat, ticks
+        async with counted_ticks() as ticks:
+            completed, chatted = await asyncio.gather(llm.acomplete(ask(nodes)), llm.achat(message))
+            stream = await llm.astream_complete(ask(nodes))
+            pieces = "".join([piece.delta or "" async for piece in stream])
+            chat = "".join([piece.delta or "" async for piece in await llm.astream_chat(message)])
+        return completed.text, str(chatted.message.content), pieces, chat, ticks.count
 
     *answers, ticks = asyncio.run(main())
     assert set(answers) == {llm.complete(ask(nodes)).text}
