@@ -117,7 +117,7 @@ def test_what_cannot_be_used_is_refused_before_anything_runs(
 ) -> None:
     monkeypatch.setattr(engine, "prefill", lambda *args, **options: pytest.fail("the model ran"))
     monkeypatch.setattr(engine, "generate", lambda *args, **options: pytest.fail("the model ran"))
-    monkeypatch.setattr("fused_kv_llm.calibrate.SentenceEmbedder", lambda: pytest.fail("an embedder was made"))
+    monkeypatch.setattr("fused_kv_llm.offline.questions.SentenceEmbedder", lambda: pytest.fail("an embedder was made"))
     with pytest.raises(error, match=says):
         calibrate(engine, **{"questions": QUESTIONS, **option})  # type: ignore[arg-type]
 

@@ -8,14 +8,11 @@ token by token along that same answer. The smallest ratio whose agreement reache
 from __future__ import annotations
 
 import random
-import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import fmean, median
 
-import numpy as np
 import torch
 
 from fused_kv_llm.calibration import Calibration, calibration_path
@@ -23,15 +20,13 @@ from fused_kv_llm.config import DEFAULT_SELECTOR, check_ratio
 from fused_kv_llm.engine import FusedKVEngine
 from fused_kv_llm.errors import ConfigError, CorpusError
 from fused_kv_llm.model.paths import write_atomically
-from fused_kv_llm.offline import SentenceEmbedder
-from fused_kv_llm.offline.vectors import corpus_vectors
+from fused_kv_llm.offline.questions import questions_from_chunks, retriever_of
 from fused_kv_llm.selectors import resolve_selector
 
 __all__ = ["CalibrationPoint", "CalibrationResult", "calibrate", "check_calibration", "questions_from_chunks"]
 
 RATIOS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
 FRAME = "Answer the question from the context.\n\nContext:\n{}\n\nQuestion: {}\nAnswer briefly."
-_WORDS_ASKED = 10
 
 
 @dataclass(slots=True)
@@ -79,33 +74,6 @@ class CalibrationResult:
     points: list[CalibrationPoint]
     full_ttft_s: float
     chosen: Calibration
-
-
-def questions_from_chunks(chunks: Sequence[str], count: int, seed: int = 0) -> list[tuple[str, str]]:
-    """Make questions from the corpus itself: what does it say after these words?
-
-    Parameters
-    ----------
-    chunks : sequence of str
-    count : int
-        Questions at most, one a chunk.
-    seed : int
-
-    Returns
-    -------
-    list of (str, str)
-        Question, and the chunk it was made from.
-    """
-    drawn = random.Random(seed)
-    found = []
-    for chunk in drawn.sample(list(chunks), len(chunks)):
-        sentences = [s for s in re.split(r"(?<=[.!?])\s+", chunk) if len(s.split()) > _WORDS_ASKED]
-        if sentences:
-            words = drawn.choice(sentences).split()
-            found.append((f'How does this go on: "{" ".join(words[:_WORDS_ASKED])} ..."?', chunk))
-        if len(found) == count:
-            break
-    return found
 
 
 def check_calibration(
@@ -199,7 +167,7 @@ def calibrate(
     asked = questions_from_chunks(chunks, num_questions) if questions is None else [(q, "") for q in questions]
     if not asked:
         raise CorpusError("The chunks have no sentence long enough to make a question from: give questions.")
-    retrieve = _retriever(chunks, engine.store.kv_dir)
+    retrieve = retriever_of(chunks, engine.store.kv_dir)
     points = [CalibrationPoint(name, ratio) for name in selectors for ratio in sorted(ratios)]
     full_s: list[float] = []
     for question, source in track(asked):
@@ -239,14 +207,3 @@ def _choose(
         return Calibration(engine.identity, 1.0, points[0].selector, 1.0, target_agreement, questions)
     best = min(good, key=lambda point: (point.ratio, -point.agreement))
     return Calibration(engine.identity, best.ratio, best.selector, best.agreement, target_agreement, questions)
-
-
-def _retriever(chunks: Sequence[str], kv_dir: Path) -> Callable[[str, int], list[str]]:
-    embedder = SentenceEmbedder()
-    vectors = corpus_vectors(chunks, embedder, kv_dir / "vectors.sqlite")
-
-    def retrieve(question: str, count: int) -> list[str]:
-        similarity = vectors @ embedder.encode([question])[0]
-        return [chunks[i] for i in np.argsort(-similarity, kind="stable")[:count].tolist()]
-
-    return retrieve
