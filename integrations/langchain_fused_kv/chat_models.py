@@ -92,7 +92,9 @@ class ChatFusedKV(LangChainFusedKV, BaseChatModel):
     """
 
     # The configuration of BaseChatModel would win over that of FusedKVModel.
-    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+    model_config: ClassVar[ConfigDict] = ConfigDict(
+        extra="forbid", hide_input_in_errors=True, arbitrary_types_allowed=True
+    )
     tools_in_prompt: bool = False
     timeout: float | None = Field(default=None, gt=0)
     max_retries: int | None = None

@@ -103,7 +103,7 @@ class FusedKVLLM(LangChainFusedKV, BaseLLM):
     """
 
     # The configuration of BaseLLM would win over that of FusedKVModel.
-    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", hide_input_in_errors=True)
     wrap_chat_template: bool = Field(default=True, frozen=True)
 
     @classmethod

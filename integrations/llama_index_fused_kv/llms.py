@@ -96,7 +96,9 @@ class FusedKVLLM(FusedKVModel, CustomLLM):
     """
 
     # The configuration of LlamaIndex's LLM would win over that of FusedKVModel.
-    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+    model_config: ClassVar[ConfigDict] = ConfigDict(
+        extra="forbid", hide_input_in_errors=True, arbitrary_types_allowed=True
+    )
     items_name: ClassVar[str] = "nodes, documents or strings"
 
     def __init__(self, **options: Any) -> None:

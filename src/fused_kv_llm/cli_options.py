@@ -17,5 +17,10 @@ KvDtype = Annotated[
 ]
 Policy = Annotated[str, typer.Option(help="Which chunks go first: lru, lfu, gdsf, pgdsf or reuse.")]
 Remote = Annotated[
-    str | None, typer.Option(help="URL of the remote tier: redis://host:6379/0, s3://bucket/prefix, file:///mnt/share.")
+    str | None,
+    typer.Option(
+        # A password on the command line can be read by everybody on the machine.
+        envvar="FUSED_KV_REMOTE",
+        help="URL of the remote tier: redis://host:6379/0, s3://bucket/prefix, file:///mnt/share.",
+    ),
 ]

@@ -63,6 +63,58 @@ def test_a_file_with_a_scalar_is_read_whole(kv_dir: Path, make_chunk) -> None:
         assert reader.in_memory
 
 
+@pytest.mark.parametrize("secret", [None, KEY], ids=["plain", "encrypted"])
+@pytest.mark.parametrize("in_memory", [False, True])
+@pytest.mark.parametrize("rows", [(0, 7), (6, 7), (7, 8), (-1, 2), (4, 3), (0, 1 << 62)])
+def test_rows_that_are_not_there(
+    kv_dir: Path, make_chunk, secret: str | None, in_memory: bool, rows: tuple[int, int]
+) -> None:
+    """Somebody's mistake in counting is no damage: the file stays, and goes on being read."""
+    if secret:
+        pytest.importorskip("cryptography")
+    chunk, want = make_chunk(), tensors()
+    with KVStore(kv_dir, memory_bytes=1 << 20, encryption_key=secret) as store:
+        chunk.put(store)
+        store.sides.put(chunk.key, NAME, want, by_rows=True)
+        if in_memory:
+            store.sides.open(chunk.key, NAME).close()
+        reader = store.sides.open(chunk.key, NAME)
+        assert (reader.in_memory, reader.rows) == (in_memory, 6)
+        for call in (reader.read, reader.announce):
+            with pytest.raises(ConfigError, match=rf"Rows {rows[0]} to {rows[1] - 1} .* has rows 0 to 5"):
+                call(*rows)
+        assert torch.equal(reader.read(0, 6)["whole"], want["whole"])
+        reader.close()
+        assert store.counters().damaged == 0
+        assert store.check().findings == []
+
+
+@pytest.mark.parametrize("memory_bytes", [0, 1 << 20])
+def test_rows_of_a_scalar(kv_dir: Path, make_chunk, memory_bytes: int) -> None:
+    chunk = make_chunk()
+    with KVStore(kv_dir, memory_bytes=memory_bytes) as store:
+        chunk.put(store)
+        store.sides.put(chunk.key, NAME, {"scalar": torch.tensor(3.0), "x": torch.zeros(3)})
+        for _ in range(3):
+            reader = store.sides.open(chunk.key, NAME)
+            assert reader.rows is None
+            with pytest.raises(ConfigError, match=r"'scalar' .* is a scalar and has no rows.*sides\.read"):
+                reader.read(0, 1)
+        assert store.sides.read(chunk.key, NAME)["scalar"] == 3.0
+        assert store.check().findings == []
+
+
+def test_rows_of_tensors_of_different_lengths(store: KVStore, make_chunk) -> None:
+    chunk = make_chunk()
+    chunk.put(store)
+    store.sides.put(chunk.key, NAME, {"a": torch.arange(2), "b": torch.arange(5)})
+    reader = store.sides.open(chunk.key, NAME)
+    assert reader.rows is None
+    assert torch.equal(reader.read(1, 2)["b"], torch.tensor([1]))
+    with pytest.raises(ConfigError, match=r"'a' .* has rows 0 to 1"):
+        reader.read(0, 3)
+
+
 def test_damaged_rows_raise_and_the_others_are_good(kv_dir: Path, store: KVStore, make_chunk) -> None:
     chunk, want = make_chunk(), tensors()
     chunk.put(store)

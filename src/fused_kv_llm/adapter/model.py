@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, field_serializer
 
 from fused_kv_llm.config import (
     DEFAULT_MEMORY_BYTES,
@@ -24,6 +24,7 @@ from fused_kv_llm.errors import ConfigError
 from fused_kv_llm.report import FusionReport
 from fused_kv_llm.selectors import resolve_selector
 from fused_kv_llm.store import DEFAULT_POLICY
+from fused_kv_llm.store.remote_url import public_url
 
 from .corpus import ModelCorpus
 from .runtime import Runtime
@@ -70,7 +71,7 @@ class FusedKVModel(ModelCorpus, BaseModel):
     Objects with the same engine options share one engine, and with it the weights.
     """
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
 
     model: Any = Field(default="smollm2-135m", frozen=True)
     tokenizer: Any = Field(default=None, frozen=True, repr=False)
@@ -96,6 +97,17 @@ class FusedKVModel(ModelCorpus, BaseModel):
     embedder: Any = Field(default=None, frozen=True, exclude=True, repr=False)
     # A field, not a private attribute: LangChain's configurable_fields() copies a model by its fields.
     runtime: Any = Field(default=None, frozen=True, exclude=True, repr=False)
+
+    @field_serializer("remote")
+    def _public_remote(self, remote: str | None) -> str | None:
+        """Keep a password out of everything that is written down or sent to a tracer."""
+        return None if remote is None else public_url(remote)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set a field; pydantic's own refusal of a frozen one would quote a password."""
+        if name == "remote":
+            raise ConfigError(f"remote cannot change once the model is loaded: make another {type(self).__name__}")
+        super().__setattr__(name, value)
 
     def __init__(self, **options: Any) -> None:
         try:
@@ -233,5 +245,6 @@ def _readable(error: ValidationError, cls: type[FusedKVModel]) -> str:
                 hint = f"use {cls.__name__}.from_engine(engine, ...)"
             parts.append(f"{cls.__name__} has no option {name!r}; {hint}")
         else:
-            parts.append(f"{name}={problem['input']!r} cannot work: {problem['msg']}")
+            given = public_url(problem["input"]) if name == "remote" else repr(problem["input"])
+            parts.append(f"{name}={given} cannot work: {problem['msg']}")
     return "; ".join(parts)

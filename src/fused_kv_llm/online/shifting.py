@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from functools import partial
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from fused_kv_kernels import ChunkShift, ShiftStack, TransferPlan, fit_shifts, rotation_tables
 from fused_kv_llm.context_shift import CONTEXT_SHIFT, place_weight
+from fused_kv_llm.errors import FusedKVWarning
 from fused_kv_llm.model import FusedCache, Geometry
 from fused_kv_llm.store.side_reader import SideReader
 from fused_kv_llm.store.sides import SideFiles
@@ -140,10 +142,24 @@ class ContextShift:
     def _open(self) -> ReadAhead[_Side]:
         keys = dict.fromkeys(placement.stored.key for placement in self._placements if self._weight(placement) > 0)
         opened = (self._executor.map if self._executor else map)(partial(self._sides.open, name=CONTEXT_SHIFT), keys)
-        self._readers = {key: reader for key, reader in zip(keys, opened, strict=True) if reader is not None}
+        found = {key: reader for key, reader in zip(keys, opened, strict=True) if reader is not None}
+        self._readers = {key: reader for key, reader in found.items() if self._fits(key, reader)}
         on_disk = [reader for reader in self._readers.values() if not reader.in_memory]
         groups = layer_groups(self._geometry.num_layers, self._first_layers, at_hand=not on_disk)
         return ReadAhead(self._executor, groups, [LayerReads(reader.read, reader.announce) for reader in on_disk])
+
+    def _fits(self, key: str, reader: SideReader) -> bool:
+        if reader.rows == self._geometry.num_layers:
+            return True
+        # Whole, and of another model: it comes from elsewhere.
+        reader.close()
+        warnings.warn(
+            f"The context shift of chunk {key[:16]} has not the model's {self._geometry.num_layers} layers and is done "
+            "without.",
+            FusedKVWarning,
+            stacklevel=2,
+        )
+        return False
 
     def _weight(self, placement: Placement) -> float:
         return place_weight(placement.segment.start - self._prefix_tokens, placement.stored.num_tokens)

@@ -13,6 +13,7 @@ from types import TracebackType
 
 from fused_kv_llm.errors import IndexDamagedError, StoreError, StoreFullError, StoreUnavailableError
 from fused_kv_llm.store.beneath import refuse_link
+from fused_kv_llm.store.read_only import connect_read_only
 
 __all__ = ["Database"]
 
@@ -170,9 +171,7 @@ class Database:
     def _connect(self) -> sqlite3.Connection:
         # SQLite follows a link in place of the file, though none in place of the files beside it.
         refuse_link(str(self._path))
-        connection = sqlite3.connect(
-            self._uri(), uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
-        )
+        connection = connect_read_only(self._path, _BUSY_S) if self._read_only else self._connect_for_writing()
         try:
             # The file may come from elsewhere: nothing in its schema may call functions.
             connection.execute("PRAGMA trusted_schema = OFF")
@@ -188,16 +187,10 @@ class Database:
             self._connections[os.getpid(), threading.current_thread()] = connection
         return connection
 
-    def _uri(self) -> str:
-        uri = self._path.absolute().as_uri()
-        if not self._read_only:
-            return f"{uri}?mode=rw"
-        # On a read-only disk SQLite cannot make the shared memory that a write-ahead log needs; without a
-        # log there is nothing to share.
-        log = self._path.with_name(self._path.name + "-wal")
-        if not os.access(self._path.parent, os.W_OK) and not log.exists():
-            return f"{uri}?mode=ro&immutable=1"
-        return f"{uri}?mode=ro"
+    def _connect_for_writing(self) -> sqlite3.Connection:
+        # Not made anew where somebody deleted it.
+        uri = f"{self._path.absolute().as_uri()}?mode=rw"
+        return sqlite3.connect(uri, uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
 
     def _check_schema(self, connection: sqlite3.Connection, schema: Sequence[str]) -> None:
         # Also keeps triggers and look-alike tables out.

@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from fused_kv_llm.errors import ConfigError, MissingExtraError, StoreUnavailableError
+from fused_kv_llm.store.remote_url import public_url, scrub
 
 __all__ = ["RemoteFiles", "RemoteTier", "open_remote"]
 
@@ -59,7 +61,8 @@ def open_remote(url: str, options: dict[str, Any] | None = None) -> RemoteTier:
     """
     if not isinstance(url, str) or "://" not in url:
         raise ConfigError(
-            f"remote={url!r} is not a URL such as s3://bucket/prefix, file:///mnt/share or redis://host:6379/0"
+            f"remote={public_url(url)!r} is not a URL such as s3://bucket/prefix, file:///mnt/share or "
+            "redis://host:6379/0"
         )
     if url.startswith(("redis://", "rediss://")):
         from fused_kv_llm.store.remote_redis import RemoteRedis
@@ -83,7 +86,8 @@ class RemoteFiles:
             import fsspec
         except ImportError as error:
             raise MissingExtraError("fsspec", "remote") from error
-        self.url = url
+        self.url = public_url(url)
+        self._scrub = partial(scrub, url=url, options=options)
         try:
             self._fs, root = fsspec.core.url_to_fs(url, **options)
             self._root = root.rstrip("/")
@@ -92,9 +96,10 @@ class RemoteFiles:
             scheme = url.partition("://")[0]
             raise MissingExtraError(f"the fsspec backend of {scheme}", "s3" if scheme == "s3" else "remote") from error
         except ValueError as error:
-            raise ConfigError(f"remote={url!r} cannot work: {error}") from error
+            # Without its cause, which may quote a password: so does every error below.
+            raise ConfigError(f"remote={self.url!r} cannot work: {self._scrub(str(error))}") from None
         except Exception as error:  # whatever a backend raises
-            raise self._unavailable(error) from error
+            raise self._unavailable(error) from None
 
     def get(self, names: Sequence[str], first_nbytes: int | None = None) -> dict[str, bytes]:
         """Return those objects that are there, or their beginnings."""
@@ -109,10 +114,10 @@ class RemoteFiles:
                 parts = self._fs.cat_ranges(list(paths), [0] * len(paths), ends, on_error="return")
                 found = dict(zip(paths, parts, strict=True))
         except Exception as error:
-            raise self._unavailable(error) from error
+            raise self._unavailable(error) from None
         for result in found.values():
             if isinstance(result, Exception) and not isinstance(result, FileNotFoundError):
-                raise self._unavailable(result)
+                raise self._unavailable(result) from None
         return {paths[path]: data for path, data in found.items() if isinstance(data, bytes)}
 
     def put(self, name: str, parts: Sequence[memoryview]) -> None:
@@ -124,7 +129,7 @@ class RemoteFiles:
             else:
                 self._fs.pipe_file(path, b"".join(parts))
         except Exception as error:
-            raise self._unavailable(error) from error
+            raise self._unavailable(error) from None
 
     def _put_file(self, path: str, parts: Sequence[memoryview]) -> None:
         # Object stores show an object when it is whole; a folder needs a rename for that.
@@ -148,7 +153,7 @@ class RemoteFiles:
             except FileNotFoundError:
                 continue
             except Exception as error:
-                raise self._unavailable(error) from error
+                raise self._unavailable(error) from None
 
     def sizes(self) -> dict[str, int]:
         """Return names and sizes of all objects."""
@@ -158,7 +163,7 @@ class RemoteFiles:
         except FileNotFoundError:
             return {}
         except Exception as error:
-            raise self._unavailable(error) from error
+            raise self._unavailable(error) from None
         return {path.rpartition("/")[2]: int(about["size"]) for path, about in found.items()}
 
     def close(self) -> None:
@@ -169,5 +174,5 @@ class RemoteFiles:
 
     def _unavailable(self, error: BaseException) -> StoreUnavailableError:
         return StoreUnavailableError(
-            f"The remote tier {self.url} cannot be used: {error!r}. Check its address and credentials."
+            f"The remote tier {self.url} cannot be used: {self._scrub(repr(error))}. Check its address and credentials."
         )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from fused_kv_llm.errors import ConfigError, MissingExtraError, StoreUnavailableError
+from fused_kv_llm.store.remote_url import public_url, scrub
 
 __all__ = ["RemoteRedis"]
 
@@ -30,16 +32,17 @@ class RemoteRedis:
             raise MissingExtraError("redis", "redis") from error
         settings = dict(options)
         self._prefix = settings.pop("prefix", _PREFIX)
-        # The password stays out of messages.
-        self.url = url.rpartition("@")[2] if "@" in url else url
+        self.url = public_url(url)
+        self._scrub = partial(scrub, url=url, options=options)
         self._error = redis.RedisError
         try:
             self._client: Any = redis.Redis.from_url(url, **settings)
             self._client.ping()
         except ValueError as error:
-            raise ConfigError(f"remote={self.url!r} cannot work: {error}") from error
+            # Without its cause, which may quote the password: so does every error below.
+            raise ConfigError(f"remote={self.url!r} cannot work: {self._scrub(str(error))}") from None
         except redis.RedisError as error:
-            raise self._unavailable(error) from error
+            raise self._unavailable(error) from None
 
     def get(self, names: Sequence[str], first_nbytes: int | None = None) -> dict[str, bytes]:
         """Return those objects that are there, or their beginnings."""
@@ -55,7 +58,7 @@ class RemoteRedis:
                         pipeline.getrange(key, 0, first_nbytes - 1)
                     found = [part or None for part in pipeline.execute()]
         except self._error as error:
-            raise self._unavailable(error) from error
+            raise self._unavailable(error) from None
         return {name: data for name, data in zip(names, found, strict=True) if data is not None}
 
     def put(self, name: str, parts: Sequence[memoryview]) -> None:
@@ -63,7 +66,7 @@ class RemoteRedis:
         try:
             self._client.set(self._prefix + name, b"".join(parts))
         except self._error as error:
-            raise self._unavailable(error) from error
+            raise self._unavailable(error) from None
 
     def delete(self, names: Iterable[str]) -> None:
         """Delete objects."""
@@ -72,7 +75,7 @@ class RemoteRedis:
             if keys:
                 self._client.delete(*keys)
         except self._error as error:
-            raise self._unavailable(error) from error
+            raise self._unavailable(error) from None
 
     def sizes(self) -> dict[str, int]:
         """Return names and sizes of all objects."""
@@ -83,7 +86,7 @@ class RemoteRedis:
                     pipeline.strlen(self._prefix + name)
                 return dict(zip(names, pipeline.execute(), strict=True))
         except self._error as error:
-            raise self._unavailable(error) from error
+            raise self._unavailable(error) from None
 
     def close(self) -> None:
         """Close the connections."""
@@ -91,5 +94,6 @@ class RemoteRedis:
 
     def _unavailable(self, error: BaseException) -> StoreUnavailableError:
         return StoreUnavailableError(
-            f"The remote tier {self.url} cannot be used: {error!r}. Check that the server runs and has room."
+            f"The remote tier {self.url} cannot be used: {self._scrub(repr(error))}. "
+            "Check that the server runs and has room."
         )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from io import FileIO
 
 import torch
 
-from fused_kv_llm.errors import ChunkDamagedError
+from fused_kv_llm.errors import ChunkDamagedError, ConfigError
 from fused_kv_llm.store.pieces import announce, read_pieces
 from fused_kv_llm.store.tensor_file import TensorFile, byte_view
 
@@ -68,20 +68,32 @@ class SideReader:
         self._name = name
         self._tensors = source if isinstance(source, Mapping) else None
         self._file = None if isinstance(source, Mapping) else source
+        shapes = _shapes(source)
+        # A scalar has no rows.
+        self._rows = {name: shape[0] if shape else None for name, shape in shapes.items()}
 
     @property
     def in_memory(self) -> bool:
         """Whether nothing has to be read."""
         return self._tensors is not None
 
+    @property
+    def rows(self) -> int | None:
+        """How many rows all tensors have; None if they differ, or one is a scalar."""
+        found = set(self._rows.values())
+        return found.pop() if len(found) == 1 else None
+
     def read(self, start: int, stop: int) -> dict[str, torch.Tensor]:
         """Return rows ``start`` to ``stop - 1`` of every tensor's first axis; they are shared and must not be changed.
 
         Raises
         ------
+        ConfigError
+            A tensor has no such rows. Nothing is wrong with the file.
         ChunkDamagedError
             What is read now is damaged or cannot be read; other rows may have been good.
         """
+        self._check_rows(start, stop)
         if self._tensors is not None:
             return {name: tensor[start:stop] for name, tensor in self._tensors.items()}
         if self._file is None:
@@ -93,7 +105,14 @@ class SideReader:
             raise ChunkDamagedError(self._key, f"its side file {self._name!r} cannot be read ({error})") from error
 
     def announce(self, start: int, stop: int) -> None:
-        """Have the system read rows ``start`` to ``stop - 1`` ahead, since they will be needed soon."""
+        """Have the system read rows ``start`` to ``stop - 1`` ahead, since they will be needed soon.
+
+        Raises
+        ------
+        ConfigError
+            A tensor has no such rows.
+        """
+        self._check_rows(start, stop)
         if self._file is not None:
             file, header = self._file
             announce(file.fileno(), header.parts, start, stop)
@@ -103,3 +122,22 @@ class SideReader:
         if self._file is not None:
             self._file[0].close()
             self._file = None
+
+    def _check_rows(self, start: int, stop: int) -> None:
+        for name, rows in self._rows.items():
+            if rows is None:
+                raise ConfigError(
+                    f"{name!r} in the side file {self._name!r} is a scalar and has no rows. Read the file whole, with "
+                    "KVStore.sides.read."
+                )
+            if not 0 <= start <= stop <= rows:
+                raise ConfigError(
+                    f"Rows {start} to {stop - 1} were asked for, but {name!r} in the side file {self._name!r} has rows "
+                    f"0 to {rows - 1}. Ask for 0 <= start <= stop <= {rows}."
+                )
+
+
+def _shapes(source: Mapping[str, torch.Tensor] | tuple[FileIO, TensorFile]) -> dict[str, Sequence[int]]:
+    if isinstance(source, Mapping):
+        return {name: tensor.shape for name, tensor in source.items()}
+    return {part.name: part.shape for part in source[1].parts}
