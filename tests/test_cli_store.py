@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import tarfile
@@ -10,8 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from random_chunks import build_chunk
+from rich.cells import cell_len
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
+from fused_kv_llm import cli_store
 from fused_kv_llm.cli import app
 from fused_kv_llm.store import KVStore, StoreCounters
 
@@ -78,6 +82,54 @@ def test_stats_as_json_and_from_python(kv_dir):
         # What several processes counted adds up.
         assert store.stats().lifetime.hits == {"memory": 2, "disk": 2, "remote": 0}
         assert store.stats().lifetime.hits == {"memory": 2, "disk": 2, "remote": 0}
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+def test_numbers_are_never_cut(tmp_path, monkeypatch, columns):
+    """Long texts take what the numbers leave, whatever they are made of."""
+    chunks = [
+        dataclasses.replace(CHUNKS[0], text="A passage that goes on and on. " * 80),
+        dataclasses.replace(CHUNKS[1], text="夜间渡轮" * 300),
+        dataclasses.replace(CHUNKS[2], text="\x1b]0;owned\x07 [bold]not bold[/] " + "x" * 500),
+    ]
+    with KVStore(tmp_path / "kv") as store:
+        for chunk in chunks:
+            chunk.put(store)
+        store.describe(chunks[0].identity, "a/model-with-a-long-name, float32, similar preprocessing, stored in int8")
+        for _ in range(1233):
+            store._uses.hit(chunks[0].key, "disk")
+    monkeypatch.setattr(cli_store, "out", Console(width=columns))
+    result = CliRunner().invoke(app, ["store", "stats", "--kv-dir", str(tmp_path / "kv")])
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert max(map(cell_len, lines)) <= columns
+    hottest = lines[next(n for n, line in enumerate(lines) if "Hottest" in line) :]
+    for chunk, uses in zip(chunks, ("1,234", "1", "1"), strict=True):
+        (line,) = (line for line in hottest if chunk.key[:12] in line)
+        assert f" {uses} " in line
+        assert "…" in line
+    assert any("A passage that goes on" in line for line in hottest)
+    assert any("[bold]not bold[/]" in line for line in hottest)
+    assert "\x1b" not in result.output
+    (model,) = (line for line in lines if chunks[0].identity[:12] in line)
+    assert [part.strip() for part in model.split("│")[2:4]] == ["3", "15"]
+
+
+def test_side_files_are_counted(kv_dir):
+    (side,) = (kv_dir / "chunks").rglob("*.anchors-0.1.safetensors")
+    nbytes, files = side.stat().st_size, list((kv_dir / "chunks").rglob("*.safetensors"))
+    found = json.loads(run("stats", "--kv-dir", kv_dir, "--json").output)
+    assert found["sides"] == {"disk": [1, nbytes], "remote": [0, 0]}
+    assert found["tiers"]["disk"] == [6, sum(file.stat().st_size for file in files)]
+    assert nbytes < 1000
+    assert f"({nbytes} bytes of it in 1 side files)" in run("stats", "--kv-dir", kv_dir).output
+    with KVStore(kv_dir) as store:
+        # All of it counts towards the budget.
+        assert store._index.ledger.total("disk_nbytes") == found["tiers"]["disk"][1]
+        store.sides.put(CHUNKS[0].key, "anchors-0.1", {"positions": torch.arange(3000)})
+        assert store.stats().sides["disk"] == (1, side.stat().st_size)
+        store.delete([CHUNKS[0].key])
+        assert store.stats().sides["disk"] == (0, 0)
 
 
 def test_check_finds_and_mends(kv_dir):

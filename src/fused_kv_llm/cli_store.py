@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +14,7 @@ import typer
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from fused_kv_llm.cli_options import DiskBytes, Policy, Remote
 from fused_kv_llm.demo.terminal import FriendlyGroup, err, out
@@ -188,24 +189,41 @@ def _totals(kv_dir: Path, found: StoreStats, free_nbytes: int) -> Table:
     table.add_row("tokens", f"{found.tokens:,}")
     for tier, (chunks, nbytes) in found.tiers.items():
         if chunks or tier == "disk":
-            table.add_row(f"on {tier}", f"{_size(nbytes)}, {chunks:,} chunks")
+            files, side_bytes = found.sides[tier]
+            of_it = f" ({_size(side_bytes)} of it in {files:,} side files)" if files else ""
+            table.add_row(f"on {tier}", f"{_size(nbytes)}, {chunks:,} chunks{of_it}")
     table.add_row("free on that disk", _size(free_nbytes))
     return table
 
 
 def _by_model(found: StoreStats) -> Table:
-    table = Table(title="By model", title_justify="left")
-    for column in ("model", "identity", "chunks", "tokens", "disk", "remote"):
-        table.add_column(column, justify="left" if column in ("model", "identity") else "right")
-    for totals in found.identities:
-        table.add_row(
-            escape(totals.name) or "?",
+    rows = [
+        (
             totals.identity[:12],
             f"{totals.chunks:,}",
             f"{totals.tokens:,}",
             _size(totals.disk_bytes),
             _size(totals.remote_bytes) if totals.remote_chunks else "-",
+            totals.name or "?",
         )
+        for totals in found.identities
+    ]
+    return _table("By model", ("identity", "chunks", "tokens", "disk", "remote", "model"), rows, wrap=True)
+
+
+def _table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, wrap: bool) -> Table:
+    """Lay out a table whose last column, a text, takes the width that the others leave; they are never cut."""
+    table = Table(title=title, title_justify="left")
+    *figures, text = columns
+    for place, name in enumerate(figures):
+        width = max(len(row[place]) for row in (columns, *rows))
+        table.add_column(name, justify="right" if place else "left", no_wrap=True, min_width=width)
+    # Not the column's own no_wrap, which keeps rich from making it narrower.
+    table.add_column(text, overflow="fold" if wrap else "ellipsis")
+    for row in rows:
+        # Whatever a text contains, it must not command the terminal.
+        shown = "".join(sign if sign.isprintable() else "\N{REPLACEMENT CHARACTER}" for sign in row[-1])
+        table.add_row(*row[:-1], Text(shown, no_wrap=not wrap))
     return table
 
 
@@ -225,13 +243,9 @@ def _counted(counters: StoreCounters) -> Table:
 
 
 def _hottest(found: StoreStats, texts: dict[str, str]) -> Table:
-    table = Table(title="Hottest chunks", title_justify="left")
-    table.add_column("chunk")
-    table.add_column("uses", justify="right")
-    table.add_column("text", no_wrap=True, overflow="ellipsis")
-    for key, uses in found.hottest:
-        table.add_row(key[:12], f"{uses:,}", escape(" ".join(texts.get(key, "").split())))
-    return table
+    # Longer than any terminal is wide.
+    rows = [(key[:12], f"{uses:,}", " ".join(texts.get(key, "")[:2000].split())) for key, uses in found.hottest]
+    return _table("Hottest chunks", ("chunk", "uses", "text"), rows, wrap=False)
 
 
 def _findings(report: CheckReport) -> Table:

@@ -214,6 +214,12 @@ class Ledger:
             query = "SELECT count(*), coalesce(sum(nbytes), 0) FROM places WHERE {} = 1"
             return {name: connection.execute(query.format(f"on_{name}")).fetchone() for name in ("disk", "remote")}
 
+    def side_tiers(self) -> dict[str, tuple[int, int]]:
+        """Return number of side files and their bytes, by their chunks' tiers; they can be in two."""
+        with self._database.connection() as connection:
+            query = "SELECT count(*), coalesce(sum(sides.nbytes), 0) FROM sides JOIN places USING (key) WHERE {} = 1"
+            return {name: connection.execute(query.format(f"on_{name}")).fetchone() for name in ("disk", "remote")}
+
     def _grow(self, nbytes: float) -> None:
         self._set("disk_nbytes", self.total("disk_nbytes") + nbytes)
 

@@ -132,6 +132,7 @@ class StoreUpkeep(StoreParts):
             memory_bytes=memory_bytes,
             by_identity={row.identity: row.chunks for row in totals},
             tiers=self._index.ledger.tiers(),
+            sides=self._index.ledger.side_tiers(),
             disk_bytes=self._budget.limit_nbytes,
             hottest=self._index.ledger.hottest(_HOTTEST),
             identities=totals,
