@@ -8,11 +8,12 @@ against it.
 from __future__ import annotations
 
 from .batched_rows import batched_row_attention
+from .decoder_layer import few_row_heads, few_row_mlp
 from .dispatch import UnsupportedOperandsError
 from .elementwise import gated_silu, rms_norm, rotate_rows_
 from .fit_shifts import fit_shifts
 from .kv_deviation import kv_deviation
-from .linears import few_row_linears, few_row_mlp
+from .linears import few_row_linears
 from .native import why_not_native
 from .paged_rows import paged_row_attention
 from .pages import PageTable, SharedPages
@@ -33,6 +34,7 @@ __all__ = [
     "TransferPlan",
     "UnsupportedOperandsError",
     "batched_row_attention",
+    "few_row_heads",
     "few_row_linears",
     "few_row_mlp",
     "fit_shifts",

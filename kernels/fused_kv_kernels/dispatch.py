@@ -65,8 +65,7 @@ def use_triton(op: str, *indices: Tensor | None, **operands: Tensor) -> bool:
     if wanted not in ("auto", "torch", "triton"):
         msg = f"{_VARIABLE}={wanted!r} is unknown: use torch, triton or auto"
         raise ValueError(msg)
-    on_cuda = any(x.device.type == "cuda" for x in operands.values())
-    if wanted == "torch" or (wanted == "auto" and not on_cuda):
+    if wanted == "torch" or (wanted == "auto" and not any(x.is_cuda for x in operands.values())):
         return False
     reason = _why_not(operands, [x for x in indices if x is not None])
     if reason:

@@ -32,8 +32,11 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     Tensor
         Like `x`.
     """
-    if x.numel() and takes_rows(x, weight) and x.shape[-1] == weight.shape[0]:
-        return native_rms_norm(x, weight, epsilon)
+    if x.numel() and x.shape[-1] == weight.shape[0]:
+        # However the rows lie: torch rounds some sums to a neighbouring number.
+        dense = x.contiguous()
+        if takes_rows(dense, weight):
+            return native_rms_norm(dense, weight, epsilon)
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)).to(x.dtype)
 

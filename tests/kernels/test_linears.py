@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import linear
 
-from fused_kv_kernels import few_row_linears, few_row_mlp, gated_silu, rms_norm, why_not_native
+from fused_kv_kernels import few_row_linears, why_not_native
 from fused_kv_kernels import linears as module
 from fused_kv_kernels.native import most_linear_rows
 
@@ -78,53 +78,6 @@ def test_what_the_native_operator_takes(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("FUSED_KV_KERNELS", "torch")
     few_row_linears(x, [(weight, None)])
     assert len(calls) == 1
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    rows=st.integers(0, 55),
-    hidden=st.sampled_from([32, 40, 96, 576]),
-    width=st.sampled_from([32, 52, 96, 192]),
-    bias=st.booleans(),
-    dtype=st.sampled_from(list(TOLERANCE)),
-    seed=st.integers(0, 99),
-)
-def test_an_mlp_in_one_call_is_that_of_its_operators(
-    rows: int, hidden: int, width: int, bias: bool, dtype: torch.dtype, seed: int
-) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, 2, hidden, generator=generator).to(dtype).transpose(0, 1)
-    norm = torch.randn(hidden, generator=generator).to(dtype)
-    gate, up = _layers(hidden, [width, width], bias, dtype, generator)
-    (down,) = _layers(width, [hidden], bias, dtype, generator)
-    before = x.clone()
-    with torch.inference_mode():
-        got = few_row_mlp(x, norm, 1e-5, gate, up, down)
-        gated = gated_silu(*few_row_linears(rms_norm(x, norm, 1e-5), [gate, up]))
-        want = x + few_row_linears(gated, [down])[0]
-    assert torch.equal(got, want)
-    assert torch.equal(x, before)
-
-
-@needs_native
-def test_an_mlp_of_few_rows_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "native_linears", lambda *_: pytest.fail("its operators were called one by one"))
-    generator = torch.Generator().manual_seed(0)
-    gate, up, down = *_layers(64, [96, 96], False, torch.bfloat16, generator), (torch.randn(64, 96).bfloat16(), None)
-    few_row_mlp(torch.randn(5, 64).bfloat16(), torch.ones(64).bfloat16(), 1e-5, gate, up, down)
-
-
-def test_an_mlp_that_does_not_fit_is_told() -> None:
-    x, norm, (gate, down) = torch.randn(3, 64), torch.ones(64), (torch.randn(96, 64), torch.randn(64, 96))
-    for wrong in (
-        (norm[:32], gate, gate, down),
-        (norm, gate, gate[:64], down),
-        (norm, gate, gate, down[:32]),
-        (norm, gate, gate, down[:, :64]),
-        (norm, gate[:, :32], gate, down),
-    ):
-        with pytest.raises(ValueError, match="do not fit together"):
-            few_row_mlp(x, wrong[0], 1e-5, *((weight, None) for weight in wrong[1:]))
 
 
 def test_shapes_that_do_not_fit_are_told() -> None:

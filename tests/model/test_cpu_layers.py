@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ from corpus import SHORT, rag_prompt
 from models import ARCHITECTURES, smollm2_tokenizer, tiny_model
 from torch.nn.functional import linear
 
-from fused_kv_kernels import few_row_linears, few_row_mlp, why_not_native
+from fused_kv_kernels import RowPlan, few_row_linears, few_row_mlp, why_not_native
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.errors import ConfigError
-from fused_kv_llm.model import cpu_layers, load_model
+from fused_kv_llm.model import BufferPool, FusedCache, RowPass, cpu_layers, forward_rows, load_model
 from fused_kv_llm.model.cpu_layers import attach_cpu_layers
 from fused_kv_llm.model.cpu_linear import _has_avx512_that_mkl_ignores, linear_in_onednn
+from fused_kv_llm.model.fast_forward import own_parts
 from fused_kv_llm.model.fused_forward import fused_forward
 from fused_kv_llm.model.last_row import attach_last_row
 
@@ -109,7 +111,18 @@ def test_linear_layers_in_bfloat16_take_the_native_way_for_few_rows(monkeypatch:
 
 @needs_native
 @pytest.mark.parametrize(
-    "part", ["", "input_layernorm", "self_attn", "post_attention_layernorm", "mlp", "mlp.down_proj"]
+    "part",
+    [
+        "",
+        "input_layernorm",
+        "self_attn",
+        "self_attn.k_proj",
+        "self_attn.o_proj",
+        "post_attention_layernorm",
+        "mlp",
+        "mlp.down_proj",
+        "mlp.act_fn",
+    ],
 )
 def test_a_layer_goes_by_its_parts_only_where_one_is_hooked(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -133,6 +146,80 @@ def test_a_layer_goes_by_its_parts_only_where_one_is_hooked(
     assert torch.equal(got, want)
     assert calls == ([rows] if part else [rows, rows])
     assert not part or seen == [1]
+
+
+class _OtherLinear(torch.nn.Linear):
+    """A layer that somebody derives, as wrappers of weights do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+def _exchange_weight(layer: Any) -> None:
+    layer.self_attn.q_proj.weight = torch.nn.Parameter(-layer.self_attn.q_proj.weight)
+
+
+def _overwrite_weight(layer: Any) -> None:
+    layer.mlp.up_proj.weight.data = layer.mlp.up_proj.weight.data * 2
+
+
+def _exchange_part(layer: Any) -> None:
+    layer.mlp = copy.deepcopy(layer.mlp)
+    layer.mlp.down_proj.weight.data.mul_(2)
+
+
+def _exchange_class(layer: Any) -> None:
+    layer.self_attn.o_proj.__class__ = _OtherLinear
+
+
+def _replace_forward(layer: Any) -> None:
+    own = layer.self_attn.v_proj.forward
+    layer.self_attn.v_proj.forward = lambda x: 2 * own(x)
+
+
+def _change_epsilon(layer: Any) -> None:
+    layer.input_layernorm.variance_epsilon = 0.5
+
+
+def _wrap_layer(layer: Any) -> None:
+    own = layer.forward
+    layer.forward = lambda *args, **kwargs: 2 * own(*args, **kwargs)
+
+
+CHANGES = [
+    _exchange_weight,
+    _overwrite_weight,
+    _exchange_part,
+    _exchange_class,
+    _replace_forward,
+    _change_epsilon,
+    _wrap_layer,
+]
+
+
+@needs_native
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_kept_of_a_layer_does_not_outlive_a_change(change: Callable[[Any], None], architecture: str) -> None:
+    """After a change, a pass is that of a model that was changed before it ever ran."""
+    model = tiny_model(architecture).bfloat16()
+    changed = copy.deepcopy(model)
+    change(changed.get_decoder().layers[0])
+
+    def logits(of: Any) -> torch.Tensor:
+        loaded = load_model(of, tokenizer=smollm2_tokenizer())
+        cache = FusedCache(loaded.geometry, 20, BufferPool(torch.bfloat16, torch.device("cpu")))
+        cache.rows, cache.visible = torch.arange(20), 20
+        with torch.inference_mode():
+            return forward_rows(loaded, IDS[:, :20], cache.rows, cache, RowPass(RowPlan(cache.rows, 20)), keep=0)
+
+    first = logits(model)
+    layer = model.get_decoder().layers[0]
+    assert own_parts(layer) is own_parts(layer)
+    change(layer)
+    got, want = logits(model), logits(changed)
+    assert not torch.equal(got, first)
+    assert torch.equal(got, want)
 
 
 @needs_native

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from .elementwise import native_gated_silu, native_rms_norm, native_rotate_rows, takes_rows
 from .library import native_library, why_not_native
-from .linears import most_linear_rows, native_gated_mlp, native_linears, takes_linears
+from .linears import (
+    is_dense_as,
+    most_linear_rows,
+    native_gated_mlp,
+    native_heads,
+    native_linears,
+    takes_linears,
+)
 from .operators import (
     Table,
     chunk_table,
@@ -26,10 +33,12 @@ __all__ = [
     "Table",
     "chunk_table",
     "int8_chunk_table",
+    "is_dense_as",
     "most_linear_rows",
     "native_fit_sums",
     "native_gated_mlp",
     "native_gated_silu",
+    "native_heads",
     "native_library",
     "native_linears",
     "native_place_chunks",

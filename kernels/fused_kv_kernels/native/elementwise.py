@@ -13,13 +13,16 @@ __all__ = ["native_gated_silu", "native_rms_norm", "native_rotate_rows", "takes_
 def takes_rows(*tensors: Tensor) -> bool:
     """Return whether the element-wise operators take these: of one dtype, on the CPU, rows dense and evenly spaced."""
     dtype = tensors[0].dtype
-    return all(
-        t.dtype == dtype and t.device.type == "cpu" and t.stride(-1) == 1 and _evenly_spaced(t) for t in tensors
-    ) and (native_library(dtype) is not None)
+    for t in tensors:
+        if t.dtype != dtype or not t.is_cpu or t.stride(-1) != 1 or not _evenly_spaced(t):
+            return False
+    return native_library(dtype) is not None
 
 
 def _evenly_spaced(tensor: Tensor) -> bool:
     """Return whether all dimensions but the last could be one."""
+    if tensor.is_contiguous():
+        return True
     shape, stride = tensor.shape, tensor.stride()
     return all(shape[i] == 1 or stride[i] == stride[i + 1] * shape[i + 1] for i in range(tensor.dim() - 2))
 

@@ -18,7 +18,7 @@ import torch
 
 from .build import build, processor_features
 
-__all__ = ["int64_array", "loaded_library", "native_library", "num_threads", "opened", "why_not_native"]
+__all__ = ["int64_array", "kept_array", "loaded_library", "native_library", "num_threads", "opened", "why_not_native"]
 
 _POINTER, _NUMBER, _REAL, _THREADS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _ARGUMENTS = {
@@ -37,10 +37,13 @@ _ARGUMENTS = {
 _OWN_ARGUMENTS = {
     "bfloat16": {
         "fkv_linears": [*[_POINTER] * 2, *[_NUMBER] * 3, _THREADS],
+        "fkv_heads": [*[_POINTER] * 8, _REAL, _REAL, _THREADS],
         "fkv_gated_mlp": [*[_POINTER] * 4, *[_NUMBER] * 2, _REAL, _THREADS],
+        "fkv_attended_mlp": [*[_POINTER] * 5, *[_NUMBER] * 3, _REAL, _THREADS],
     }
 }
 _lock = threading.Lock()
+_found: dict[torch.dtype, tuple[ctypes.CDLL | None, str | None]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +90,13 @@ def _loaded(dtype: torch.dtype) -> tuple[ctypes.CDLL | None, str | None]:
     # Asked at every call: whoever sets the variable to compare must not get the native operators all the same.
     if os.environ.get("FUSED_KV_KERNELS") == "torch":
         return None, "FUSED_KV_KERNELS=torch"
-    with _lock:
-        return _load(dtype)
+    if dtype not in _found:
+        with _lock:
+            if dtype not in _found:
+                _found[dtype] = _load(dtype)
+    return _found[dtype]
 
 
-@functools.lru_cache(maxsize=8)
 def _load(dtype: torch.dtype) -> tuple[ctypes.CDLL | None, str | None]:
     kind = _KINDS.get(dtype)
     if kind is None:
@@ -158,6 +163,12 @@ def _declared(library: ctypes.CDLL, folder: str) -> ctypes.CDLL:
 def int64_array(*values: int) -> ctypes.Array[ctypes.c_int64]:
     """Return numbers as the operators take shapes and strides."""
     return (ctypes.c_int64 * len(values))(*values)
+
+
+@functools.lru_cache(maxsize=256)
+def kept_array(values: tuple[int, ...]) -> ctypes.Array[ctypes.c_int64]:
+    """Return the same of shapes and strides that come again with every layer; operators only read them."""
+    return int64_array(*values)
 
 
 def num_threads() -> int:

@@ -1,4 +1,4 @@
-"""The native linear layers as functions of tensors. Their callers have checked shapes."""
+"""The native linear layers, and what is made of them, as functions of tensors. Their callers have checked shapes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from .build import processor_features
-from .library import int64_array, loaded_library, native_library, num_threads
+from .library import int64_array, kept_array, loaded_library, native_library, num_threads
 
-__all__ = ["most_linear_rows", "native_gated_mlp", "native_linears", "takes_linears"]
+__all__ = ["is_dense_as", "most_linear_rows", "native_gated_mlp", "native_heads", "native_linears", "takes_linears"]
 
-_Layers = Sequence[tuple[Tensor, Tensor | None]]
+_Layer = tuple[Tensor, Tensor | None]
+_Layers = Sequence[_Layer]
 
 _MOST_ROWS = 96
 # AMX multiplies sixteen times as much at a time, and torch uses it: only where memory decides is there less to win.
@@ -26,52 +27,89 @@ def most_linear_rows(dtype: torch.dtype) -> int:
     return _MOST_ROWS_BESIDE_TILES if "amx_bf16" in processor_features() else _MOST_ROWS
 
 
-def takes_linears(x: Tensor, layers: _Layers) -> bool:
-    """Return whether the native operator takes an input and layers: one dtype, on the CPU, dense, of even shapes."""
-    if x.device.type != "cpu" or x.shape[-1] % 32:
+def takes_linears(x: Tensor, layers: _Layers, inner: int | None = None) -> bool:
+    """Return whether the native operator takes layers: of the dtype of `x`, on the CPU, dense, of even shapes.
+
+    Their input is `x`, or something else like it of `inner` elements a row.
+    """
+    if not x.is_cpu or (inner or x.shape[-1]) % 32:
         return False
-    return all(_fits(weight, x) and weight.shape[0] % 4 == 0 and (bias is None or _fits(bias, x))
-               for weight, bias in layers)  # fmt: skip
+    for weight, bias in layers:
+        if weight.shape[0] % 4 or not is_dense_as(x, weight) or (bias is not None and not is_dense_as(x, bias)):
+            return False
+    return True
 
 
-def _fits(parameter: Tensor, x: Tensor) -> bool:
-    return parameter.dtype == x.dtype and parameter.device == x.device and parameter.is_contiguous()
+def is_dense_as(x: Tensor, *parameters: Tensor) -> bool:
+    """Return whether parameters are dense, of the dtype of `x` and where it is."""
+    dtype, device = x.dtype, x.device
+    return all(one.dtype == dtype and one.device == device and one.is_contiguous() for one in parameters)
 
 
 def native_linears(x: Tensor, layers: _Layers) -> list[Tensor]:
     """Return :func:`fused_kv_kernels.few_row_linears` of ``[..., I]``."""
     x, inner = x.contiguous(), x.shape[-1]
-    outs, table = _laid_out(x, layers)
+    outs = [torch.empty(*x.shape[:-1], weight.shape[0], dtype=x.dtype) for weight, _ in layers]
+    table = [part for layer, out in zip(layers, outs, strict=True) for part in _row(layer, out.data_ptr())]
     loaded_library(x.dtype).fkv_linears(
         x.data_ptr(), int64_array(*table), len(layers), x.numel() // inner, inner, num_threads()
     )
     return outs
 
 
-def native_gated_mlp(x: Tensor, weight: Tensor, epsilon: float, layers: _Layers) -> Tensor:
-    """Return :func:`fused_kv_kernels.few_row_mlp` of ``[..., H]``; the layers are gate, up and down."""
-    x, dim = x.contiguous(), x.shape[-1]
-    outs, table = _laid_out(x, layers)
+def native_heads(
+    x: Tensor, weight: Tensor, epsilon: float, layers: _Layers, cos: Tensor, sin: Tensor, head_dim: int,
+    head_norms: tuple[Tensor, Tensor, float] | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return :func:`fused_kv_kernels.few_row_heads` of ``[B, R, H]``."""
+    x = x.contiguous()
+    batch, rows, dim = x.shape
+    counts = [one.shape[0] for one, _ in layers]
+    outs = [torch.empty(batch, rows, count // head_dim, head_dim, dtype=x.dtype) for count in counts]
+    table = [part for layer, out in zip(layers, outs, strict=True) for part in _row(layer, out.data_ptr())]
     normal = torch.empty_like(x)
-    loaded_library(x.dtype).fkv_gated_mlp(
+    norms = (0, 0) if head_norms is None else (head_norms[0].data_ptr(), head_norms[1].data_ptr())
+    loaded_library(x.dtype).fkv_heads(
         x.data_ptr(),
         weight.data_ptr(),
         int64_array(*table),
+        kept_array(norms),
         normal.data_ptr(),
-        x.numel() // dim,
-        dim,
+        cos.data_ptr(),
+        sin.data_ptr(),
+        kept_array((batch, rows, dim, head_dim, cos.shape[2] // 2, 0 if cos.shape[0] == 1 else cos.stride(0))),
         epsilon,
+        0.0 if head_norms is None else head_norms[2],
         num_threads(),
     )
-    return outs[-1]
+    q, k, v = (out.transpose(1, 2) for out in outs)
+    return q, k, v
 
 
-def _laid_out(x: Tensor, layers: _Layers) -> tuple[list[Tensor], list[int]]:
-    """Return memory for the layers' outputs, and the layers as native code takes them."""
-    outs = [torch.empty(*x.shape[:-1], weight.shape[0], dtype=x.dtype) for weight, _ in layers]
-    table = [
-        number
-        for (weight, bias), out in zip(layers, outs, strict=True)
-        for number in (weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), weight.shape[0])
-    ]
-    return outs, table
+def native_gated_mlp(
+    x: Tensor, weight: Tensor, epsilon: float, layers: _Layers, attended: tuple[Tensor, _Layer] | None
+) -> Tensor:
+    """Return :func:`fused_kv_kernels.few_row_mlp` of ``[..., H]``; the layers are gate, up and down."""
+    x, dim = x.contiguous(), x.shape[-1]
+    rows, width = x.numel() // dim, layers[0][0].shape[0]
+    out = torch.empty_like(x)
+    # The normal rows, gate, up, and x with what attention adds to it.
+    scratch = torch.empty(2 * rows * (dim + width), dtype=x.dtype)
+    places = [scratch.data_ptr() + 2 * rows * before for before in (0, dim, dim + width, dim + 2 * width)]
+    table = [part for layer, at in zip(layers, (*places[1:3], out.data_ptr()), strict=True) for part in _row(layer, at)]
+    library, threads = loaded_library(x.dtype), num_threads()
+    if attended is None:
+        arguments = (x.data_ptr(), weight.data_ptr(), int64_array(*table), places[0])
+        library.fkv_gated_mlp(*arguments, rows, dim, epsilon, threads)
+    else:
+        before = attended[0].contiguous()
+        whole = int64_array(*_row(attended[1], places[3]), *table)
+        pointers = (x.data_ptr(), before.data_ptr(), weight.data_ptr(), whole, places[0])
+        library.fkv_attended_mlp(*pointers, rows, before.shape[-1], dim, epsilon, threads)
+    return out
+
+
+def _row(layer: _Layer, out: int) -> tuple[int, int, int, int]:
+    """Return a layer as native code takes it; `out` is the address of its output."""
+    weight, bias = layer
+    return weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out, weight.shape[0]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from .library import int64_array, loaded_library, native_library, num_threads
+from .library import int64_array, kept_array, loaded_library, native_library, num_threads
 
 if TYPE_CHECKING:
     from fused_kv_kernels.shift_chunks import ChunkShift
@@ -46,11 +47,11 @@ def supports(*tensors: Tensor) -> bool:
     The number of columns must be even, as products of bfloat16 take them in pairs.
     """
     dtype = tensors[0].dtype
-    return (
-        all(t.dtype == dtype and t.device.type == "cpu" for t in tensors)
-        and all(t.stride(-1) == 1 and t.shape[-1] % 2 == 0 and t.shape[-1] <= _LARGEST_DIM for t in tensors)
-        and native_library(dtype) is not None
-    )
+    for t in tensors:
+        columns = t.shape[-1]
+        if t.dtype != dtype or not t.is_cpu or t.stride(-1) != 1 or columns % 2 or columns > _LARGEST_DIM:
+            return False
+    return native_library(dtype) is not None
 
 
 def supports_rows(*tensors: Tensor) -> bool:
@@ -109,11 +110,11 @@ def native_row_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, sca
         out.data_ptr(),
         positions.data_ptr(),
         scratch.data_ptr(),
-        _attention_shape(q, k),
-        int64_array(*q.stride()[:3]),
-        int64_array(*k.stride()[:3]),
-        int64_array(*v.stride()[:3]),
-        int64_array(*out.stride()[:3]),
+        kept_array(_attention_shape(q, k)),
+        kept_array(q.stride()[:3]),
+        kept_array(k.stride()[:3]),
+        kept_array(v.stride()[:3]),
+        kept_array(out.stride()[:3]),
         scale,
         num_threads(),
     )
@@ -122,11 +123,17 @@ def native_row_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, sca
 
 def row_attention_scratch(q: Tensor, k: Tensor) -> int:
     """Return the bytes of working memory that :func:`native_row_attention` needs."""
-    return int(loaded_library(q.dtype).fkv_row_attention_scratch(_attention_shape(q, k), num_threads()))
+    return _scratch_nbytes(q.dtype, _attention_shape(q, k), num_threads())
 
 
-def _attention_shape(q: Tensor, k: Tensor) -> Table:
-    return int64_array(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3])
+@functools.lru_cache(maxsize=64)
+def _scratch_nbytes(dtype: torch.dtype, shape: tuple[int, ...], threads: int) -> int:
+    return int(loaded_library(dtype).fkv_row_attention_scratch(kept_array(shape), threads))
+
+
+def _attention_shape(q: Tensor, k: Tensor) -> tuple[int, ...]:
+    batch, q_heads, rows, dim = q.shape
+    return batch, q_heads, k.shape[1], rows, k.shape[2], dim
 
 
 def native_token_scores(q: Tensor, k: Tensor, positions: Tensor, scale: float) -> Tensor:

@@ -12,36 +12,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.activations import ACT2FN
 
-from fused_kv_kernels import few_row_linears, few_row_mlp, gated_silu, rms_norm, rotate_rows_, why_not_native
+from fused_kv_kernels import (
+    few_row_heads,
+    few_row_linears,
+    few_row_mlp,
+    gated_silu,
+    rms_norm,
+    rotate_rows_,
+    why_not_native,
+)
 from fused_kv_llm.model.cpu_linear import linear_in_onednn, onednn_is_faster
-from fused_kv_llm.model.fused_forward import in_fused_forward
+from fused_kv_llm.model.fast_forward import FastForward, has_known_gate, is_plain, own_parts
 
-__all__ = ["FastForward", "attach_cpu_layers"]
-
-_SILU = (torch.nn.SiLU, type(ACT2FN["silu"]))
-
-
-class FastForward:
-    """A module's forward: the fast one in a fused pass, the module's own otherwise.
-
-    Parameters
-    ----------
-    module : torch.nn.Module
-        Of a class that has a fast forward.
-    """
-
-    def __init__(self, module: Any) -> None:
-        self.module = module
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module."""
-        module = self.module
-        if in_fused_forward() and not torch.is_grad_enabled():
-            way = _linear if type(module) is torch.nn.Linear else _FAST[type(module).__name__]
-            return way(module, *args, **kwargs)
-        return type(module).forward(module, *args, **kwargs)
+__all__ = ["attach_cpu_layers"]
 
 
 def attach_cpu_layers(model: Any) -> None:
@@ -57,16 +41,14 @@ def attach_cpu_layers(model: Any) -> None:
     in_bfloat16 = model.dtype == torch.bfloat16
     linear = native if in_bfloat16 else model.dtype == torch.float32 and onednn_is_faster()
     head = (model.get_output_embeddings(),) if in_bfloat16 else ()
-    parts = _FAST.keys() if in_bfloat16 else _FAST.keys() - _LAYERS
+    ways = _WAYS if in_bfloat16 else {name: way for name, way in _WAYS.items() if way is not _decoder_layer}
     for module in (*model.get_decoder().modules(), *head):
-        fast = linear if type(module) is torch.nn.Linear else native and type(module).__name__ in parts
-        if fast and "forward" not in vars(module) and _has_known_gate(module):
-            module.forward = FastForward(module)
-
-
-def _has_known_gate(module: Any) -> bool:
-    gate = getattr(module, "act_fn", getattr(module, "activation_fn", None))
-    return gate is None or (isinstance(gate, _SILU) and not (gate._forward_pre_hooks or gate._forward_hooks))
+        if type(module) is torch.nn.Linear:
+            way = _linear if linear else None
+        else:
+            way = ways.get(type(module).__name__) if native else None
+        if way is not None and "forward" not in vars(module) and has_known_gate(module):
+            module.forward = FastForward(module, way)
 
 
 def _linear(module: Any, x: Tensor) -> Tensor:
@@ -82,17 +64,9 @@ def _linear(module: Any, x: Tensor) -> Tensor:
 
 def _linears(modules: Sequence[Any], x: Tensor) -> list[Tensor]:
     """Call several linear layers with one input: together, unless somebody has wrapped, hooked or changed one."""
-    if x.dtype == torch.bfloat16 and all(map(_is_plain, modules)):
+    if x.dtype == torch.bfloat16 and all(map(is_plain, modules)):
         return few_row_linears(x, [(module.weight, module.bias) for module in modules])
     return [module(x) for module in modules]
-
-
-def _is_plain(module: Any) -> bool:
-    return type(module) is torch.nn.Linear and type(module.weight) is torch.nn.Parameter and _is_ours(module)
-
-
-def _is_ours(module: Any) -> bool:
-    return type(vars(module).get("forward")) is FastForward and not (module._forward_pre_hooks or module._forward_hooks)
 
 
 def _norm(module: Any, hidden_states: Tensor) -> Tensor:
@@ -128,7 +102,7 @@ def _projected(module: Any, x: Tensor) -> tuple[Tensor, ...]:
 
 
 def _gated_mlp(module: Any, x: Tensor) -> Tensor:
-    if not _has_known_gate(module):
+    if not has_known_gate(module):
         own: Tensor = type(module).forward(module, x)
         return own
     down: Tensor = module.down_proj(gated_silu(*_linears((module.gate_proj, module.up_proj), x)))
@@ -136,35 +110,36 @@ def _gated_mlp(module: Any, x: Tensor) -> Tensor:
 
 
 def _decoder_layer(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Run a layer without calling its parts one by one, unless somebody has wrapped, hooked or changed one."""
-    parts = (module.input_layernorm, module.self_attn, module.post_attention_layernorm, module.mlp)
-    norm, mlp = parts[2:]
-    layers = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-    ours = all(map(_is_ours, parts)) and all(map(_is_plain, layers)) and _has_known_gate(mlp)
-    if args or hidden_states.dtype != torch.bfloat16 or not ours:
+    """Run a layer in two calls around its attention, unless somebody has wrapped, hooked or changed a part of it."""
+    parts = None if args or hidden_states.dtype != torch.bfloat16 else own_parts(module)
+    if parts is None:
         whole: Tensor = type(module).forward(module, hidden_states, *args, **kwargs)
         return whole
-    attended = _attention(module.self_attn, _norm(module.input_layernorm, hidden_states), **kwargs)[0]
-    gate, up, down = ((layer.weight, layer.bias) for layer in layers)
-    return few_row_mlp(hidden_states + attended, norm.weight, norm.variance_epsilon, gate, up, down)
+    attention, (cos, sin) = module.self_attn, kwargs["position_embeddings"]
+    q, k, v = few_row_heads(hidden_states, *parts.norm, parts.heads, cos, sin, attention.head_dim, parts.head_norms)
+    k, v = kwargs["past_key_values"].update(k, v, attention.layer_idx)
+    attended = kwargs["fused_pass"].attend(attention.layer_idx, q, k, v, float(attention.scaling))
+    attended = attended.transpose(1, 2).flatten(2)
+    return few_row_mlp(hidden_states, *parts.mlp_norm, *parts.mlp, (attended, parts.output))
 
 
 def _packed_mlp(module: Any, hidden_states: Tensor) -> Tensor:
-    if not _has_known_gate(module):
+    if not has_known_gate(module):
         own: Tensor = type(module).forward(module, hidden_states)
         return own
     down: Tensor = module.down_proj(gated_silu(*module.gate_up_proj(hidden_states).chunk(2, dim=-1)))
     return down
 
 
-# In one call each in bfloat16 only: few rows are no faster in float32.
-_LAYERS = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"})
-_FAST: dict[str, Callable[..., Any]] = {
+_WAYS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("LlamaRMSNorm", "MistralRMSNorm", "Phi3RMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"), _norm),
     **dict.fromkeys(
         ("LlamaAttention", "MistralAttention", "Phi3Attention", "Qwen2Attention", "Qwen3Attention"), _attention
     ),
     **dict.fromkeys(("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP"), _gated_mlp),
     "Phi3MLP": _packed_mlp,
-    **dict.fromkeys(_LAYERS, _decoder_layer),
+    # In bfloat16 only: few rows are no faster in float32.
+    **dict.fromkeys(
+        ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"), _decoder_layer
+    ),
 }

@@ -12,6 +12,9 @@ using namespace fkv;
 constexpr int kOutputs = 4; // rows of the weights; with six of the input, 24 accumulators
 constexpr int kInputs = 6;
 constexpr int kStep = 32; // bfloat16 of a register, and of a cache line
+// So much of the weights is on its way from memory while others are multiplied: less comes too late, more is in the way
+// of the rows in the first-level cache.
+constexpr int64_t kBytesAhead = 8192;
 
 struct Layer {
     const uint16_t *weight, *bias;
@@ -76,7 +79,8 @@ template <typename... Arguments> void multiply_rows(int64_t rows, Arguments... a
 }
 
 void four_outputs(const Layer &layer, int64_t first, const uint16_t *x, int64_t rows, int64_t inner) {
-    const int64_t parts = (rows + kInputs - 1) / kInputs, next = first + kOutputs;
+    const int64_t parts = (rows + kInputs - 1) / kInputs, groups = (kBytesAhead - 1) / (kOutputs * inner * 2) + 1;
+    const int64_t next = first + kOutputs * groups;
     for (int64_t part = 0; part < parts; ++part) {
         const int64_t begin = rows * part / parts, end = rows * (part + 1) / parts;
         const int64_t from = kOutputs * part / parts, to = kOutputs * (part + 1) / parts;

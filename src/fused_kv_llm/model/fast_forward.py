@@ -1,0 +1,190 @@
+"""A module's fast forward, and what of a decoder layer still is as it was when it got one.
+
+A model belongs to its user, who may wrap, hook, exchange or convert any part of it at any time. So a part's fast way
+is taken in its own forward only, and whoever goes past a part's forward looks first whether somebody wants it called.
+That is asked for every part of every layer in every pass. What is found out is kept, therefore, with everything it
+depends on, and holds as long as all of that is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import is_
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers.activations import ACT2FN
+
+from fused_kv_llm.model.fused_forward import in_fused_forward
+
+__all__ = ["FastForward", "LayerParts", "has_known_gate", "is_ours", "is_plain", "own_parts"]
+
+# Of a part, beside its own parts and parameters.
+_WATCHED = ("forward", "_forward_hooks", "_forward_pre_hooks", "variance_epsilon")
+_SILU = (torch.nn.SiLU, type(ACT2FN["silu"]))
+
+_Linear = tuple[Tensor, Tensor | None]
+_Norm = tuple[Tensor, float]
+
+
+class FastForward:
+    """A module's forward: the fast one in a fused pass, the module's own otherwise.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+    way : callable
+        The fast one: takes the module and what its own forward takes.
+    """
+
+    def __init__(self, module: Any, way: Callable[..., Any]) -> None:
+        self.module = module
+        self.way = way
+        self.kind = type(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+        module = self.module
+        if in_fused_forward() and not torch.is_grad_enabled() and type(module) is self.kind:
+            return self.way(module, *args, **kwargs)
+        return type(module).forward(module, *args, **kwargs)
+
+
+def is_ours(module: Any) -> bool:
+    """Return whether a module's forward is the fast one of its class, and nobody has wrapped or hooked it."""
+    forward = vars(module).get("forward")
+    same = type(forward) is FastForward and forward.kind is type(module)
+    return same and not (module._forward_pre_hooks or module._forward_hooks)
+
+
+def is_plain(module: Any) -> bool:
+    """Return whether a module is such a linear layer, with a weight that is not quantised."""
+    if type(module) is not torch.nn.Linear or type(module._parameters.get("weight")) is not torch.nn.Parameter:
+        return False
+    return is_ours(module)
+
+
+def has_known_gate(module: Any) -> bool:
+    """Return whether the activation of a module, where it has one, is SiLU that nobody has hooked."""
+    gate = module._modules.get("act_fn")
+    if gate is None:
+        gate = getattr(module, "act_fn", getattr(module, "activation_fn", None))
+    return gate is None or (isinstance(gate, _SILU) and not (gate._forward_pre_hooks or gate._forward_hooks))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParts:
+    """Weights of a decoder layer that may be computed without calling its parts.
+
+    Parameters
+    ----------
+    norm, mlp_norm : tuple of (Tensor, float)
+        Weight and epsilon of the norms before attention and before the MLP.
+    heads : list of (Tensor, Tensor or None)
+        Weight and bias of the projections to queries, keys and values.
+    head_norms : tuple of (Tensor, Tensor, float) or None
+        Of each head's norms of queries and keys: the weights, and the epsilon of both.
+    output : tuple of (Tensor, Tensor or None)
+        The projection behind attention.
+    mlp : tuple of (Tensor, Tensor or None)
+        Gate, up and down.
+    """
+
+    norm: _Norm
+    heads: list[_Linear]
+    head_norms: tuple[Tensor, Tensor, float] | None
+    output: _Linear
+    mlp_norm: _Norm
+    mlp: tuple[_Linear, _Linear, _Linear]
+
+
+class _Snapshot:
+    """The parts of a module, their parameters and their forwards, as they were once.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        Whose parts nobody has hooked; what is done to itself is not looked at.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._parts = list(module.modules())[1:]
+        self._kinds = [type(part) for part in self._parts]
+        tables = [module._modules]
+        for part in self._parts:
+            tables += [part._modules, part._parameters]
+        entries = [(table, key, value) for table in tables for key, value in table.items()]
+        entries += [(vars(part), key, vars(part).get(key)) for part in self._parts for key in _WATCHED]
+        self._tables, self._keys, self._values = zip(*entries, strict=True)
+        self._hooks = [hooks for part in self._parts for hooks in (part._forward_hooks, part._forward_pre_hooks)]
+
+    def holds(self) -> bool:
+        """Return whether all of it is the same, and still nobody has hooked a part."""
+        now = map(dict.get, self._tables, self._keys)
+        if not all(map(is_, now, self._values)) or any(self._hooks):
+            return False
+        return all(map(is_, map(type, self._parts), self._kinds))
+
+
+# Of a copy of the module nothing is known: that would not hold for it.
+_kept: WeakKeyDictionary[Any, tuple[_Snapshot, LayerParts]] = WeakKeyDictionary()
+
+
+def own_parts(layer: Any) -> LayerParts | None:
+    """Return the weights of a decoder layer, or None if somebody has wrapped, hooked or changed a part of it.
+
+    Parameters
+    ----------
+    layer : torch.nn.Module
+        With the parts of Llama's, perhaps with norms of queries and keys.
+    """
+    kept = _kept.get(layer)
+    if kept is not None and kept[0].holds():
+        return kept[1]
+    snapshot, found = _Snapshot(layer), _look_up(layer)
+    if found is not None:
+        _kept[layer] = (snapshot, found)
+    return found
+
+
+def _look_up(layer: Any) -> LayerParts | None:
+    attention, mlp = layer._modules["self_attn"], layer._modules["mlp"]
+    if not (is_ours(attention) and is_ours(mlp) and has_known_gate(mlp)):
+        return None
+    norms = _norms(layer, ("input_layernorm", "post_attention_layernorm"))
+    linears = _linears(attention, ("q_proj", "k_proj", "v_proj", "o_proj"))
+    of_mlp = _linears(mlp, ("gate_proj", "up_proj", "down_proj"))
+    if not (norms and linears and of_mlp):
+        return None
+    head_norms = None
+    if "q_norm" in attention._modules:
+        of_heads = _norms(attention, ("q_norm", "k_norm"))
+        if not of_heads or of_heads[0][1] != of_heads[1][1]:
+            return None
+        head_norms = (of_heads[0][0], *of_heads[1])
+    return LayerParts(norms[0], linears[:3], head_norms, linears[3], norms[1], (of_mlp[0], of_mlp[1], of_mlp[2]))
+
+
+def _linears(module: Any, names: tuple[str, ...]) -> list[_Linear]:
+    """Return weights and biases of linear layers in a module; none if one of them is to be called."""
+    found = []
+    for name in names:
+        part = module._modules[name]
+        if not is_plain(part):
+            return []
+        found.append((part._parameters["weight"], part._parameters["bias"]))
+    return found
+
+
+def _norms(module: Any, names: tuple[str, ...]) -> list[_Norm]:
+    """Return weights and epsilons of norms in a module; none if one of them is to be called."""
+    found = []
+    for name in names:
+        part = module._modules[name]
+        if not is_ours(part):
+            return []
+        found.append((part._parameters["weight"], part.variance_epsilon))
+    return found
