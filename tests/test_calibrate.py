@@ -101,7 +101,7 @@ UNUSABLE = [
     ({"selectors": ["sink_attention", "qcfus"]}, ConfigError, "selector='qcfus' is unknown: use one of"),
     ({"selectors": "qcfuse"}, ConfigError, "is not a list of names"),
     ({"selectors": []}, ConfigError, "is not a list of names"),
-    ({"selectors": [object()]}, ConfigError, "give names of selectors"),
+    ({"selectors": [7]}, ConfigError, "give names of selectors"),
     ({"ratios": []}, ConfigError, "ratios is empty"),
     ({"ratios": [0.0, 1.5]}, ConfigError, r"recompute_ratio=1\.5"),
     ({"target_agreement": "most"}, ConfigError, "target_agreement='most'"),
