@@ -113,8 +113,9 @@ def work(kv_dir: Path, remote: str, seconds: float, seed: int) -> None:
                 except (StoreFullError, StoreUnavailableError):
                     # All that could make room is being read by the others, or the others evict what is brought.
                     counts["full"] = counts.get("full", 0) + 1
-            for name in ("damaged", "promoted", "demoted"):
-                counts[name] = counts.get(name, 0) + getattr(store.counters(), name)
+        # Only a store that is closed has no thread any more that brings chunks, and may miss one.
+        for name in ("damaged", "promoted", "demoted"):
+            counts[name] = counts.get(name, 0) + getattr(store.counters(), name)
     kept = sorted(put & {chunk.key for chunk in KEPT})
     # One call, so that lines of several processes do not mix.
     os.write(1, json.dumps({"counts": counts, "put": kept, "noted": noted}).encode() + b"\n")
