@@ -142,3 +142,23 @@ def test_a_damaged_shift_costs_the_chunk_and_nothing_else(tmp_path: Path) -> Non
         assert bool(fused.logits.isfinite().all())
         again = engine.prefill(prompt, recompute_ratio=0.0)[0]
         assert torch.equal(fused.logits, again.logits)
+
+
+def test_a_shift_of_a_model_with_other_layers_is_done_without(tmp_path: Path) -> None:
+    """It is whole, so only its rows tell; the chunk's KV is used all the same, as it is stored."""
+    options = {"preprocessing": "similar", "embedder": Unused(), "store_misses": False}
+    with FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, **options) as engine:
+        engine.build_kv_cache(SHORT[:4], neighbours=GRAPH, progress=False)
+        prompt, key = rag_prompt(SHORT[:4]), str(engine.chunk_id(SHORT[2]))
+        side = engine.store.sides.read(key, CONTEXT_SHIFT)
+        assert side is not None
+        shifted = engine.prefill(prompt, recompute_ratio=0.0)[0].logits
+        fewer = {name: tensor[:-1] for name, tensor in side.items()}
+        engine.store.sides.put(key, CONTEXT_SHIFT, fewer, by_rows=True)
+        with pytest.warns(FusedKVWarning, match="layers"):
+            fused, report = engine.prefill(prompt, recompute_ratio=0.0)
+        assert report.chunks_found == 4
+        nothing = {name: torch.zeros_like(tensor) for name, tensor in side.items()}
+        engine.store.sides.put(key, CONTEXT_SHIFT, nothing, by_rows=True)
+        assert torch.equal(fused.logits, engine.prefill(prompt, recompute_ratio=0.0)[0].logits)
+        assert not torch.equal(fused.logits, shifted)

@@ -76,7 +76,8 @@ class ChunkReader:
     def acquire_known(self, key: str) -> ChunkLoader | None:
         """Return the chunk from its file if that is as it was when this process read it before; as ``acquire``.
 
-        Whoever deletes or evicts a chunk takes its file away before its row, so that such a file has a row still.
+        Whoever deletes or evicts a chunk takes its file away before its row. An audit with another key leaves a file
+        that has lost its row, and what is in that is still right.
         """
         known = self._known.get(key)
         if known is None or key in self._memory or key in self._loaders:
