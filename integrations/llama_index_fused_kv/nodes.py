@@ -46,7 +46,7 @@ def build_kv_cache(
     neighbours : mapping, callable or None
         Text to similar or linked texts, nearest first; None asks the embedder.
     refresh : bool
-        Whether those of the nodes whose KV is stored, and whose neighbours have changed since, are prefilled again.
+        Whether stored chunks whose neighbours have changed are prefilled again.
     prune : bool
         Whether stored chunks that are not among the nodes lose their KV: for a store of one corpus only.
     progress : bool

@@ -117,10 +117,9 @@ class IngestReport:
     chunks_skipped : int
         Texts that are empty or too short to be found in a prompt.
     chunks_refreshed : int
-        Texts that were stored and were prefilled again because their neighbours have changed.
+        Stored chunks prefilled again because their neighbours have changed.
     chunks_stale : int
-        Texts that were stored and whose neighbours have changed since; they stay usable. Chunks in the store that are
-        not among the texts do not count.
+        Stored chunks whose neighbours have changed since they were prefilled. They stay usable.
     chunks_deleted : int
         Stored chunks that lost their KV because they are not in the corpus any more.
     tokens : int

@@ -47,8 +47,7 @@ class ModelCorpus:
         neighbours : mapping, callable or None
             Text to similar or linked texts, nearest first; None asks the embedder.
         refresh : bool
-            Whether those of the documents whose KV is stored, and whose neighbours have changed since, are
-            prefilled again.
+            Whether stored chunks whose neighbours have changed are prefilled again.
         prune : bool
             Whether stored chunks that are not among the documents lose their KV: for a store of one corpus only.
         progress : bool

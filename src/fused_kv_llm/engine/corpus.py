@@ -35,9 +35,8 @@ class EngineCorpus(EngineParts):
             A caller's own graph, text to similar or linked texts, nearest first; None asks the embedder. Only
             used with ``preprocessing="similar"``.
         refresh : bool
-            Whether those of these texts that were stored earlier, and whose neighbours have changed since, are
-            prefilled again; they are counted in ``chunks_stale`` otherwise and stay usable. Chunks that are not
-            among the texts are left alone: they may be another corpus'.
+            Whether chunks stored earlier whose neighbours have changed are prefilled again; they are counted
+            in ``chunks_stale`` otherwise and stay usable.
         progress : bool
             Whether to show a progress bar.
 

@@ -82,7 +82,7 @@ class BackgroundIngestor:
     def _run(self) -> None:
         while (text := self._queue.get()) is not None:
             try:
-                self._ingestor.run([text], progress=False)
+                self._ingestor.run([text], check_stale=False, progress=False)
             except Exception as error:  # whatever it is, the chunks behind it in the queue must not wait forever
                 _log.warning("A chunk met in a prompt could not be ingested in the background: %s", error)
             finally:

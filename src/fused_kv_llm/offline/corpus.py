@@ -84,6 +84,7 @@ class CorpusPlanner:
         report: IngestReport,
         given: GivenNeighbours | None,
         refresh: bool,
+        check_stale: bool,
     ) -> list[PendingChunk]:
         """Return the chunks to prefill.
 
@@ -95,7 +96,9 @@ class CorpusPlanner:
         given : mapping, callable or None
             A caller's own neighbours.
         refresh : bool
-            Whether those of the texts that are stored, with other neighbours than they have now, are prefilled again.
+            Whether stored chunks whose neighbours have changed are prefilled again.
+        check_stale : bool
+            Whether to look for such chunks at all.
 
         Raises
         ------
@@ -111,17 +114,18 @@ class CorpusPlanner:
         # A process that was killed between the two files of a chunk left the second one out.
         halves = {text: [row.key for row in found] for text, found in stored.items() if self._is_half(found)}
         report.chunks_present -= len(halves)
-        whole = {text: [row.key for row in found] for text, found in stored.items() if text not in halves}
-        # Neighbours are looked for in all that is stored; whose have changed, among the texts of this call only: the
-        # store may hold other corpora.
-        for row in self._catalog.all_rows():
-            ids.setdefault(row.text, row.token_ids)
-        contexts = self._contexts([*new, *halves, *whole], ids, given)
+        rows: dict[str, list[str]] = {}
+        if new or halves or check_stale:
+            for row in self._catalog.all_rows():
+                rows.setdefault(row.text, []).append(row.key)
+                ids.setdefault(row.text, row.token_ids)
+        old = [text for text in rows if text not in new and text not in halves] if check_stale else []
+        contexts = self._contexts([*new, *halves, *old], ids, given)
         pending = [self._pending(text, ids, contexts[text], tuple(halves.get(text, ()))) for text in (*new, *halves)]
         stale = [
-            self._pending(text, ids, contexts[text], tuple(keys))
-            for text, keys in whole.items()
-            if self._pending(text, ids, contexts[text]).key not in keys
+            self._pending(text, ids, contexts[text], tuple(rows[text]))
+            for text in old
+            if self._pending(text, ids, contexts[text]).key not in rows[text]
         ]
         if refresh:
             return [*pending, *stale]

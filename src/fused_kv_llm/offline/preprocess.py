@@ -76,6 +76,7 @@ class Ingestor:
         *,
         neighbours: GivenNeighbours | None = None,
         refresh: bool = False,
+        check_stale: bool = True,
         progress: bool = True,
     ) -> IngestReport:
         """Prefill and store every text that is not stored yet.
@@ -87,7 +88,9 @@ class Ingestor:
         neighbours : mapping, callable or None
             A caller's own graph of similar chunks; None asks the embedder.
         refresh : bool
-            Whether those of the texts that are stored, with other neighbours than they have now, are prefilled again.
+            Whether stored chunks whose neighbours have changed are prefilled again.
+        check_stale : bool
+            Whether to look for such chunks at all.
         progress : bool
             Whether to show a progress bar.
 
@@ -105,7 +108,7 @@ class Ingestor:
         """
         started = time.perf_counter()
         report = IngestReport()
-        pending = self._planner.plan(texts, report, neighbours, refresh)
+        pending = self._planner.plan(texts, report, neighbours, refresh, check_stale)
         self._check_space(pending)
         total_tokens = sum(len(chunk.token_ids) for chunk in pending)
         with ingestion_progress(len(pending), total_tokens, enabled=progress) as advance:
