@@ -41,7 +41,7 @@ from fused_kv_llm.context_shift import CONTEXT_SHIFT
 from fused_kv_llm.model import LoadedModel, load_model
 from fused_kv_llm.prompt.texthash import content_hash
 from fused_kv_llm.store import STORAGE_DTYPES, ChunkRow, KVStore
-from fused_kv_llm.store.quantize import stored_bytes_per_token
+from fused_kv_llm.store.format.quantize import stored_bytes_per_token
 
 BOUND = 1.05
 Times = dict[str, dict[str, float]]

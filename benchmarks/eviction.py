@@ -23,7 +23,7 @@ import matplotlib as mpl
 from environment import environment
 from evaluation.questions import read_corpus
 
-from fused_kv_llm.store.policies import POLICIES, Entry, EvictionQueue, RecomputeCost
+from fused_kv_llm.store.index.policies import POLICIES, Entry, EvictionQueue, RecomputeCost
 
 BUDGETS = (0.05, 0.1, 0.2, 0.4, 0.6, 0.8)
 MEASURES = ("tokens", "chunks", "cost")

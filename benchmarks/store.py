@@ -35,7 +35,7 @@ from fused_kv_llm.chunk import ChunkKV, chunk_key
 from fused_kv_llm.online.read_ahead import layer_groups
 from fused_kv_llm.prompt.texthash import content_hash
 from fused_kv_llm.store import KVStore, StoredKV
-from fused_kv_llm.store.tensor_file import byte_view
+from fused_kv_llm.store.format.tensor_file import byte_view
 
 TOKENS = 512
 IDENTITY = "0" * 64

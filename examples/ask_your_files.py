@@ -18,8 +18,7 @@ from langchain_core.prompts import PromptTemplate
 from langchain_core.runnables import Runnable, RunnablePassthrough
 
 from fused_kv_llm import FusedKVError
-from fused_kv_llm.demo.embedder import MiniLM
-from fused_kv_llm.demo.passages import read_passages
+from fused_kv_llm.demo import MiniLM, read_passages
 from langchain_fused_kv import FusedKVLLM, FusedKVRetriever
 
 PROMPT = "Answer the question from these passages.\n\n{context}\n\nQuestion: {question}"

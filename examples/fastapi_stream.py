@@ -15,8 +15,7 @@ from langchain_core.documents import Document
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnablePassthrough
 
-from fused_kv_llm.demo import handbook_passages
-from fused_kv_llm.demo.embedder import MiniLM
+from fused_kv_llm.demo import MiniLM, handbook_passages
 from langchain_fused_kv import ChatFusedKV, FusedKVRetriever
 
 # Once, when the server starts: requests share the weights and the store.

@@ -9,8 +9,7 @@ from langchain.agents.middleware import ModelRequest, dynamic_prompt
 from langchain_community.vectorstores import FAISS
 from langgraph.checkpoint.memory import InMemorySaver
 
-from fused_kv_llm.demo import handbook_passages
-from fused_kv_llm.demo.embedder import MiniLM
+from fused_kv_llm.demo import MiniLM, handbook_passages
 from langchain_fused_kv import ChatFusedKV, FusedKVRetriever
 
 store = FAISS.from_texts(handbook_passages()[:12], MiniLM())

@@ -9,8 +9,7 @@ from langchain_core.documents import Document
 from langchain_core.prompts import PromptTemplate
 from langchain_core.runnables import RunnablePassthrough
 
-from fused_kv_llm.demo import handbook_passages
-from fused_kv_llm.demo.embedder import MiniLM
+from fused_kv_llm.demo import MiniLM, handbook_passages
 from langchain_fused_kv import FusedKVLLM, FusedKVRetriever
 
 docs = [Document(passage) for passage in handbook_passages()[:20]]

@@ -12,7 +12,7 @@ from pathlib import Path
 from llama_index.core import Settings, SimpleDirectoryReader
 from llama_index.core.node_parser import SentenceSplitter
 
-from fused_kv_llm.demo.llama_embedder import MiniLMEmbedding
+from fused_kv_llm.demo import MiniLMEmbedding
 from llama_index_fused_kv import FusedKVIndex, FusedKVLLM, FusedKVPostprocessor
 
 if len(sys.argv) != 3:

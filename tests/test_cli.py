@@ -17,7 +17,6 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from fused_kv_llm import FusedKVEngine
-from fused_kv_llm.baseline import full_prefill
 from fused_kv_llm.cli import app
 from fused_kv_llm.demo.compare import compare
 from fused_kv_llm.demo.embedder import MiniLM
@@ -25,6 +24,7 @@ from fused_kv_llm.demo.passages import Passage, read_passages, split_text
 from fused_kv_llm.demo.retrieval import PassageIndex
 from fused_kv_llm.errors import ConfigError, CorpusError, FusedKVWarning, MissingExtraError
 from fused_kv_llm.store import KVStore
+from fused_kv_llm.tuning.baseline import full_prefill
 
 TEXTS = [
     "The harbour office at Skeldra opens at 06:30 and closes at 22:00. Berths are given out by radio on "

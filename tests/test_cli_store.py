@@ -15,8 +15,8 @@ from rich.cells import cell_len
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from fused_kv_llm import cli_store
 from fused_kv_llm.cli import app
+from fused_kv_llm.cli import store as cli_store
 from fused_kv_llm.store import KVStore, StoreCounters
 
 CHUNKS = [build_chunk(seed, model="model-b" if seed == 5 else "model-a") for seed in range(6)]

@@ -15,16 +15,16 @@ from typer.testing import CliRunner
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.cli import app
 from fused_kv_llm.errors import CorpusError
-from fused_kv_llm.layer_profile import (
+from fused_kv_llm.model import load_model
+from fused_kv_llm.selectors import Anchors, View
+from fused_kv_llm.selectors.profiles import critical_layers
+from fused_kv_llm.tuning.layer_profile import (
     SpanSample,
     answer_token_positions,
     profile_layers,
     read_span_samples,
     recall_by_layer,
 )
-from fused_kv_llm.model import load_model
-from fused_kv_llm.selectors import Anchors, View
-from fused_kv_llm.selectors.profiles import critical_layers
 
 
 def test_answer_positions_are_whole_words_inside_the_context() -> None:

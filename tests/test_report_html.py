@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fused_kv_llm import FusionReport
 from fused_kv_llm.demo.compare import describe
-from fused_kv_llm.trace import PromptTrace
+from fused_kv_llm.report.trace import PromptTrace
 
 
 class _Reader(HTMLParser):

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn.functional import kl_div, log_softmax
 
 from fused_kv_llm import FusedKVEngine, FusionReport
-from fused_kv_llm.layer_profile import answer_token_positions
+from fused_kv_llm.decoding import end_token_ids
 from fused_kv_llm.online import FusedPrompt
-from fused_kv_llm.online.generation import end_token_ids
+from fused_kv_llm.tuning.layer_profile import answer_token_positions
 
 from .methods import FULL, Method
 from .metrics import answer_scores, recall

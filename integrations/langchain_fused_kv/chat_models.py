@@ -17,16 +17,24 @@ from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 from pydantic import ConfigDict, Field, SecretStr
 
-from fused_kv_llm.adapter import collect_in_thread, iterate_in_threads, json_constraint
+from fused_kv_llm.adapter import collect_in_thread, iterate_in_threads
+from fused_kv_llm.decoding import (
+    CallStream,
+    ToolAnswer,
+    answer_schema,
+    arguments_key,
+    call_marker,
+    chosen_tool,
+    json_constraint,
+)
+from fused_kv_llm.decoding import tools_in_system_message as without_template
 from fused_kv_llm.errors import ConfigError
 from fused_kv_llm.online import Piece
 from fused_kv_llm.prompt import ChatPrompt
 from langchain_fused_kv.base import LangChainFusedKV
 from langchain_fused_kv.messages import to_engine_messages
 from langchain_fused_kv.results import AnswerPiece, chat_chunk, chat_result
-from langchain_fused_kv.structured import answer_schema, parser_for, with_raw
-from langchain_fused_kv.tools import CallStream, ToolAnswer, arguments_key, call_marker, chosen_tool
-from langchain_fused_kv.tools import tools_in_system_message as without_template
+from langchain_fused_kv.structured import parser_for, with_raw
 
 __all__ = ["ChatFusedKV"]
 
@@ -270,7 +278,7 @@ class ChatFusedKV(LangChainFusedKV, BaseChatModel):
         options = self._engine_call(stop, call)
         constraint = None
         if schema is not None:
-            constraint = json_constraint(self.engine, schema[0], max_tokens=options["max_tokens"])
+            constraint = json_constraint(self.engine.loaded, schema[0], max_tokens=options["max_tokens"])
             options["constraint"] = constraint
         check = self._runtime.check_retrievals("\n\n".join(str(message.text) for message in messages))
         calls = CallStream(call_marker(self._call_source)) if tools else None

@@ -8,12 +8,14 @@ from typing import Any
 
 from langchain_core.messages import AIMessage, AIMessageChunk
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
-from langchain_core.messages.tool import tool_call_chunk
+from langchain_core.messages.tool import invalid_tool_call, tool_call, tool_call_chunk
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 
-from langchain_fused_kv.tools import ToolAnswer
+from fused_kv_llm.decoding import ToolAnswer
 
 __all__ = ["AnswerPiece", "chat_chunk", "chat_result"]
+
+_NOT_A_CALL = "it is not JSON with a name and arguments"
 
 AnswerPiece = tuple[str, ToolAnswer, dict[str, Any]]
 """Text, and with the last piece the calls of the whole answer and what ``Runtime.finish`` returned; else empty."""
@@ -32,8 +34,8 @@ def chat_result(pieces: Sequence[AnswerPiece], model_id: str) -> ChatResult:
     _, answer, info = pieces[-1]
     message = AIMessage(
         content=text,
-        tool_calls=answer.calls,
-        invalid_tool_calls=answer.invalid,
+        tool_calls=[tool_call(name=call.name, args=call.arguments, id=call.id) for call in answer.calls],
+        invalid_tool_calls=[invalid_tool_call(args=unread, error=_NOT_A_CALL) for unread in answer.invalid],
         usage_metadata=_usage(info),
         response_metadata=_metadata(info, model_id),
     )
@@ -55,8 +57,10 @@ def chat_chunk(piece: AnswerPiece, model_id: str) -> ChatGenerationChunk:
     text, answer, info = piece
     if not info:
         return ChatGenerationChunk(message=AIMessageChunk(content=text))
-    calls = [(call["name"], json.dumps(call["args"], ensure_ascii=False), call["id"]) for call in answer.calls]
-    calls += [(bad["name"] or "", bad["args"] or "", bad["id"]) for bad in answer.invalid]
+    calls: list[tuple[str, str, str | None]] = [
+        (call.name, json.dumps(call.arguments, ensure_ascii=False), call.id) for call in answer.calls
+    ]
+    calls += [("", unread, None) for unread in answer.invalid]
     message = AIMessageChunk(
         content=text,
         tool_call_chunks=[

@@ -1,8 +1,7 @@
-"""Answers of a given schema: what they are held to, and the chains that make objects of them."""
+"""Structured output: the parsers and chains that turn constrained answers into objects."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -12,48 +11,7 @@ from langchain_core.runnables import Runnable, RunnableLambda, RunnableMap, Runn
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
 
-from fused_kv_llm.errors import ConfigError
-from langchain_fused_kv.tools import call_schema
-
-__all__ = ["answer_schema", "parser_for", "with_raw"]
-
-
-def answer_schema(
-    tools: Sequence[Mapping[str, Any]], choice: str | None, wanted: Mapping[str, Any] | None, arguments: str
-) -> tuple[dict[str, Any] | None] | None:
-    """Return the JSON schema that an answer must have.
-
-    Parameters
-    ----------
-    tools : sequence of mapping
-        In OpenAI's form.
-    choice : str or None
-        What :func:`langchain_fused_kv.tools.chosen_tool` returned; a forced call wins over `wanted`.
-    wanted : mapping or None
-        A ``response_format``.
-    arguments : str
-        The name under which the model gives a call's arguments.
-
-    Returns
-    -------
-    tuple or None
-        The schema in a tuple, since None in it stands for any JSON object; None where the answer is free.
-
-    Raises
-    ------
-    ConfigError
-        If the format is of another type.
-    """
-    if tools and choice not in (None, "auto", "none"):
-        return (call_schema(tools, None if choice == "any" else choice, arguments),)
-    if wanted is None:
-        return None
-    kind, schema = wanted.get("type"), wanted.get("schema", wanted.get("json_schema"))
-    if kind not in ("json_schema", "json_object"):
-        raise ConfigError(f"response_format of type {kind!r} is none of json_schema, json_object")
-    if isinstance(schema, dict) and "schema" in schema:
-        schema = schema["schema"]
-    return (schema if kind == "json_schema" else None,)
+__all__ = ["parser_for", "with_raw"]
 
 
 def parser_for(schema: Any, *, from_tool_call: bool) -> Runnable[Any, Any]:

@@ -22,7 +22,8 @@ from llama_index.core.llms.custom import CustomLLM
 from llama_index.core.prompts import BasePromptTemplate
 from pydantic import BaseModel, ConfigDict
 
-from fused_kv_llm.adapter import FusedKVModel, collect_in_thread, iterate_in_threads, json_constraint
+from fused_kv_llm.adapter import FusedKVModel, collect_in_thread, iterate_in_threads
+from fused_kv_llm.decoding import json_constraint
 from fused_kv_llm.errors import ConfigError
 from llama_index_fused_kv.messages import to_engine_messages
 from llama_index_fused_kv.nodes import nodes_of, text_of
@@ -252,7 +253,9 @@ class FusedKVLLM(FusedKVModel, CustomLLM):
     ) -> tuple[list[ChatMessage], dict[str, Any]]:
         options = dict(llm_kwargs or {})
         max_tokens = options.setdefault("max_tokens", self.max_tokens)
-        options["constraint"] = json_constraint(self.engine, output_cls.model_json_schema(), max_tokens=max_tokens)
+        options["constraint"] = json_constraint(
+            self.engine.loaded, output_cls.model_json_schema(), max_tokens=max_tokens
+        )
         return list(self._extend_messages(prompt.format_messages(llm=self, **prompt_args))), options
 
     # -- what all of them do ---------------------------------------------------------------------------------

@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fused_kv_llm import FusedKVEngine
-from fused_kv_llm.adapter import json_constraint
+from fused_kv_llm.decoding import end_token_ids, json_constraint
 from fused_kv_llm.errors import ConfigError
-from fused_kv_llm.online import end_token_ids
 
 TREE = {
     "$defs": {
@@ -66,7 +65,7 @@ class RandomModel:
         self.generator = torch.Generator().manual_seed(seed)
 
     def write(self, schema: Any, max_tokens: int) -> tuple[str, list[int], bool]:
-        constraint = json_constraint(self.engine, schema, max_tokens=max_tokens)
+        constraint = json_constraint(self.engine.loaded, schema, max_tokens=max_tokens)
         ids: list[int] = []
         for _ in range(max_tokens):
             logits = 3 * torch.randn(self.engine.model.config.vocab_size, generator=self.generator)
@@ -80,7 +79,7 @@ class RandomModel:
 @settings(max_examples=25, deadline=None)
 @given(SCHEMAS | st.just(TREE), st.integers(0, 24), st.integers(0, 2**31))
 def test_answers_are_valid_and_complete(engine: FusedKVEngine, schema: Any, spare: int, seed: int) -> None:
-    constraint = json_constraint(engine, schema, max_tokens=1)
+    constraint = json_constraint(engine.loaded, schema, max_tokens=1)
     needed = constraint._tokens_to_end(constraint._matcher, engine.model.config.vocab_size)
     text, ids, _ = RandomModel(engine, seed).write(schema, needed + spare)
     jsonschema.validate(json.loads(text), schema)
@@ -108,4 +107,4 @@ def test_objects_are_written_as_models_have_read_them(engine: FusedKVEngine) -> 
 @pytest.mark.parametrize("schema", [{"type": "colour"}, {"type": "object", "minProperties": -1}])
 def test_a_schema_that_is_none_is_refused(engine: FusedKVEngine, schema: Any) -> None:
     with pytest.raises(ConfigError, match="schema cannot be used"):
-        json_constraint(engine, schema, max_tokens=8)
+        json_constraint(engine.loaded, schema, max_tokens=8)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fused_kv_llm.errors import ChunkDamagedError
 from fused_kv_llm.store import KVStore, native_pieces, pieces, reader
-from fused_kv_llm.store.strided import layer_segments
+from fused_kv_llm.store.read.strided import layer_segments
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import pytest
 from fused_kv_llm.errors import IndexDamagedError, StoreFullError, StoreUnavailableError
 from fused_kv_llm.store import KVStore, rebuild_index
 from fused_kv_llm.store import database as database_module
-from fused_kv_llm.store.layout import StoreFolder
+from fused_kv_llm.store.folder.layout import StoreFolder
 
 pytestmark = pytest.mark.filterwarnings("error::fused_kv_llm.errors.FusedKVWarning")
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from fused_kv_llm.chunk import ContentHash
 from fused_kv_llm.errors import ConfigError
 from fused_kv_llm.store import KVStore
-from fused_kv_llm.store.header import ChunkHeader
-from fused_kv_llm.store.memory import MemoryTier, ResidentChunk
-from fused_kv_llm.store.policies import POLICIES
-from fused_kv_llm.store.tensor_file import Part
+from fused_kv_llm.store.format.header import ChunkHeader
+from fused_kv_llm.store.format.tensor_file import Part
+from fused_kv_llm.store.index.policies import POLICIES
+from fused_kv_llm.store.read.memory import MemoryTier, ResidentChunk
 
 pytestmark = pytest.mark.filterwarnings("error::fused_kv_llm.errors.FusedKVWarning")
 

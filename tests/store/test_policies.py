@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fused_kv_llm.errors import ConfigError
 from fused_kv_llm.store import POLICIES, KVStore
-from fused_kv_llm.store.policies import Entry, EvictionQueue, RecomputeCost, resolve_policy
+from fused_kv_llm.store.index.policies import Entry, EvictionQueue, RecomputeCost, resolve_policy
 
 # The published formulas, written out once more: entry, clock -> priority.
 FORMULAS = {

@@ -8,7 +8,7 @@ import torch
 from fused_kv_llm.chunk import ChunkKV
 from fused_kv_llm.errors import ConfigError
 from fused_kv_llm.store import STORAGE_DTYPES, KVStore
-from fused_kv_llm.store.quantize import compress, expand, expand_into, stored_bytes_per_token
+from fused_kv_llm.store.format.quantize import compress, expand, expand_into, stored_bytes_per_token
 
 SHAPES = [(1, 1, 1, 4), (3, 2, 37, 64), (2, 1, 64, 80)]
 

@@ -13,8 +13,8 @@ import torch
 
 from fused_kv_llm.errors import ConfigError, FusedKVWarning, StoreUnavailableError
 from fused_kv_llm.store import KVStore, parts
-from fused_kv_llm.store.remote import RemoteTier, open_remote
-from fused_kv_llm.store.remote_redis import RemoteRedis
+from fused_kv_llm.store.remote.redis_tier import RemoteRedis
+from fused_kv_llm.store.remote.tier import RemoteTier, open_remote
 
 from .services import free_port, redis_server, s3_server
 

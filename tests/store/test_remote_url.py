@@ -10,7 +10,7 @@ import pytest
 
 from fused_kv_llm.errors import ConfigError, FusedKVError, FusedKVWarning
 from fused_kv_llm.store import KVStore
-from fused_kv_llm.store.remote_url import public_url, scrub
+from fused_kv_llm.store.remote.url import public_url, scrub
 
 PASSWORD = "hunter2"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fused_kv_llm.store.side_memory import SideMemory
+from fused_kv_llm.store.read.side_memory import SideMemory
 
 
 class Loads:

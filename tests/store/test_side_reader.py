@@ -10,7 +10,7 @@ import torch
 
 from fused_kv_llm.errors import ChunkDamagedError, ConfigError, FusedKVWarning, StoreUnavailableError
 from fused_kv_llm.store import KVStore
-from fused_kv_llm.store.layout import StoreFolder
+from fused_kv_llm.store.folder.layout import StoreFolder
 
 NAME, KEY = "rows", "0123456789abcdef" * 4
 

@@ -9,7 +9,6 @@ from .handoff import RetrievalCheck, RetrievalLog
 from .model import PER_CALL_OPTIONS, FusedKVModel
 from .runtime import Runtime
 from .sharing import EngineLease, lease_engine
-from .structured import json_constraint
 from .threads import collect_in_thread, in_thread, iterate_in_threads
 
 __all__ = [
@@ -22,6 +21,5 @@ __all__ = [
     "collect_in_thread",
     "in_thread",
     "iterate_in_threads",
-    "json_constraint",
     "lease_engine",
 ]

@@ -23,8 +23,7 @@ from fused_kv_llm.engine import FusedKVEngine
 from fused_kv_llm.errors import ConfigError
 from fused_kv_llm.report import FusionReport
 from fused_kv_llm.selectors import resolve_selector
-from fused_kv_llm.store import DEFAULT_POLICY
-from fused_kv_llm.store.remote_url import public_url
+from fused_kv_llm.store import DEFAULT_POLICY, public_url
 
 from .corpus import ModelCorpus
 from .runtime import Runtime

@@ -2,11 +2,53 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from importlib.resources import files
-from typing import TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
-__all__ = ["DemoQuestion", "handbook_passages", "handbook_questions"]
+if TYPE_CHECKING:
+    from fused_kv_llm.demo.compare import Row, as_table, compare, describe
+    from fused_kv_llm.demo.embedder import MiniLM
+    from fused_kv_llm.demo.llama_embedder import MiniLMEmbedding
+    from fused_kv_llm.demo.passages import read_passages
+    from fused_kv_llm.demo.rag import Rag
+    from fused_kv_llm.demo.retrieval import PassageIndex
+
+__all__ = [
+    "DemoQuestion",
+    "MiniLM",
+    "MiniLMEmbedding",
+    "PassageIndex",
+    "Rag",
+    "Row",
+    "as_table",
+    "compare",
+    "describe",
+    "handbook_passages",
+    "handbook_questions",
+    "read_passages",
+]
+
+# Imported when first asked for: each needs a framework that the others do not.
+_MODULES = {
+    "MiniLM": "embedder",
+    "MiniLMEmbedding": "llama_embedder",
+    "PassageIndex": "retrieval",
+    "Rag": "rag",
+    "Row": "compare",
+    "as_table": "compare",
+    "compare": "compare",
+    "describe": "compare",
+    "read_passages": "passages",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for from the module that has it."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
 class DemoQuestion(TypedDict):

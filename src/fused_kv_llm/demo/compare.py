@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from rich.markup import escape
 from rich.table import Table
 
-from fused_kv_llm.baseline import full_prefill
 from fused_kv_llm.engine import FusedKVEngine
 from fused_kv_llm.report import FusionReport
+from fused_kv_llm.tuning import full_prefill
 
 __all__ = ["Row", "as_table", "compare", "describe"]
 

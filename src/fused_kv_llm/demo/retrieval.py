@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from fused_kv_llm.demo.passages import Passage
 from fused_kv_llm.errors import CorpusError, FusedKVWarning, MissingExtraError, StoreUnavailableError
-from fused_kv_llm.model.paths import write_atomically
+from fused_kv_llm.paths import write_atomically
 
 __all__ = ["CorpusInfo", "Embedder", "PassageIndex"]
 

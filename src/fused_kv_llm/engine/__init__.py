@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from fused_kv_llm.engine.calibration import Calibration, calibration_path
+
 from .engine import FusedKVEngine
 from .parts import Messages
 
-__all__ = ["FusedKVEngine", "Messages"]
+__all__ = [
+    "Calibration",
+    "FusedKVEngine",
+    "Messages",
+    "calibration_path",
+]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from fused_kv_llm.engine.parts import EngineParts
 from fused_kv_llm.errors import CorpusError
 from fused_kv_llm.offline import GivenNeighbours
-from fused_kv_llm.online.selection import view_of
+from fused_kv_llm.online import view_of
 from fused_kv_llm.report import FusionReport, IngestReport
 from fused_kv_llm.selectors import Selector, View, resolve_selector
 

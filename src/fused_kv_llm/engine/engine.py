@@ -12,15 +12,14 @@ from typing import Any, Literal, cast
 from torch import Tensor
 
 from fused_kv_llm.config import GenerationConfig, check_seed
+from fused_kv_llm.decoding import Constraint
 from fused_kv_llm.engine.corpus import EngineCorpus
 from fused_kv_llm.engine.parts import Messages
 from fused_kv_llm.errors import ChunkDamagedError
-from fused_kv_llm.online import Constraint, FusedPrompt, Generation, Piece, decode, fuse
-from fused_kv_llm.online.selection import layer_scores
+from fused_kv_llm.online import FusedPrompt, Generation, Piece, decode, fuse, layer_scores
 from fused_kv_llm.prompt import ChatPrompt
-from fused_kv_llm.report import FusionReport
+from fused_kv_llm.report import FusionReport, RequestSpan, stage_span
 from fused_kv_llm.selectors import Selector, View
-from fused_kv_llm.telemetry import RequestSpan, stage_span
 
 __all__ = ["FusedKVEngine"]
 

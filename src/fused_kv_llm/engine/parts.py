@@ -14,7 +14,6 @@ from typing import Any, Literal, Self
 
 import torch
 
-from fused_kv_llm.calibration import read_calibration
 from fused_kv_llm.catalog import ChunkCatalog
 from fused_kv_llm.chunk import KVIdentity
 from fused_kv_llm.config import (
@@ -28,16 +27,14 @@ from fused_kv_llm.config import (
     parse_bytes,
 )
 from fused_kv_llm.context_shift import CONTEXT_SHIFT
+from fused_kv_llm.engine.calibration import read_calibration
 from fused_kv_llm.model import BufferPool, LoadedModel, compute_prefix, load_model
-from fused_kv_llm.offline import CorpusPlanner, Ingestor, Similarity, as_embedder
-from fused_kv_llm.offline.anchors import AnchorBuilder
-from fused_kv_llm.offline.background import BackgroundIngestor
-from fused_kv_llm.online import RequestPlanner
-from fused_kv_llm.online.read_ahead import reader_threads
+from fused_kv_llm.offline import AnchorBuilder, BackgroundIngestor, CorpusPlanner, Ingestor, Similarity, as_embedder
+from fused_kv_llm.online import RequestPlanner, reader_threads
 from fused_kv_llm.prompt import ChatPrompt, PromptRenderer
 from fused_kv_llm.selectors import Selector, resolve_selector
 from fused_kv_llm.store import DEFAULT_POLICY, KVStore
-from fused_kv_llm.store.threads import ThreadPool
+from fused_kv_llm.thread_pool import ThreadPool
 
 __all__ = ["EngineParts", "Messages"]
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from fused_kv_llm.model.attention import ATTENTION_NAME
+from fused_kv_llm.model.embedded import EMBEDDED_MODELS, embedded_model_folder
+
 from .attention import AttentionPass, no_mask
 from .buffers import BufferPool
 from .cache import BatchCache, FusedCache
@@ -19,6 +22,8 @@ from .loading import LoadedModel, choose_device, choose_dtype, load_model
 from .packed import PackedChunk, prefill_packed
 
 __all__ = [
+    "ATTENTION_NAME",
+    "EMBEDDED_MODELS",
     "AttentionPass",
     "BatchCache",
     "BufferPool",
@@ -33,6 +38,7 @@ __all__ = [
     "choose_device",
     "choose_dtype",
     "compute_prefix",
+    "embedded_model_folder",
     "forward_kv",
     "forward_rows",
     "load_model",

@@ -15,7 +15,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from fused_kv_llm.errors import MissingExtraError, ModelNotFoundError
-from fused_kv_llm.model.paths import cache_folder
+from fused_kv_llm.paths import cache_folder
 
 __all__ = ["EMBEDDED_MODELS", "embedded_model_folder"]
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import xxhash
 
-from fused_kv_llm.model.paths import cache_folder, write_atomically
+from fused_kv_llm.paths import cache_folder, write_atomically
 
 __all__ = ["fingerprint_files", "fingerprint_tokenizer", "fingerprint_weights"]
 

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from fused_kv_kernels import RowPlan, row_attention
 from fused_kv_llm.model import BufferPool, FusedCache, LoadedModel, PrefixKV, StopForwardError, forward_kv
-from fused_kv_llm.selectors import Anchors
-from fused_kv_llm.selectors.anchors import anchor_positions, knorm_scores, side_name, sink_scores
+from fused_kv_llm.selectors import Anchors, anchor_positions, knorm_scores, side_name, sink_scores
 from fused_kv_llm.store import KVStore, StoredKV
 
 from .progress import ingestion_progress

@@ -20,8 +20,7 @@ from fused_kv_llm.errors import ConfigError, StoreFullError
 from fused_kv_llm.model import LoadedModel, PackedChunk, PrefixKV, prefill_packed
 from fused_kv_llm.prompt import content_hash
 from fused_kv_llm.report import IngestReport
-from fused_kv_llm.store import KVStore
-from fused_kv_llm.store.quantize import stored_bytes_per_token
+from fused_kv_llm.store import KVStore, stored_bytes_per_token
 
 from .batches import PendingChunk, batches, walk_neighbours
 from .corpus import CorpusPlanner

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from fused_kv_llm.online.read_ahead import reader_threads
+from fused_kv_llm.online.selection import layer_scores, view_of
+
 from .fusion import FusedPrompt, fuse
-from .generation import Constraint, FinishReason, Generation, Piece, decode, end_token_ids
+from .generation import FinishReason, Generation, Piece, decode
 from .planning import RequestPlanner
 from .request import Placement, Request
 
 __all__ = [
-    "Constraint",
     "FinishReason",
     "FusedPrompt",
     "Generation",
@@ -17,6 +19,8 @@ __all__ = [
     "Request",
     "RequestPlanner",
     "decode",
-    "end_token_ids",
     "fuse",
+    "layer_scores",
+    "reader_threads",
+    "view_of",
 ]

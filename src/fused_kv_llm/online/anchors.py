@@ -15,9 +15,8 @@ from torch import Tensor
 from fused_kv_kernels import place_chunks, rotation_tables
 from fused_kv_llm.model import FusedCache, Geometry
 from fused_kv_llm.report import FusionReport
-from fused_kv_llm.selectors import Anchors
-from fused_kv_llm.selectors.anchors import anchor_positions, side_name, sink_scores
-from fused_kv_llm.store.sides import SideFiles
+from fused_kv_llm.selectors import Anchors, anchor_positions, side_name, sink_scores
+from fused_kv_llm.store import SideFiles
 
 from .request import Placement, Request
 

@@ -1,7 +1,7 @@
 """Copying ahead on a GPU: chunk KV travels on a stream of its own while the model computes on another.
 
-The chunks' memory is pinned (:mod:`fused_kv_llm.store.buffers`), so that copies run beside the computation. Each layer
-has an event: the computation waits for the layer that it needs, and for nothing else.
+The memory of the chunks is pinned (:mod:`fused_kv_llm.store.read.buffers`), so that copies run beside the computation.
+Each layer has an event: the computation waits for the layer that it needs, and for nothing else.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from fused_kv_llm.model import (
 )
 from fused_kv_llm.report import FusionReport, PromptTrace
 from fused_kv_llm.selectors import EarlyView, Selector, TransferringSelector, View, budget_tokens
-from fused_kv_llm.store.sides import SideFiles
+from fused_kv_llm.store import SideFiles
 
 from .focus import FocusPass
 from .loading import ChunkLoader

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
-
-from torch import Tensor
+from typing import Literal
 
 from fused_kv_llm.config import GenerationConfig
+from fused_kv_llm.decoding import Constraint, TextStream, TokenSampler, end_token_ids
 from fused_kv_llm.model import LoadedModel
 from fused_kv_llm.report import FusionReport
 
 from .fusion import FusedPrompt
-from .sampling import TokenSampler
-from .text_stream import TextStream
 
-__all__ = ["Constraint", "FinishReason", "Generation", "Piece", "decode", "end_token_ids"]
+__all__ = ["FinishReason", "Generation", "Piece", "decode"]
 
 FinishReason = Literal["stop", "length"]
-Constraint = Callable[[Sequence[int], Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +60,6 @@ class Generation:
     token_ids: list[int]
     finish_reason: FinishReason
     report: FusionReport
-
-
-def end_token_ids(loaded: LoadedModel) -> frozenset[int]:
-    """Return the ids that end an answer: the generation config's and the tokenizer's."""
-    configured: Any = getattr(getattr(loaded.model, "generation_config", None), "eos_token_id", None)
-    ids = set(configured if isinstance(configured, (list, tuple)) else [configured])
-    ids.add(loaded.tokenizer.eos_token_id)
-    return frozenset(int(i) for i in ids if i is not None)
 
 
 def decode(

@@ -17,8 +17,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from fused_kv_llm.store.pieces import CAN_ANNOUNCE
-from fused_kv_llm.store.threads import available_cores
+from fused_kv_llm.store import CAN_ANNOUNCE
+from fused_kv_llm.thread_pool import available_cores
 
 __all__ = ["LayerReads", "ReadAhead", "layer_groups", "reader_threads"]
 

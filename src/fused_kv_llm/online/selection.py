@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fused_kv_llm.model import BufferPool, FusedCache, LoadedModel, PrefixKV
-from fused_kv_llm.report import FusionReport
+from fused_kv_llm.report import FusionReport, stage_span
 from fused_kv_llm.selectors import (
     EarlyView,
     NarrowingSelector,
@@ -21,8 +21,7 @@ from fused_kv_llm.selectors import (
     checked_selection,
     critical_layers,
 )
-from fused_kv_llm.store.sides import SideFiles
-from fused_kv_llm.telemetry import stage_span
+from fused_kv_llm.store import SideFiles
 
 from .anchors import read_anchors
 from .early import early_probe

@@ -14,8 +14,7 @@ from fused_kv_kernels import ChunkShift, ShiftStack, TransferPlan, fit_shifts, r
 from fused_kv_llm.context_shift import CONTEXT_SHIFT, place_weight
 from fused_kv_llm.errors import FusedKVWarning
 from fused_kv_llm.model import FusedCache, Geometry
-from fused_kv_llm.store.side_reader import SideReader
-from fused_kv_llm.store.sides import SideFiles
+from fused_kv_llm.store import SideFiles, SideReader
 
 from .read_ahead import LayerReads, ReadAhead, layer_groups
 from .request import Placement

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from fused_kv_llm.errors import ConfigError
+from fused_kv_llm.selectors.anchors import anchor_positions, knorm_scores, side_name, sink_scores
+from fused_kv_llm.selectors.profiles import save_profile
 
 from .base import NarrowingSelector, Probe, Selector, TransferringSelector, checked_selection
 from .boundary import Boundary
@@ -31,11 +33,16 @@ __all__ = [
     "SinkAttention",
     "TransferringSelector",
     "View",
+    "anchor_positions",
     "budget_tokens",
     "checked_selection",
     "critical_layers",
     "focused_chunks",
+    "knorm_scores",
     "resolve_selector",
+    "save_profile",
+    "side_name",
+    "sink_scores",
 ]
 
 _ALL: tuple[Selector, ...] = (

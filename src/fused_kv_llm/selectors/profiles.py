@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from fused_kv_llm.model.paths import cache_folder, write_atomically
+from fused_kv_llm.paths import cache_folder, write_atomically
 
 __all__ = ["critical_layers", "profile_path", "save_profile"]
 

@@ -3,31 +3,49 @@
 from __future__ import annotations
 
 from fused_kv_llm.store.archive import ExportReport, ImportReport
-from fused_kv_llm.store.check_report import CheckReport, Finding
-from fused_kv_llm.store.index import ChunkRow, ContentRows, IdentityTotals
-from fused_kv_llm.store.policies import DEFAULT_POLICY, POLICIES
-from fused_kv_llm.store.quantize import STORAGE_DTYPES
-from fused_kv_llm.store.rebuild import rebuild_index
+from fused_kv_llm.store.audit import CheckReport, Finding, rebuild_index
+from fused_kv_llm.store.folder import check_folder_key
+from fused_kv_llm.store.format import STORAGE_DTYPES, byte_view, stored_bytes_per_token
+from fused_kv_llm.store.index import (
+    DEFAULT_POLICY,
+    POLICIES,
+    ChunkRow,
+    ContentRows,
+    Entry,
+    EvictionQueue,
+    IdentityTotals,
+)
+from fused_kv_llm.store.read import CAN_ANNOUNCE, SideReader, StoredKV, StoredLayers
+from fused_kv_llm.store.remote import public_url
+from fused_kv_llm.store.sides import SideFiles
 from fused_kv_llm.store.stats import StoreStats
 from fused_kv_llm.store.store import KVStore
-from fused_kv_llm.store.stored_kv import StoredKV, StoredLayers
 from fused_kv_llm.store.uses import StoreCounters
 
 __all__ = [
+    "CAN_ANNOUNCE",
     "DEFAULT_POLICY",
     "POLICIES",
     "STORAGE_DTYPES",
     "CheckReport",
     "ChunkRow",
     "ContentRows",
+    "Entry",
+    "EvictionQueue",
     "ExportReport",
     "Finding",
     "IdentityTotals",
     "ImportReport",
     "KVStore",
+    "SideFiles",
+    "SideReader",
     "StoreCounters",
     "StoreStats",
     "StoredKV",
     "StoredLayers",
+    "byte_view",
+    "check_folder_key",
+    "public_url",
     "rebuild_index",
+    "stored_bytes_per_token",
 ]

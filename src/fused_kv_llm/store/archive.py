@@ -17,12 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fused_kv_llm.errors import ChunkDamagedError, ConfigError, StoreFullError, StoreUnavailableError
-from fused_kv_llm.store.cipher import Cipher
+from fused_kv_llm.store.folder import StoreFolder
+from fused_kv_llm.store.format import Cipher, parse_name
 from fused_kv_llm.store.index import ChunkIndex, ChunkRow
-from fused_kv_llm.store.layout import StoreFolder
-from fused_kv_llm.store.names import parse_name
+from fused_kv_llm.store.read import as_file, verify_chunk
 from fused_kv_llm.store.sides import read_side_file
-from fused_kv_llm.store.verify import as_file, verify_chunk
 from fused_kv_llm.store.writer import ChunkWriter
 
 __all__ = ["Archive", "ExportReport", "ImportReport"]

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from fused_kv_llm.errors import StoreFullError
-from fused_kv_llm.store.index import ChunkIndex
-from fused_kv_llm.store.layout import StoreFolder
-from fused_kv_llm.store.ledger import Place, Victim
+from fused_kv_llm.store.folder import StoreFolder
+from fused_kv_llm.store.index import ChunkIndex, Place, Victim
 from fused_kv_llm.store.uses import UseLog
 
 __all__ = ["DiskBudget"]

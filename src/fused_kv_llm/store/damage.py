@@ -5,10 +5,9 @@ from __future__ import annotations
 import warnings
 
 from fused_kv_llm.errors import FusedKVWarning, StoreError
-from fused_kv_llm.store.index import ChunkIndex
-from fused_kv_llm.store.layout import StoreFolder
-from fused_kv_llm.store.ledger import Place
-from fused_kv_llm.store.reader import ChunkReader
+from fused_kv_llm.store.folder import StoreFolder
+from fused_kv_llm.store.index import ChunkIndex, Place
+from fused_kv_llm.store.read import ChunkReader
 
 __all__ = ["DamageControl", "warn"]
 

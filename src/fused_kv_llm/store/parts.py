@@ -12,20 +12,13 @@ from fused_kv_llm.config import parse_bytes
 from fused_kv_llm.errors import StoreError, StoreUnavailableError
 from fused_kv_llm.store.archive import Archive
 from fused_kv_llm.store.budget import DiskBudget
-from fused_kv_llm.store.cipher import Cipher, find_key
 from fused_kv_llm.store.damage import DamageControl, warn
-from fused_kv_llm.store.file_key import check_files_key
-from fused_kv_llm.store.index import ChunkIndex
-from fused_kv_llm.store.layout import StoreFolder
-from fused_kv_llm.store.memory import MemoryTier
-from fused_kv_llm.store.names import check_key
-from fused_kv_llm.store.policies import DEFAULT_POLICY, resolve_policy
-from fused_kv_llm.store.prefetch import Prefetcher
+from fused_kv_llm.store.folder import StoreFolder, check_files_key
+from fused_kv_llm.store.format import Cipher, check_key, check_kv_dtype, find_key
+from fused_kv_llm.store.index import DEFAULT_POLICY, ChunkIndex, resolve_policy
 from fused_kv_llm.store.promotion import Promoter, demote
-from fused_kv_llm.store.quantize import check_kv_dtype
-from fused_kv_llm.store.reader import ChunkReader
+from fused_kv_llm.store.read import ChunkReader, MemoryTier, Prefetcher, SideMemory
 from fused_kv_llm.store.remote import RemoteTier, open_remote
-from fused_kv_llm.store.side_memory import SideMemory
 from fused_kv_llm.store.sides import SideFiles
 from fused_kv_llm.store.uses import UseLog
 from fused_kv_llm.store.writer import ChunkWriter

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from fused_kv_llm.errors import ChunkDamagedError, ChunkKeyError, StoreError
-from fused_kv_llm.store.cipher import Cipher
 from fused_kv_llm.store.damage import warn
-from fused_kv_llm.store.header import ChunkHeader, read_header
-from fused_kv_llm.store.index import ChunkIndex, ChunkRow
-from fused_kv_llm.store.layout import StoreFolder
-from fused_kv_llm.store.ledger import Place
+from fused_kv_llm.store.folder import StoreFolder
+from fused_kv_llm.store.format import ChunkHeader, Cipher, read_header
+from fused_kv_llm.store.index import ChunkIndex, ChunkRow, Place
+from fused_kv_llm.store.read import as_file, verify_chunk
 from fused_kv_llm.store.remote import RemoteTier
 from fused_kv_llm.store.uses import UseLog
-from fused_kv_llm.store.verify import as_file, verify_chunk
 from fused_kv_llm.store.writer import ChunkWriter
 
 __all__ = ["Promoter", "demote", "remote_name"]

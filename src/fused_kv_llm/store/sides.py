@@ -16,14 +16,11 @@ import torch
 
 from fused_kv_llm.chunk import FORMAT_VERSION
 from fused_kv_llm.errors import ChunkDamagedError, ConfigError, StoreUnavailableError
-from fused_kv_llm.store.cipher import Cipher
 from fused_kv_llm.store.damage import DamageControl, warn
+from fused_kv_llm.store.folder import StoreFolder
+from fused_kv_llm.store.format import DTYPES, Cipher, TensorFile, check_name, encode_tensors, read_tensor_file
 from fused_kv_llm.store.index import ChunkIndex
-from fused_kv_llm.store.layout import StoreFolder
-from fused_kv_llm.store.names import check_name
-from fused_kv_llm.store.side_memory import SideMemory
-from fused_kv_llm.store.side_reader import SideReader, read_rows
-from fused_kv_llm.store.tensor_file import DTYPES, TensorFile, encode_tensors, read_tensor_file
+from fused_kv_llm.store.read import SideMemory, SideReader, read_rows
 from fused_kv_llm.store.writer import ChunkWriter
 
 __all__ = ["SIDE_FORMAT", "SideFiles", "encode_side", "read_side", "read_side_file"]

@@ -9,12 +9,9 @@ from types import TracebackType
 from fused_kv_llm.chunk import ChunkKV, ContentHash
 from fused_kv_llm.errors import ChunkDamagedError
 from fused_kv_llm.store.damage import warn
-from fused_kv_llm.store.file_format import encode_chunk
+from fused_kv_llm.store.format import check_key, encode_chunk
 from fused_kv_llm.store.index import ChunkRow, ContentRows
-from fused_kv_llm.store.loader import ChunkLoader
-from fused_kv_llm.store.memory import ResidentChunk
-from fused_kv_llm.store.names import check_key
-from fused_kv_llm.store.stored_kv import StoredKV
+from fused_kv_llm.store.read import ChunkLoader, ResidentChunk, StoredKV
 from fused_kv_llm.store.upkeep import StoreUpkeep
 
 __all__ = ["KVStore"]

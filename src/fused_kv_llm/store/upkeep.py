@@ -7,10 +7,9 @@ from contextlib import suppress
 
 from fused_kv_llm.config import parse_bytes
 from fused_kv_llm.errors import ConfigError, StoreFullError
-from fused_kv_llm.store.check import check_store
-from fused_kv_llm.store.check_report import CheckReport, Progress
-from fused_kv_llm.store.disk import free_bytes
-from fused_kv_llm.store.names import check_key
+from fused_kv_llm.store.audit import CheckReport, Progress, check_store
+from fused_kv_llm.store.folder import free_bytes
+from fused_kv_llm.store.format import check_key
 from fused_kv_llm.store.parts import StoreParts
 from fused_kv_llm.store.stats import StoreStats
 from fused_kv_llm.store.uses import StoreCounters

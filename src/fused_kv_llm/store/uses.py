@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
-from fused_kv_llm.store.ledger import Uses
+from fused_kv_llm.store.index import Uses
 
 __all__ = ["StoreCounters", "UseLog"]
 

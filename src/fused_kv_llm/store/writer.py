@@ -10,9 +10,8 @@ from contextlib import ExitStack
 from fused_kv_llm.chunk import ContentHash
 from fused_kv_llm.errors import ConfigError, StoreError, StoreFullError
 from fused_kv_llm.store.budget import DiskBudget
-from fused_kv_llm.store.index import ChunkIndex, ChunkRow
-from fused_kv_llm.store.layout import StoreFolder
-from fused_kv_llm.store.ledger import Place
+from fused_kv_llm.store.folder import StoreFolder
+from fused_kv_llm.store.index import ChunkIndex, ChunkRow, Place
 from fused_kv_llm.store.uses import UseLog
 
 __all__ = ["ChunkWriter"]

@@ -27,9 +27,9 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import BaseModel, Field
 
 from fused_kv_llm import FusedKVEngine
+from fused_kv_llm.decoding import CallStream, arguments_key, call_marker
 from fused_kv_llm.errors import ConfigError, MissingExtraError, PromptError
 from langchain_fused_kv import ChatFusedKV, FusedKVLLM
-from langchain_fused_kv.tools import CallStream, arguments_key, call_marker
 
 QWEN = """{%- if tools %}<|im_start|>system
 Tools: {% for tool in tools %}{{ tool | tojson }}{% endfor %}
@@ -294,7 +294,7 @@ def test_calls_are_read_however_the_answer_streams(
     shown = "".join(stream.push(answer[i : i + width]) for i in range(0, len(answer), width))
     result = stream.finish()
     assert shown + result.text == text
-    assert [call["args"] for call in result.calls] == args
+    assert [call.arguments for call in result.calls] == args
     assert len(result.invalid) == invalid
 
 

@@ -13,8 +13,8 @@ from langchain_core.documents import Document
 from langchain_core.runnables import ConfigurableField
 
 from fused_kv_llm import FusedKVEngine
-from fused_kv_llm.baseline import full_prefill
 from fused_kv_llm.errors import ConfigError, CorpusError, FusedKVError
+from fused_kv_llm.tuning.baseline import full_prefill
 from langchain_fused_kv import FusedKVLLM
 
 

@@ -1,0 +1,70 @@
+"""``fused-kv calibrate layers``: the layers in which a model's attention finds answers."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import track
+from rich.table import Table
+
+from fused_kv_llm.cli.terminal import out, quiet_libraries
+
+__all__ = ["add_layers_command"]
+
+
+def add_layers_command(app: typer.Typer) -> None:
+    """Add the command to ``fused-kv calibrate``."""
+    app.command("layers")(_layers)
+
+
+def _layers(
+    *,
+    data: Annotated[
+        Path,
+        typer.Option(help="JSON lines: question, answers[], passages[{id, text}], gold_passage_ids[]."),
+    ],
+    model: Annotated[str, typer.Option(help="Embedded model, hub id or local folder.")] = "smollm2-135m",
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; chosen by the hardware.")] = None,
+    questions: Annotated[int, typer.Option(min=1, help="Questions to use.")] = 60,
+    skip: Annotated[int, typer.Option(min=0, help="Lines of the file to pass over first.")] = 0,
+    passages: Annotated[int, typer.Option(min=1, help="Passages in a prompt.")] = 5,
+    top: Annotated[int, typer.Option(min=1, help="How many layers are critical.")] = 3,
+) -> None:
+    """Find a model's critical layers on questions whose answers stand in their passages; `qcfuse` uses them."""
+    from fused_kv_llm.engine import FusedKVEngine
+    from fused_kv_llm.selectors import save_profile
+    from fused_kv_llm.tuning import profile_layers, read_span_samples
+
+    samples = read_span_samples(data, questions, skip=skip, num_passages=passages)
+    quiet_libraries()
+    with (
+        tempfile.TemporaryDirectory(prefix="fused-kv-layers-") as folder,
+        FusedKVEngine(model, kv_dir=folder, dtype=dtype, store_misses=False) as engine,
+    ):
+        profile = profile_layers(engine, track(samples, description="Questions", console=out), top=top)
+        fingerprint, used = engine.model_fingerprint, engine.dtype
+    path = save_profile(
+        fingerprint,
+        {
+            "model": model,
+            "dtype": used,
+            "layers": list(profile.layers),
+            "recall": list(profile.recall),
+            "recall_of_top": list(profile.recall_of_top),
+            "data": data.name,
+            "samples": profile.samples,
+            "skip": skip,
+            "passages": passages,
+        },
+    )
+    table = Table(title=f"Recall@10% of answer tokens, {profile.samples} questions", title_justify="left")
+    for column in ("best layers", "together", "layer", "alone"):
+        table.add_column(column, justify="right")
+    best = sorted(range(len(profile.recall)), key=lambda layer: -profile.recall[layer])
+    for count, (together, layer) in enumerate(zip(profile.recall_of_top, best, strict=False), 1):
+        table.add_row(str(count), f"{together:.1%}", str(layer), f"{profile.recall[layer]:.1%}")
+    out.print(table)
+    out.print(f"Critical layers {', '.join(map(str, profile.layers))}: kept in {path}", soft_wrap=True)

@@ -1,0 +1,10 @@
+"""What one request or one ingestion did: counts, bytes, seconds, the traced prompt, HTML, telemetry."""
+
+from __future__ import annotations
+
+from fused_kv_llm.report.fusion_report import FusionReport
+from fused_kv_llm.report.ingest_report import IngestReport
+from fused_kv_llm.report.telemetry import RequestSpan, stage_span
+from fused_kv_llm.report.trace import PromptTrace
+
+__all__ = ["FusionReport", "IngestReport", "PromptTrace", "RequestSpan", "stage_span"]

@@ -1,0 +1,100 @@
+"""What one request reused, recomputed and waited for."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from fused_kv_llm.report.html import report_to_html
+from fused_kv_llm.report.trace import PromptTrace
+
+__all__ = ["FusionReport"]
+
+
+@dataclass(slots=True)
+class FusionReport:
+    """What one request reused, recomputed and waited for.
+
+    ``prompt_tokens = prefix_tokens + reused_tokens + recomputed_tokens + fresh_tokens``.
+
+    Parameters
+    ----------
+    prompt_tokens : int
+        Tokens of the prompt.
+    prefix_tokens : int
+        Tokens of the prompt's fixed header whose exact KV was at hand.
+    reused_tokens : int
+        Chunk tokens whose stored KV was used as it is.
+    recomputed_tokens : int
+        Chunk tokens that were recomputed although their KV is stored.
+    fresh_tokens : int
+        Tokens without stored KV: the question, separators, chunk edges, chunks that missed.
+    completion_tokens : int
+        Tokens generated.
+    chunks_found, chunks_missed : int
+        Chunks found in the prompt with usable KV, and found chunks whose KV could not be used.
+    unmatched : list of str
+        Beginnings of retrieved chunks that are not in the prompt verbatim.
+    recompute_ratio : float
+        The ratio asked for.
+    selector : str
+        The selector used.
+    bytes_loaded : dict of str to int
+        KV bytes by the tier they came from; a chunk that stands in the prompt twice counts once.
+    side_bytes_loaded : dict of str to int
+        Bytes of the side files beside the chunks by what they hold, ``"context_shift"`` or ``"anchors"``, whichever
+        tier they came from; each file counts once.
+    selection_bytes : int
+        Bytes of stored KV and side files that the selector had to see before recomputation could begin.
+    seconds : dict of str to float
+        Seconds by stage: align, load, probe, select, fuse, first_token.
+    ttft_s : float
+        Seconds from the call to the first token.
+    warnings : list of str
+        What made the request slower than it could be.
+    trace : PromptTrace or None
+        The prompt's text and what became of each token; not part of :meth:`to_dict`.
+    """
+
+    prompt_tokens: int = 0
+    prefix_tokens: int = 0
+    reused_tokens: int = 0
+    recomputed_tokens: int = 0
+    fresh_tokens: int = 0
+    completion_tokens: int = 0
+    chunks_found: int = 0
+    chunks_missed: int = 0
+    unmatched: list[str] = field(default_factory=list)
+    recompute_ratio: float = 0.0
+    selector: str = ""
+    bytes_loaded: dict[str, int] = field(default_factory=dict)
+    side_bytes_loaded: dict[str, int] = field(default_factory=dict)
+    selection_bytes: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    ttft_s: float = 0.0
+    warnings: list[str] = field(default_factory=list)
+    trace: PromptTrace | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were not computed: the exact prefix and the reused chunk tokens."""
+        return self.prefix_tokens + self.reused_tokens
+
+    @property
+    def computed_tokens(self) -> int:
+        """Prompt tokens that went through the model."""
+        return self.recomputed_tokens + self.fresh_tokens
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain data, ready for JSON."""
+        plain = asdict(replace(self, trace=None))
+        del plain["trace"]
+        return {**plain, "cached_tokens": self.cached_tokens, "computed_tokens": self.computed_tokens}
+
+    def to_html(self) -> str:
+        """Return the report as HTML: token shares, a bar per chunk and per stage, and the coloured prompt."""
+        return report_to_html(self.to_dict(), self.trace)
+
+    def _repr_html_(self) -> str:
+        """Show the report in a notebook."""
+        return self.to_html()

@@ -1,0 +1,84 @@
+"""What one ingestion did, in numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["IngestReport"]
+
+
+@dataclass(slots=True)
+class IngestReport:
+    """What one ingestion did.
+
+    Parameters
+    ----------
+    chunks_total : int
+        Texts given.
+    chunks_new : int
+        Chunks prefilled and written.
+    chunks_present : int
+        Chunks that were in the store already.
+    chunks_duplicate : int
+        Texts equal to another one of the same call.
+    chunks_skipped : int
+        Texts that are empty or too short to be found in a prompt.
+    chunks_refreshed : int
+        Stored chunks prefilled again because their neighbours have changed.
+    chunks_stale : int
+        Stored chunks whose neighbours have changed since they were prefilled. They stay usable.
+    chunks_deleted : int
+        Stored chunks that lost their KV because they are not in the corpus any more.
+    tokens : int
+        Tokens prefilled.
+    neighbour_tokens : int
+        Tokens of similar chunks that were prefilled to stand before others, and not stored.
+    bytes_written : int
+        Bytes of KV files written.
+    seconds : float
+        Wall-clock time.
+    """
+
+    chunks_total: int = 0
+    chunks_new: int = 0
+    chunks_present: int = 0
+    chunks_duplicate: int = 0
+    chunks_skipped: int = 0
+    chunks_refreshed: int = 0
+    chunks_stale: int = 0
+    chunks_deleted: int = 0
+    tokens: int = 0
+    neighbour_tokens: int = 0
+    bytes_written: int = 0
+    seconds: float = 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens prefilled per second."""
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def chunks_per_minute(self) -> float:
+        """Chunks prefilled and written per minute."""
+        return 60.0 * (self.chunks_new + self.chunks_refreshed) / self.seconds if self.seconds > 0 else 0.0
+
+    def summary(self) -> str:
+        """Return one line for people."""
+        rate = f"{self.tokens} tokens, {self.tokens_per_s:.0f} tokens/s, {self.chunks_per_minute:.0f} chunks/min"
+        parts = [f"{self.chunks_new} chunks prefilled ({rate})"]
+        if self.neighbour_tokens:
+            parts.append(f"after {self.neighbour_tokens} tokens of similar chunks")
+        if self.chunks_refreshed:
+            parts.append(f"{self.chunks_refreshed} refreshed")
+        parts.append(f"{self.bytes_written / 1e6:.1f} MB written")
+        if self.chunks_present:
+            parts.append(f"{self.chunks_present} already stored")
+        if self.chunks_duplicate:
+            parts.append(f"{self.chunks_duplicate} duplicates")
+        if self.chunks_skipped:
+            parts.append(f"{self.chunks_skipped} skipped (empty or too short to be found in a prompt)")
+        if self.chunks_deleted:
+            parts.append(f"{self.chunks_deleted} deleted")
+        if self.chunks_stale:
+            parts.append(f"{self.chunks_stale} have new neighbours (refresh recomputes them)")
+        return ", ".join(parts) + f" in {self.seconds:.1f} s"

@@ -1,0 +1,106 @@
+"""The audit: every file against its row and every row against its file.
+
+What can be wrong: a row without its file (missing); a whole file without a row (orphaned); a file that is cut
+short or has other bytes, another format version or another program's content (damaged); a whole file that was not
+written with the store's key (other key); one that the system does not let us open (unreadable); a file whose name is
+not one of ours (foreign); a row that does not say what the file says (wrong row); what a dead writer left (temporary).
+
+Chunks come first, their files and then their rows, so that one audit mends all: whether a side file has a chunk is
+known when all chunks were looked at.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+
+from fused_kv_llm.store.audit.audit import Audit
+from fused_kv_llm.store.audit.chunks import ChunkAudit
+from fused_kv_llm.store.audit.findings import CheckReport, Progress
+from fused_kv_llm.store.audit.sides import SideAudit
+from fused_kv_llm.store.folder import STAGING, StoreFolder, check_files_key
+from fused_kv_llm.store.format import Cipher
+from fused_kv_llm.store.index import ChunkIndex
+
+__all__ = ["check_store"]
+
+
+def check_store(
+    folder: StoreFolder,
+    index: ChunkIndex,
+    cipher: Cipher | None,
+    *,
+    fix: bool,
+    take_other_keys: bool = False,
+    progress: Progress | None = None,
+) -> CheckReport:
+    """Audit a store, and mend it if asked to; other processes may go on using it.
+
+    Parameters
+    ----------
+    folder, index : StoreFolder, ChunkIndex
+        The store's.
+    cipher : Cipher or None
+        Decrypts the files.
+    fix : bool
+        Whether to mend.
+    take_other_keys : bool
+        Whether to move files to quarantine that were not written with this key.
+    progress : callable or None
+        Called with the number of files done and their number.
+
+    Returns
+    -------
+    CheckReport
+
+    Raises
+    ------
+    StoreUnavailableError
+        It should be mended, and no file was written with this key: each would be taken for damaged.
+    """
+    if fix:
+        check_files_key(folder, cipher)
+    audit = Audit(folder, index, cipher, fix=fix, take_other_keys=take_other_keys)
+    chunks, sides = ChunkAudit(audit), SideAudit(audit)
+    files = sorted(folder.walk(), key=lambda file: file.path)
+    tell = _teller(progress, len(files))
+    for file in files:
+        if file.name is None:
+            _foreign(audit, file.path) if file.key is None else chunks.file(file.key, file.path)
+            tell()
+    chunks.rows()
+    for file in files:
+        if file.key is not None and file.name is not None:
+            sides.file(file.key, file.name)
+            tell()
+    sides.rows()
+    _temporary(audit)
+    if fix:
+        with index.transaction():
+            index.ledger.recount()
+    return audit.report
+
+
+def _teller(progress: Progress | None, total: int) -> Callable[[], None]:
+    done = itertools.count(1)
+
+    def tell() -> None:
+        if progress is not None:
+            progress(next(done), total)
+
+    return tell
+
+
+def _foreign(audit: Audit, path: str) -> None:
+    def move() -> bool:
+        return audit.folder.quarantine_path(path) is not None
+
+    audit.found("foreign", path, "its name is not one of a chunk's", "move it to quarantine", move)
+
+
+def _temporary(audit: Audit) -> None:
+    staging = audit.folder.staging
+    for name in staging.abandoned():
+        path = str(audit.folder.root / STAGING / name)
+        audit.found("temporary", path, "its writer is gone", "delete it", partial(staging.delete, name))

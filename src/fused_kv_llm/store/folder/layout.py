@@ -1,0 +1,324 @@
+"""Where a store keeps its files, and every change that is made to them.
+
+::
+
+    kv_dir/index.sqlite                     see index.py
+    kv_dir/chunks/ab/<key>.safetensors      see file_format.py; "ab" are the key's first two digits
+    kv_dir/chunks/ab/<key>.<name>.safetensors   a side file, see sides.py
+    kv_dir/tmp/                             see staging.py
+    kv_dir/quarantine/                      see quarantine.py
+
+A chunk's file appears by ``rename`` after its bytes are on the disk and is never changed afterwards, so a
+reader sees all of it or nothing. Whoever reads a file holds a shared ``flock`` on it, which ends with the process
+at the latest; eviction passes over files that are held.
+
+Whatever is written, moved or deleted goes through ``beneath``, so that no link leads a store out of its folder, not
+even one that takes a folder's place while the store is open.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from fused_kv_llm.errors import ChunkDamagedError, StoreUnavailableError
+from fused_kv_llm.store.folder.disk import write_errors
+from fused_kv_llm.store.folder.durable import lock_file
+from fused_kv_llm.store.folder.no_follow import beneath, refuse_link
+from fused_kv_llm.store.folder.quarantine import QUARANTINE, Quarantine
+from fused_kv_llm.store.folder.staging import STAGING, Staging
+from fused_kv_llm.store.format import check_key, check_name, parse_name
+
+__all__ = ["Found", "StoreFolder"]
+
+_CHUNKS = "chunks"
+# What must lie in the folder itself: whoever plants a link has us delete, move or write what it leads to.
+_OWN = (_CHUNKS, STAGING, QUARANTINE, "index.sqlite", "index.sqlite-wal", "index.sqlite-shm")
+# Neither follow a link out of the folder nor wait for the other end of a pipe.
+_READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+# A folder on the way to a file; Linux need not be allowed to list it.
+_WAY_FLAGS = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+class Found(NamedTuple):
+    """Something below ``chunks``: whose it is by its name; no key means that the name is not one of ours."""
+
+    path: str
+    key: str | None
+    name: str | None
+
+
+class StoreFolder:
+    """The folder of a store.
+
+    Parameters
+    ----------
+    root : Path
+        ``kv_dir``. Created, with its subfolders, unless ``read_only``.
+    read_only : bool
+        Change nothing in the folder.
+
+    Attributes
+    ----------
+    staging : Staging
+        Files that are being written.
+    kept : Quarantine
+        What was taken out.
+
+    Raises
+    ------
+    StoreUnavailableError
+        The folder does not exist (``read_only``), cannot be created or cannot be written, or something in it, though
+        not the folder itself, is a symbolic link.
+    """
+
+    def __init__(self, root: Path, *, read_only: bool) -> None:
+        self.root = root
+        self.index_path = root / "index.sqlite"
+        self.staging = Staging(root)
+        self.kept = Quarantine(root)
+        self._chunks = os.path.join(root, _CHUNKS)
+        self._refuse_links()
+        if read_only:
+            if not self.index_path.is_file():
+                raise StoreUnavailableError(
+                    f"There is no chunk-KV store in {root} to open read-only. Check kv_dir, or open it "
+                    "without read_only to create one."
+                )
+            return
+        folders = [os.path.join(root, name) for name in (_CHUNKS, STAGING, QUARANTINE)]
+        try:
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for folder in folders:
+                os.makedirs(folder, mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise StoreUnavailableError(
+                f"The chunk-KV store in {root} cannot be created: {error}. Set kv_dir to a folder that you may write."
+            ) from error
+        for folder in (str(root), *folders):
+            if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+                raise StoreUnavailableError(
+                    f"The folder {folder} cannot be written. Set kv_dir to a folder that you may write, "
+                    "or open the store with read_only=True."
+                )
+        self.staging.sweep()
+
+    def _refuse_links(self) -> None:
+        for name in _OWN:
+            refuse_link(os.path.join(self.root, name))
+        # A folder that cannot be listed is found out about below.
+        with suppress(OSError), os.scandir(self._chunks) as shards:
+            for shard in shards:
+                refuse_link(shard.path)
+
+    def chunk_path(self, key: str, name: str | None = None) -> str:
+        """Return where the file of a chunk belongs, or its side file of that name."""
+        return f"{self._chunks}/{key[:2]}/{_file_name(key, name)}"
+
+    def has(self, key: str, name: str | None = None) -> bool:
+        """Whether a chunk's file, or a side file, exists and is a file.
+
+        Raises
+        ------
+        StoreUnavailableError
+            That cannot be found out.
+        """
+        file = _file_name(key, name)
+        try:
+            # A link in place of the folder leads to nothing of ours.
+            with suppress(FileNotFoundError, NotADirectoryError), _way(f"{self._chunks}/{key[:2]}") as shard:
+                return stat.S_ISREG(os.stat(file, dir_fd=shard, follow_symlinks=False).st_mode)
+        except OSError as error:
+            raise StoreUnavailableError(
+                f"{self.chunk_path(key, name)} cannot be looked at: {error}. Check its permissions."
+            ) from error
+        return False
+
+    def open_chunk(self, key: str, name: str | None = None) -> int:
+        """Open what is in the place of a chunk's file, or of a side file, for reading and hold it.
+
+        Returns
+        -------
+        int
+            The descriptor. What it is of is for the caller to find out.
+
+        Raises
+        ------
+        FileNotFoundError
+            There is none, or it is being evicted.
+        OSError
+            It cannot be opened; ``NotADirectoryError`` where its folder was replaced by a link.
+        """
+        # Opened in two steps, and not by `beneath`: most of what reading a small chunk costs is opening it.
+        file = _file_name(key, name)
+        shard = os.open(f"{self._chunks}/{key[:2]}", _WAY_FLAGS)
+        try:
+            fd = os.open(file, _READ_FLAGS, dir_fd=shard)
+        finally:
+            os.close(shard)
+        try:
+            if not lock_file(fd, fcntl.LOCK_SH):
+                raise FileNotFoundError(errno.ENOENT, "it is being evicted", self.chunk_path(key, name))
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def open_file(self, key: str, name: str | None = None) -> int:
+        """Open a chunk's file, or a side file, as ``open_chunk`` does.
+
+        Raises
+        ------
+        ChunkDamagedError
+            Something else is in its place: a link, a folder, a pipe, ...
+        FileNotFoundError, OSError
+            As ``open_chunk``.
+        """
+        try:
+            fd = self.open_chunk(key, name)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENXIO):
+                raise ChunkDamagedError(key, "it is not a regular file") from error
+            raise
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise ChunkDamagedError(key, "it is not a regular file")
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    @contextmanager
+    def held(self, key: str) -> Iterator[None]:
+        """Keep a chunk's file, if there is one, from being evicted."""
+        try:
+            fd = self.open_chunk(key)
+        except OSError:
+            # Whoever needs the file finds out what is wrong with it.
+            yield
+            return
+        try:
+            yield
+        finally:
+            os.close(fd)
+
+    def walk(self) -> Iterator[Found]:
+        """Yield everything below ``chunks`` that should be a file, in the order of their folders."""
+        for shard, is_folder in sorted(self._entries()):
+            path = os.path.join(self._chunks, shard)
+            if not is_folder:
+                yield Found(path, None, None)
+                continue
+            for name, _ in self._entries(shard):
+                found = parse_name(name)
+                ours = found is not None and found[0][:2] == shard
+                yield Found(os.path.join(path, name), *(found if found and ours else (None, None)))
+
+    def _entries(self, *shard: str) -> list[tuple[str, bool]]:
+        """List names, and whether they are folders; somebody may have deleted it all under the open store."""
+        with suppress(FileNotFoundError), self._beneath(*shard) as folder, os.scandir(folder) as entries:
+            return [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+        return []
+
+    def publish(self, staged: str, key: str, name: str | None = None) -> None:
+        """Give a staged file its place, even if the power fails; raises as ``Staging.staged``."""
+        file = _file_name(key, name)
+        with (
+            write_errors(self.root),
+            beneath(self.root, STAGING) as temp,
+            self._beneath(key[:2], make=True) as shard,
+        ):
+            try:
+                os.replace(staged, file, src_dir_fd=temp, dst_dir_fd=shard)
+            except IsADirectoryError:
+                # A folder, which no writer makes, is in its place.
+                self.kept.take(shard, file)
+                os.replace(staged, file, src_dir_fd=temp, dst_dir_fd=shard)
+            os.fsync(shard)
+
+    def remove(self, key: str, name: str | None = None) -> bool:
+        """Delete a chunk's file, or a side file; returns whether there was one.
+
+        A folder in its place is moved to quarantine: it holds what somebody else has put there.
+        """
+        file = _file_name(key, name)
+        try:
+            with self._beneath(key[:2]) as shard:
+                if stat.S_ISDIR(os.stat(file, dir_fd=shard, follow_symlinks=False).st_mode):
+                    return self.kept.take(shard, file) is not None
+                os.unlink(file, dir_fd=shard)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            path = self.chunk_path(key, name)
+            raise StoreUnavailableError(f"{path} cannot be deleted: {error}. Check its permissions.") from error
+        return True
+
+    def evict(self, key: str) -> bool:
+        """Delete a chunk's file unless somebody reads it, in any process; False if somebody does."""
+        file = _file_name(key)
+        try:
+            with self._beneath(key[:2]) as shard:
+                fd = os.open(file, _READ_FLAGS, dir_fd=shard)
+        except OSError:
+            # Gone, or nothing that could be read: nobody holds it.
+            self.remove(key)
+            return True
+        try:
+            if not lock_file(fd, fcntl.LOCK_EX):
+                return False
+            self.remove(key)
+        finally:
+            os.close(fd)
+        return True
+
+    def quarantine(self, key: str, name: str | None = None) -> str | None:
+        """Move what is in the place of a chunk's file, or of a side file, out of the way.
+
+        Returns
+        -------
+        str or None
+            Where it went; None if there was nothing.
+
+        Raises
+        ------
+        StoreUnavailableError
+            It cannot be moved.
+        """
+        return self.quarantine_path(self.chunk_path(key, name))
+
+    def quarantine_path(self, path: str) -> str | None:
+        """Move something that ``walk`` found out of the way; returns and raises as ``quarantine``."""
+        *folders, name = os.path.relpath(path, self._chunks).split(os.sep)
+        try:
+            with self._beneath(*folders) as folder:
+                return self.kept.take(folder, name)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise StoreUnavailableError(
+                f"The damaged file {path} cannot be moved to quarantine: {error}. Delete it by hand."
+            ) from error
+
+    def _beneath(self, *shard: str, make: bool = False) -> AbstractContextManager[int]:
+        return beneath(self.root, _CHUNKS, *shard, make=make)
+
+
+def _file_name(key: str, name: str | None = None) -> str:
+    check_key(key)
+    return f"{key}.safetensors" if name is None else f"{key}.{check_name(name)}.safetensors"
+
+
+@contextmanager
+def _way(path: str) -> Iterator[int]:
+    fd = os.open(path, _WAY_FLAGS)
+    try:
+        yield fd
+    finally:
+        os.close(fd)

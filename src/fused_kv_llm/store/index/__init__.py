@@ -1,0 +1,23 @@
+"""The index of a store: one SQLite database of chunks, places and uses, and the eviction policies."""
+
+from __future__ import annotations
+
+from fused_kv_llm.store.index.chunk_index import ChunkIndex, ChunkRow, ContentRows, IdentityTotals
+from fused_kv_llm.store.index.ledger import Place, Uses, Victim
+from fused_kv_llm.store.index.policies import DEFAULT_POLICY, POLICIES, Entry, EvictionQueue, Policy, resolve_policy
+
+__all__ = [
+    "DEFAULT_POLICY",
+    "POLICIES",
+    "ChunkIndex",
+    "ChunkRow",
+    "ContentRows",
+    "Entry",
+    "EvictionQueue",
+    "IdentityTotals",
+    "Place",
+    "Policy",
+    "Uses",
+    "Victim",
+    "resolve_policy",
+]

@@ -1,0 +1,335 @@
+"""The store's index: which chunks there are.
+
+Nothing in the index is trusted to be safe: a key from it becomes part of a path only after
+``layout.check_key``, and a chunk's token ids are compared with its file's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fused_kv_llm.chunk import ContentHash
+from fused_kv_llm.errors import StoreUnavailableError
+from fused_kv_llm.store.format import KEY_VARIABLE, Cipher
+from fused_kv_llm.store.index.database import Database
+from fused_kv_llm.store.index.ledger import LEDGER_SCHEMA, Ledger
+from fused_kv_llm.store.index.policies import Policy
+
+__all__ = ["ChunkIndex", "ChunkRow", "ContentRows", "IdentityTotals"]
+
+_BATCH = 500
+_HASHES_AT_ONCE = 100_000
+_HEX_KEY = "length(key) = 64 AND key NOT GLOB '*[^0-9a-f]*'"
+_SCHEMA = (
+    f"""CREATE TABLE chunks (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    key TEXT NOT NULL UNIQUE CHECK ({_HEX_KEY}),
+    identity TEXT NOT NULL,
+    position INTEGER NOT NULL,
+    nbytes INTEGER NOT NULL,
+    num_tokens INTEGER NOT NULL,
+    prefix_hash INTEGER NOT NULL,
+    full_hash INTEGER NOT NULL,
+    length INTEGER NOT NULL,
+    text BLOB NOT NULL,
+    token_ids BLOB NOT NULL
+) STRICT""",
+    # Covers content_rows() and totals(), so that neither walks over the texts.
+    """CREATE INDEX chunks_content ON chunks
+    (identity, id, prefix_hash, full_hash, length, key, num_tokens, nbytes)""",
+    *LEDGER_SCHEMA,
+)
+_INSERT = """INSERT INTO chunks
+    (key, identity, position, nbytes, num_tokens, prefix_hash, full_hash, length, text, token_ids)
+    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRow:
+    """What the index knows about a chunk.
+
+    Parameters
+    ----------
+    key : str
+        The chunk's key.
+    identity : str
+        Digest of the identity for which the KV is valid.
+    text : str
+        The chunk's text.
+    token_ids : tuple of int
+        The chunk's stand-alone token ids.
+    position : int
+        Position of the first token when the chunk was prefilled.
+    nbytes : int
+        Size of the chunk's file.
+    """
+
+    key: str
+    identity: str
+    text: str
+    token_ids: tuple[int, ...]
+    position: int
+    nbytes: int
+
+
+class ContentRows(NamedTuple):
+    """Content hashes of many chunks, one entry per chunk, ascending by ``rowid``.
+
+    Parameters
+    ----------
+    rowid : numpy.ndarray
+        int64; grows with every chunk that is added to the store, never reused.
+    prefix, full : numpy.ndarray
+        uint64 hashes of the beginning and of the whole of the text.
+    length : numpy.ndarray
+        int64 length of the text in characters.
+    """
+
+    rowid: npt.NDArray[np.int64]
+    prefix: npt.NDArray[np.uint64]
+    full: npt.NDArray[np.uint64]
+    length: npt.NDArray[np.int64]
+
+
+class IdentityTotals(NamedTuple):
+    """What a store has of one identity.
+
+    Parameters
+    ----------
+    identity : str
+        ``KVIdentity.digest``.
+    name : str
+        Model, dtype and preprocessing as ``KVStore.describe`` was told; empty if it was not.
+    chunks, tokens, nbytes : int
+        Chunks, their tokens, and the bytes of their files without side files.
+    disk_chunks, disk_bytes, remote_chunks, remote_bytes : int
+        Chunks and bytes by tier, side files included; a chunk can be in both.
+    """
+
+    identity: str
+    name: str
+    chunks: int
+    tokens: int
+    nbytes: int
+    disk_chunks: int
+    disk_bytes: int
+    remote_chunks: int
+    remote_bytes: int
+
+
+class ChunkIndex:
+    """The index file of a store; thread-safe and shared between processes.
+
+    Parameters
+    ----------
+    path : Path
+        The SQLite file; created unless ``read_only``.
+    policy : callable
+        Orders the chunks that may be evicted.
+    cipher : Cipher or None
+        Encrypts texts, token ids and content hashes.
+    read_only : bool
+        Change nothing.
+
+    Raises
+    ------
+    StoreUnavailableError
+        The file is damaged, is not such an index, cannot be opened, or is encrypted with another key.
+    """
+
+    def __init__(self, path: Path, policy: Policy, cipher: Cipher | None, *, read_only: bool) -> None:
+        self._cipher = cipher
+        self._database = Database(path, _SCHEMA, read_only=read_only)
+        self.ledger = Ledger(self._database, policy)
+        try:
+            self._check_cipher(path, read_only=read_only)
+        except BaseException:
+            self._database.close()
+            raise
+
+    def _check_cipher(self, path: Path, *, read_only: bool) -> None:
+        mine = self._cipher.check if self._cipher is not None else "none"
+        with self._database.connection() as connection:
+            if not read_only:
+                connection.execute("INSERT OR IGNORE INTO settings VALUES ('encryption', ?)", (mine,))
+            found = connection.execute("SELECT value FROM settings WHERE name = 'encryption'").fetchone()
+        theirs = found[0] if found is not None else mine
+        if theirs == mine:
+            return
+        if mine == "none":
+            raise StoreUnavailableError(
+                f"The store in {path.parent} is encrypted: give its encryption_key, or set {KEY_VARIABLE}."
+            )
+        state = "is not encrypted" if theirs == "none" else "was encrypted with another key"
+        raise StoreUnavailableError(
+            f"The store in {path.parent} {state}, so encryption_key does not open it. Give the right key (or none, "
+            f"and unset {KEY_VARIABLE}), or set kv_dir to another folder."
+        )
+
+    def transaction(self) -> AbstractContextManager[None]:
+        """Let nobody else write, in any process; a chunk's file and its row change together in here."""
+        return self._database.transaction()
+
+    def add(self, row: ChunkRow, content: ContentHash) -> None:
+        """Add a chunk that has no row; inside a transaction that made sure of that."""
+        prefix, full = self._hashes([(content.prefix, content.full)], seal=True)[0]
+        hashes = _signed(int(prefix)), _signed(int(full)), content.length
+        place = row.position, row.nbytes, len(row.token_ids)
+        texts = self._seal(row.key, row.text.encode(), np.array(row.token_ids, dtype="<i4").tobytes())
+        with self._database.connection() as connection:
+            connection.execute(_INSERT, (row.key, row.identity, *place, *hashes, *texts))
+
+    def present(self, keys: Iterable[str]) -> set[str]:
+        """Return those keys that have a row."""
+        return {row[0] for row in self._select("key", list(keys))}
+
+    def rows(self, keys: Iterable[str]) -> tuple[dict[str, ChunkRow], list[str]]:
+        """Return the rows of those keys that have one, and the keys of rows that cannot be understood."""
+        rows: dict[str, ChunkRow] = {}
+        damaged: list[str] = []
+        for found in self._select("key, identity, text, token_ids, position, nbytes", list(keys)):
+            row = self._decode(found)
+            if row is None:
+                damaged.append(found[0])
+            else:
+                rows[row.key] = row
+        return rows, damaged
+
+    def rows_by_rowid(self, rowids: Iterable[int]) -> tuple[dict[int, ChunkRow], list[str]]:
+        """Return the rows of those numbers that have one, and the keys of rows that cannot be understood."""
+        rows: dict[int, ChunkRow] = {}
+        damaged: list[str] = []
+        columns = "id, key, identity, text, token_ids, position, nbytes"
+        for rowid, *found in self._select(columns, list(rowids), f"{_HEX_KEY} AND id"):
+            row = self._decode(tuple(found))
+            if row is None:
+                damaged.append(found[0])
+            else:
+                rows[rowid] = row
+        return rows, damaged
+
+    def content_hashes(self, identity: str, after_rowid: int) -> ContentRows | None:
+        """Return content hashes of some of one identity's chunks with a greater ``rowid``, ascending; None if none."""
+        with self._database.connection() as connection:
+            found = connection.execute(
+                "SELECT id, prefix_hash, full_hash, length FROM chunks "
+                f"WHERE identity = ? AND id > ? AND {_HEX_KEY} ORDER BY id LIMIT {_HASHES_AT_ONCE}",
+                (identity, after_rowid),
+            )
+            try:
+                table = np.fromiter(found, dtype=np.dtype([(name, np.int64) for name in ContentRows._fields]))
+            except (ValueError, TypeError, OverflowError) as error:
+                raise self._database.error(error) from error
+        if len(table) == 0:
+            return None
+        pairs = np.stack([table["prefix"], table["full"]], axis=1).view(np.uint64)
+        hashes = self._hashes(pairs, seal=False)
+        return ContentRows(table["rowid"].copy(), hashes[:, 0].copy(), hashes[:, 1].copy(), table["length"].copy())
+
+    def content_rows(self, identity: str, after_rowid: int) -> tuple[ContentRows, list[str]]:
+        """Return content hashes and keys of one identity's chunks with a greater ``rowid``, ascending."""
+        with self._database.connection() as connection:
+            found = connection.execute(
+                "SELECT id, prefix_hash, full_hash, length, key FROM chunks "
+                f"WHERE identity = ? AND id > ? AND {_HEX_KEY} ORDER BY id",
+                (identity, after_rowid),
+            ).fetchall()
+        try:
+            table = np.array([row[:4] for row in found], dtype=np.int64).reshape(-1, 4).T.copy()
+        except (ValueError, TypeError) as error:
+            raise self._database.error(error) from error
+        hashes = self._hashes(table[1:3].view(np.uint64).T, seal=False)
+        rows = ContentRows(table[0], hashes[:, 0].copy(), hashes[:, 1].copy(), table[3])
+        return rows, [row[4] for row in found]
+
+    def hashes(self, key: str) -> ContentHash | None:
+        """Return the content hashes of a chunk's row; None if there is no row."""
+        for prefix, full, length in self._select("prefix_hash, full_hash, length", [key]):
+            table = np.array([(prefix, full)], dtype=np.int64).view(np.uint64)
+            opened = self._hashes(table, seal=False)[0]
+            return ContentHash(int(opened[0]), int(opened[1]), length)
+        return None
+
+    def all_keys(self, after: str = "") -> list[tuple[str, int]]:
+        """Return keys and file sizes of at most a thousand chunks, ascending, from a key on."""
+        with self._database.connection() as connection:
+            return connection.execute(
+                f"SELECT key, nbytes FROM chunks WHERE key > ? AND {_HEX_KEY} ORDER BY key LIMIT 1000", (after,)
+            ).fetchall()
+
+    def remove(self, keys: Iterable[str]) -> set[str]:
+        """Delete rows; returns the keys that had one."""
+        wanted = list(keys)
+        delete = "DELETE FROM chunks WHERE key = ?"
+        with self._database.connection() as connection:
+            removed = {key for key in wanted if connection.execute(delete, (key,)).rowcount == 1}
+        self.ledger.remove(wanted)
+        return removed
+
+    def totals(self) -> list[IdentityTotals]:
+        """Return what there is of every identity, the one with most chunks first."""
+        names = self.ledger.descriptions()
+        with self._database.connection() as connection:
+            found = connection.execute(
+                """SELECT identity, count(*), sum(num_tokens), sum(chunks.nbytes), total(on_disk),
+                    total(on_disk * places.nbytes), total(on_remote), total(on_remote * places.nbytes)
+                FROM chunks LEFT JOIN places USING (key) GROUP BY identity ORDER BY count(*) DESC"""
+            ).fetchall()
+        return [IdentityTotals(row[0], names.get(row[0], ""), *map(int, row[1:])) for row in found]
+
+    def compact(self) -> None:
+        """Give free pages of the index file back to the disk."""
+        with self._database.connection() as connection:
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            connection.execute("VACUUM")
+
+    def close(self) -> None:
+        """Close the index, after calls in flight have ended."""
+        self._database.close()
+
+    def _select(self, columns: str, keys: Sequence[str | int], by: str = "key") -> Iterator[tuple[Any, ...]]:
+        found: list[tuple[Any, ...]] = []
+        with self._database.connection() as connection:
+            for start in range(0, len(keys), _BATCH):
+                batch = keys[start : start + _BATCH]
+                marks = ",".join("?" * len(batch))
+                query = f"SELECT {columns} FROM chunks WHERE {by} IN ({marks})"
+                found += connection.execute(query, batch).fetchall()
+        return iter(found)
+
+    def _seal(self, key: str, *columns: bytes) -> list[bytes]:
+        if self._cipher is None:
+            return list(columns)
+        return [self._cipher.seal_row(data, f"{key}|{number}".encode()) for number, data in enumerate(columns)]
+
+    def _open(self, key: str, *columns: bytes) -> list[bytes]:
+        if self._cipher is None:
+            return list(columns)
+        return [self._cipher.open_row(data, f"{key}|{number}".encode()) for number, data in enumerate(columns)]
+
+    def _hashes(self, pairs: npt.ArrayLike, *, seal: bool) -> npt.NDArray[np.uint64]:
+        table = np.asarray(pairs, dtype=np.uint64).reshape(-1, 2)
+        if self._cipher is None:
+            return table
+        return self._cipher.seal_hashes(table) if seal else self._cipher.open_hashes(table)
+
+    def _decode(self, columns: tuple[Any, ...]) -> ChunkRow | None:
+        key, identity, text, ids, position, nbytes = columns
+        try:
+            text, ids = self._open(key, text, ids)
+            token_ids = tuple(np.frombuffer(ids, dtype="<i4").tolist())
+            return ChunkRow(key, identity, text.decode(), token_ids, position, nbytes)
+        except (ValueError, TypeError, AttributeError):
+            return None
+
+
+def _signed(number: int) -> int:
+    """Map an unsigned 64-bit number to the signed one with the same bits, which SQLite can hold."""
+    return number - (1 << 64) if number >= 1 << 63 else number
