@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from probes import make_probe
 
@@ -88,14 +88,31 @@ def test_adjusted_overlap_of_equations_6_to_8() -> None:
     assert adjusted_overlap([], [], ["a"]) == 0.0
 
 
-def test_focus_of_algorithm_1() -> None:
-    # Sorted, the gaps are 0.1, 3.0, 0.2 and 0.7.
-    scores = torch.tensor([0.0, 4.0, 0.7, 3.9, 0.9])
-    share = [0.1 / 4, 3.0 / 4, 0.2 / 4, 0.7 / 4]
-    entropy = [-p * math.log(p) for p in share]
-    cut = max(range(1, 4), key=lambda i: entropy[i])
-    order = [1, 3, 4, 2, 0]
-    assert focused_chunks(scores) == frozenset(order[: cut + 1])
+def _algorithm_1(scores: list[float]) -> set[int]:
+    """Return F of lines 4 to 9, with the paper's indices from 1 to k."""
+    k, order = len(scores), sorted(range(len(scores)), key=lambda chunk: -scores[chunk])
+    ordered = {i: scores[order[i - 1]] for i in range(1, k + 1)}
+    diff = {i: ordered[i] - ordered[i + 1] for i in range(1, k)}
+    p = {i: diff[i] / sum(diff.values()) for i in range(1, k)}
+    h = {i: -sum(p[j] * math.log(p[j]) for j in range(1, i + 1)) for i in range(1, k)}
+    star, *others = sorted(range(1, k - 1), key=lambda i: h[i] - h[i + 1])
+    # Of two that are equal, rounding decides.
+    assume(all(h[star + 1] - h[star] > h[i + 1] - h[i] + 1e-9 for i in others))
+    return set(order[:star])
+
+
+@settings(max_examples=100, deadline=None)
+@given(gaps=st.lists(st.integers(1, 50), min_size=2, max_size=7), data=st.data())
+def test_focus_is_algorithm_1(gaps: list[int], data: st.DataObject) -> None:
+    scores = data.draw(st.permutations([float(sum(gaps[:i])) for i in range(len(gaps) + 1)]))
+    assert focused_chunks(torch.tensor(scores, dtype=torch.float64)) == _algorithm_1(scores)
+
+
+def test_focus_keeps_as_many_chunks_as_algorithm_1_counts() -> None:
+    # Sorted, the gaps are 0.1, 3.0, 0.2 and 0.7. The fourth adds most to the entropy, so i* is 3.
+    assert focused_chunks(torch.tensor([0.0, 4.0, 0.7, 3.9, 0.9])) == {1, 3, 4}
+    # One chunk stands out from two others.
+    assert focused_chunks(torch.tensor([1.0, 9.0, 1.5])) == {1}
     assert focused_chunks(torch.tensor([1.0, 9.0])) == {0, 1}
     assert focused_chunks(torch.ones(4)) == {0, 1, 2, 3}
 

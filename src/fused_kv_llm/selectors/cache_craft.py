@@ -132,13 +132,19 @@ def adjusted_overlap(inter: Sequence[float], old: Sequence[str], new: Sequence[s
 def focused_chunks(attention: Tensor) -> frozenset[int]:
     """Return the chunks that the question focuses on (algorithm 1, lines 4 to 9).
 
-    The gaps between the sorted scores are read as a distribution; the chunks before the gap that adds most entropy
-    are in focus. With fewer than three chunks all are.
+    The gaps between the sorted scores, divided by their sum, are read as a distribution with the cumulated entropy
+    ``h``. ``i* = argmax(h[i + 1] - h[i])``, counted from 1, and the ``i*`` highest chunks are in focus. The algorithm
+    needs three chunks; with fewer, all are in focus.
 
     Parameters
     ----------
     attention : Tensor
         float ``[K]``, attention from the question to each chunk, cumulated over layers (eq. 15).
+
+    Returns
+    -------
+    frozenset of int
+        Indices of the chunks in focus.
     """
     ordered = torch.sort(attention.double(), descending=True, stable=True)
     gaps = -ordered.values.diff()
@@ -146,6 +152,6 @@ def focused_chunks(attention: Tensor) -> frozenset[int]:
         return frozenset(range(attention.shape[0]))
     share = gaps / gaps.sum()
     entropy = torch.special.entr(share)
-    # Lines 6 to 8 compare h[j + 1] - h[j] of the cumulated entropy: the first gap is no candidate.
-    cut = int(entropy[1:].argmax()) + 2
+    # h[i + 1] - h[i] is the entropy of gap i + 1, so the first gap is no candidate.
+    cut = int(entropy[1:].argmax()) + 1
     return frozenset(ordered.indices[:cut].tolist())
