@@ -15,7 +15,7 @@ from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.cli import app
 from fused_kv_llm.engine.calibration import calibration_path
 from fused_kv_llm.errors import ConfigError, CorpusError
-from fused_kv_llm.tuning.calibrate import calibrate, questions_from_chunks
+from fused_kv_llm.tuning.calibration import calibrate, questions_from_chunks
 
 QUESTIONS = ["How many passengers can the Aldebaran carry?", "When does the ferry sail?", "Who is the captain?"]
 
@@ -57,7 +57,7 @@ def test_the_smallest_ratio_that_meets_the_target_is_kept(engine: FusedKVEngine,
 def test_full_prefill_is_chosen_when_nothing_else_is_good_enough(
     engine: FusedKVEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import fused_kv_llm.tuning.calibrate as module
+    import fused_kv_llm.tuning.calibration as module
 
     monkeypatch.setattr(module, "_choices", lambda engine, prompt, answer, ratio, selector: ([-1] * len(answer), 0.1))
     result = calibrate(engine, QUESTIONS[:1], ratios=(0.0, 0.3), num_chunks=2)

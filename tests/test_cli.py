@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.cli import app
-from fused_kv_llm.demo.compare import compare
+from fused_kv_llm.demo.comparison import compare
 from fused_kv_llm.demo.embedder import MiniLM
 from fused_kv_llm.demo.passages import Passage, read_passages, split_text
 from fused_kv_llm.demo.retrieval import PassageIndex

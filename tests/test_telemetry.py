@@ -14,8 +14,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from fused_kv_llm import FusedKVEngine
-from fused_kv_llm.report import telemetry
 from fused_kv_llm.errors import PromptError
+from fused_kv_llm.report import telemetry
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any, TypedDict
 
 if TYPE_CHECKING:
-    from fused_kv_llm.demo.compare import Row, as_table, compare, describe
+    from fused_kv_llm.demo.comparison import Row, as_table, compare, describe
     from fused_kv_llm.demo.embedder import MiniLM
     from fused_kv_llm.demo.llama_embedder import MiniLMEmbedding
     from fused_kv_llm.demo.passages import read_passages
@@ -36,10 +36,10 @@ _MODULES = {
     "MiniLMEmbedding": "llama_embedder",
     "PassageIndex": "retrieval",
     "Rag": "rag",
-    "Row": "compare",
-    "as_table": "compare",
-    "compare": "compare",
-    "describe": "compare",
+    "Row": "comparison",
+    "as_table": "comparison",
+    "compare": "comparison",
+    "describe": "comparison",
     "read_passages": "passages",
 }
 
