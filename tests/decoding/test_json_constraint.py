@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.decoding import end_token_ids, json_constraint
 from fused_kv_llm.errors import ConfigError
+from fused_kv_llm.model import LoadedModel, load_model
 
 TREE = {
     "$defs": {
@@ -57,54 +57,59 @@ SCHEMAS = objects(
 )
 
 
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return load_model("smollm2-135m")
+
+
 class RandomModel:
     """Writes tokens of random liking under a constraint."""
 
-    def __init__(self, engine: FusedKVEngine, seed: int) -> None:
-        self.engine = engine
+    def __init__(self, loaded: LoadedModel, seed: int) -> None:
+        self.loaded = loaded
         self.generator = torch.Generator().manual_seed(seed)
 
     def write(self, schema: Any, max_tokens: int) -> tuple[str, list[int], bool]:
-        constraint = json_constraint(self.engine.loaded, schema, max_tokens=max_tokens)
+        constraint = json_constraint(self.loaded, schema, max_tokens=max_tokens)
         ids: list[int] = []
         for _ in range(max_tokens):
-            logits = 3 * torch.randn(self.engine.model.config.vocab_size, generator=self.generator)
+            logits = 3 * torch.randn(self.loaded.model.config.vocab_size, generator=self.generator)
             token = int(constraint(ids, logits).argmax())
-            if token in end_token_ids(self.engine.loaded):
+            if token in end_token_ids(self.loaded):
                 break
             ids.append(token)
-        return self.engine.tokenizer.decode(ids), ids, constraint.shortened
+        return self.loaded.tokenizer.decode(ids), ids, constraint.shortened
 
 
 @settings(max_examples=25, deadline=None)
 @given(SCHEMAS | st.just(TREE), st.integers(0, 24), st.integers(0, 2**31))
-def test_answers_are_valid_and_complete(engine: FusedKVEngine, schema: Any, spare: int, seed: int) -> None:
-    constraint = json_constraint(engine.loaded, schema, max_tokens=1)
-    needed = constraint._tokens_to_end(constraint._matcher, engine.model.config.vocab_size)
-    text, ids, _ = RandomModel(engine, seed).write(schema, needed + spare)
+def test_answers_are_valid_and_complete(loaded: LoadedModel, schema: Any, spare: int, seed: int) -> None:
+    constraint = json_constraint(loaded, schema, max_tokens=1)
+    needed = constraint._tokens_to_end(constraint._matcher, loaded.model.config.vocab_size)
+    text, ids, _ = RandomModel(loaded, seed).write(schema, needed + spare)
     jsonschema.validate(json.loads(text), schema)
     assert len(ids) <= needed + spare
 
 
-def test_the_room_is_used_and_what_was_left_out_is_told(engine: FusedKVEngine) -> None:
+def test_the_room_is_used_and_what_was_left_out_is_told(loaded: LoadedModel) -> None:
     schema = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
-    text, ids, shortened = RandomModel(engine, 1).write(schema, 64)
+    text, ids, shortened = RandomModel(loaded, 1).write(schema, 64)
     assert len(json.loads(text)["text"]) > 100
     assert (len(ids), shortened) == (64, True)
-    assert RandomModel(engine, 1).write({"enum": ["Mizar", "Vega"]}, 64)[2] is False
+    assert RandomModel(loaded, 1).write({"enum": ["Mizar", "Vega"]}, 64)[2] is False
 
 
-def test_any_object(engine: FusedKVEngine) -> None:
+def test_any_object(loaded: LoadedModel) -> None:
     for max_tokens in (2, 3, 20):
-        assert isinstance(json.loads(RandomModel(engine, 3).write(None, max_tokens)[0]), dict)
+        assert isinstance(json.loads(RandomModel(loaded, 3).write(None, max_tokens)[0]), dict)
 
 
-def test_objects_are_written_as_models_have_read_them(engine: FusedKVEngine) -> None:
+def test_objects_are_written_as_models_have_read_them(loaded: LoadedModel) -> None:
     schema = {"type": "object", "properties": {"a": {"const": 1}, "b": {"const": [2, 3]}}, "required": ["a", "b"]}
-    assert RandomModel(engine, 0).write(schema, 40)[0] == json.dumps({"a": 1, "b": [2, 3]})
+    assert RandomModel(loaded, 0).write(schema, 40)[0] == json.dumps({"a": 1, "b": [2, 3]})
 
 
 @pytest.mark.parametrize("schema", [{"type": "colour"}, {"type": "object", "minProperties": -1}])
-def test_a_schema_that_is_none_is_refused(engine: FusedKVEngine, schema: Any) -> None:
+def test_a_schema_that_is_none_is_refused(loaded: LoadedModel, schema: Any) -> None:
     with pytest.raises(ConfigError, match="schema cannot be used"):
-        json_constraint(engine.loaded, schema, max_tokens=8)
+        json_constraint(loaded, schema, max_tokens=8)
