@@ -13,6 +13,7 @@ import pytest
 import torch
 from corpus import PASSAGES, SHORT, rag_prompt
 from models import ARCHITECTURES, ROPES, smollm2_tokenizer, tiny_model
+from transformers import DynamicCache
 
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.selectors import SELECTORS
@@ -76,9 +77,40 @@ def test_a_moved_chunk_keeps_its_layer_zero_exactly(architecture: str, rope: str
         )
 
 
+class _Mixture(DynamicCache):
+    """The KV that a fused pass left behind, stored and fresh; the KV of the rows computed here must be among it."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor) -> None:
+        super().__init__()
+        self.parts, self.rows = (keys, values), rows
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        for part, fresh in zip(self.parts, (key_states, value_states), strict=True):
+            torch.testing.assert_close(part[layer_idx][:, :, self.rows], fresh, atol=1e-4, rtol=1e-4)
+        return self.parts[0][layer_idx], self.parts[1][layer_idx]
+
+
+def dense_logits(model: Any, ids: list[int], rows: torch.Tensor, fused: Any) -> torch.Tensor:
+    """Return the last row's logits of transformers' own forward of `rows`, over a dense mask of true positions."""
+    plain = copy.deepcopy(model)
+    plain.set_attn_implementation("sdpa")
+    mask = torch.arange(len(ids))[None, :] <= rows[:, None]
+    mixture = _Mixture(*(part[..., : len(ids), :].clone() for part in (fused.cache.keys, fused.cache.values)), rows)
+    with torch.inference_mode():
+        found = plain(
+            torch.tensor(ids)[None, rows],
+            attention_mask=mask[None, None],
+            position_ids=rows[None],
+            past_key_values=mixture,
+        )
+    return found.logits[0, -1]
+
+
 @pytest.mark.parametrize("selector", sorted(SELECTORS))
 def test_every_selector_obeys_causality_and_budget(selector: str, tmp_path: Path) -> None:
-    """Recomputed rows must equal a dense computation over the same mixture of stored and fresh KV."""
+    """Recomputed rows equal a dense computation over the same mixture of stored and fresh KV."""
     with make_engine(tmp_path, tiny_model("qwen3")) as engine:
         engine.build_kv_cache(SHORT[:5], progress=False)
         prompt = rag_prompt(SHORT[:5])
@@ -87,7 +119,18 @@ def test_every_selector_obeys_causality_and_budget(selector: str, tmp_path: Path
         assert report.recomputed_tokens == (0 if selector == "full_reuse" else int(0.2 * reusable))
         assert fused.selected.tolist() == sorted(set(fused.selected.tolist()))
         total = report.prefix_tokens + reusable + report.fresh_tokens
-        assert total == report.prompt_tokens == len(engine.encode(prompt))
+        ids = engine.encode(prompt)
+        assert total == report.prompt_tokens == len(ids)
+        assert report.trace is not None
+        states = torch.from_numpy(report.trace.states())
+        rows = torch.isin(states, torch.tensor([2, 3])).nonzero()[:, 0]
+        assert rows.shape[0] == report.recomputed_tokens + report.fresh_tokens
+        torch.testing.assert_close(fused.logits, dense_logits(engine.model, ids, rows, fused), atol=1e-4, rtol=1e-4)
+        # Deviation transfer changes stored KV, and rows that narrowing drops keep their fresh KV up to there.
+        if selector not in ("sink_attention", "cacheblend"):
+            reused, _ = engine.prefill(prompt, recompute_ratio=0.0)
+            kept = (states == 1).nonzero()[:, 0]
+            assert torch.equal(fused.cache.values[-1][:, :, kept], reused.cache.values[-1][:, :, kept])
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 3}], ids=["greedy", "sampled"])

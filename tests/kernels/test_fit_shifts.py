@@ -6,12 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tolerance import assert_near
 from torch import Tensor
 
 from fused_kv_kernels import ChunkShift, ShiftStack, TransferPlan, fit_shifts, rotation_tables
 from fused_kv_kernels.reference import rerotate_keys_reference
 
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+DTYPES = (torch.float32, torch.bfloat16)
 DAMPING = 6.0
 
 
@@ -65,7 +66,7 @@ def _compare(
     stack = ShiftStack(shifts, *(table.to(device) for table in rotation_tables(torch.tensor(deltas), inv_freq)))
     got = fit_shifts(plan, stack, 1, DAMPING, (rows_of[0], rows_of[1]), tuple(layer.to(device)))  # type: ignore[arg-type]
     limited = torch.tensor(want).T.clamp(-1.6, 1.6)
-    torch.testing.assert_close(got.cpu(), limited, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    assert_near(got, limited, dtype)
 
 
 @settings(max_examples=40, deadline=None)
@@ -73,7 +74,7 @@ def _compare(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=4),
     picks=st.lists(st.integers(0, 12), min_size=4, max_size=4),
     shape=st.sampled_from([(1, 16, 16), (3, 64, 64), (2, 80, 32)]),
-    dtype=st.sampled_from(list(TOLERANCE)),
+    dtype=st.sampled_from(DTYPES),
 )
 def test_is_damped_least_squares(
     lengths: list[int], picks: list[int], shape: tuple[int, int, int], dtype: torch.dtype
@@ -81,7 +82,7 @@ def test_is_damped_least_squares(
     _compare(lengths, picks, shape, dtype, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("lengths", "picks", "shape"),
     [([70, 1, 33], [40, 1, 0], (2, 64, 64)), ([5], [5], (1, 80, 80)), ([9, 40], [3, 35], (3, 96, 32))],

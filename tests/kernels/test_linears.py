@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tolerance import assert_near
 from torch.nn.functional import linear
 
 from fused_kv_kernels import few_row_linears, why_not_native
@@ -13,7 +14,7 @@ from fused_kv_kernels import linears as module
 from fused_kv_kernels.native import most_linear_rows
 
 needs_native = pytest.mark.skipif(why_not_native() is not None, reason=f"no native operators: {why_not_native()}")
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 def _layers(
@@ -22,7 +23,8 @@ def _layers(
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
 
-    return [(drawn(count, inner), drawn(count) if bias else None) for count in outputs]
+    # Outputs of about 1, as the layers of models have, whatever the number of terms.
+    return [(drawn(count, inner) / inner**0.5, drawn(count) if bias else None) for count in outputs]
 
 
 @settings(max_examples=60, deadline=None)
@@ -31,7 +33,7 @@ def _layers(
     inner=st.sampled_from([1, 31, 32, 48, 64, 96, 576]),
     outputs=st.lists(st.sampled_from([1, 4, 6, 8, 52, 192]), min_size=1, max_size=3),
     bias=st.booleans(),
-    dtype=st.sampled_from(list(TOLERANCE)),
+    dtype=st.sampled_from(DTYPES),
     seed=st.integers(0, 99),
 )
 def test_few_row_linears(rows: int, inner: int, outputs: list[int], bias: bool, dtype: torch.dtype, seed: int) -> None:
@@ -43,7 +45,7 @@ def test_few_row_linears(rows: int, inner: int, outputs: list[int], bias: bool, 
     for got, (weight, offset) in zip(found, layers, strict=True):
         want = linear(x.float(), weight.float(), None if offset is None else offset.float())
         assert got.dtype == dtype
-        torch.testing.assert_close(got.float(), want, atol=TOLERANCE[dtype] * inner**0.5, rtol=TOLERANCE[dtype])
+        assert_near(got, want, dtype)
 
 
 @needs_native

@@ -6,11 +6,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tolerance import PLACED, assert_near
 
 from fused_kv_kernels import ChunkStack, place_chunks, rotation_tables, why_not_native
 from fused_kv_kernels.reference import place_chunks_reference, rerotate_keys_reference
-
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 
 def _inv_freq(rotary: int) -> torch.Tensor:
@@ -23,7 +22,7 @@ def _inv_freq(rotary: int) -> torch.Tensor:
     gaps=st.lists(st.integers(0, 9), min_size=5, max_size=5),
     deltas=st.lists(st.integers(-4000, 4000), min_size=5, max_size=5),
     shape=st.sampled_from([(1, 16, 16), (3, 64, 64), (2, 80, 80), (2, 96, 40)]),
-    dtype=st.sampled_from(list(TOLERANCE)),
+    dtype=st.sampled_from(list(PLACED)),
 )
 def test_equals_reference(
     lengths: list[int], gaps: list[int], deltas: list[int], shape: tuple[int, int, int], dtype: torch.dtype
@@ -45,7 +44,7 @@ def test_equals_reference(
         want[1, :, start : start + keys.shape[1]] = values
     place_chunks(chunks, starts, *rotation_tables(torch.tensor(deltas), _inv_freq(rotary)), layer[0], layer[1])
     assert torch.equal(layer[1], want[1])
-    torch.testing.assert_close(layer[0].float(), want[0].float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    assert_near(layer[0], want[0], dtype, PLACED)
 
 
 @pytest.mark.parametrize(("stored", "computed"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
@@ -56,11 +55,11 @@ def test_chunks_in_another_dtype_than_the_layer(stored: torch.dtype, computed: t
     layer = torch.zeros(2, 3, 20, 64, dtype=computed)
     ChunkStack([(keys, values)], [5], *tables).place(1, *layer)
     want = rerotate_keys_reference(keys[1].float(), torch.full((11,), 7), _inv_freq(64))
-    torch.testing.assert_close(layer[0, :, 5:16].float(), want, atol=4e-2, rtol=1e-2)
+    assert_near(layer[0, :, 5:16], want, torch.bfloat16, PLACED)
     assert torch.equal(layer[1, :, 5:16], values[1].to(computed))
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dtype", PLACED, ids=str)
 def test_a_chunk_that_does_not_move_keeps_every_bit(dtype: torch.dtype) -> None:
     keys, values = torch.randn(2, 3, 11, 64).to(dtype)
     layer = torch.zeros(2, 3, 20, 64, dtype=dtype)

@@ -6,11 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tolerance import TOLERANCE, assert_near
 
 from fused_kv_kernels import RowPlan, row_attention
 from fused_kv_kernels.reference import row_attention_reference
-
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
 def _case(
@@ -44,7 +43,7 @@ def test_row_attention_equals_reference(
     got = row_attention(q, k, v, RowPlan(positions, 300), 64**-0.5)
     want = row_attention_reference(q.float(), k.float(), v.float(), positions, 64**-0.5)
     assert got.dtype == dtype
-    torch.testing.assert_close(got.float(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    assert_near(got, want, dtype)
 
 
 @settings(max_examples=40, deadline=None)
@@ -63,7 +62,7 @@ def test_any_rows_any_block(
     q, k, v, positions = _case(1, 2 * groups, 2, dim, num_keys, rows, dtype)
     got = row_attention(q, k, v, RowPlan(positions, num_keys, block), dim**-0.5)
     want = row_attention_reference(q.float(), k.float(), v.float(), positions, dim**-0.5)
-    torch.testing.assert_close(got.float(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    assert_near(got, want, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -88,7 +87,7 @@ def test_views_of_longer_buffers_and_memory_full_of_nan(
 
     monkeypatch.setattr(torch, "empty", poisoned)
     got = row_attention(q, k, v, RowPlan(positions, num_keys), dim**-0.5)
-    torch.testing.assert_close(got.float(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    assert_near(got, want, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -10,11 +10,13 @@ import pytest
 from langchain_core.documents import Document
 from langchain_core.runnables import RunnableLambda
 from llama_index.core import PromptTemplate
+from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.query_engine import CitationQueryEngine, RetrieverQueryEngine
 from llama_index.core.response_synthesizers import get_response_synthesizer
 from llama_index.core.retrievers import QueryFusionRetriever
 from llama_index.core.schema import NodeWithScore
 from reuse import Requests
+from waiting import wait_until_in_memory
 
 from fused_kv_llm.errors import FusedKVWarning
 from langchain_fused_kv import ChatFusedKV, FusedKVRetriever
@@ -136,12 +138,25 @@ def test_simple_summarize_escapes_the_text_and_is_warned_about(
     assert reports.reports[0]["reused_tokens"] == 0
 
 
+class _Loaded(BaseNodePostprocessor):
+    """Passes the nodes on when their KV is in memory."""
+
+    llm: FusedKVLLM
+
+    def _postprocess_nodes(self, nodes: list[NodeWithScore], query_bundle: Any = None) -> list[NodeWithScore]:
+        engine = self.llm.engine
+        wait_until_in_memory(engine.store, [engine.chunk_id(node.node.get_content()) for node in nodes])
+        return nodes
+
+
 def test_the_postprocessor_prefetches_and_passes_nodes_unchanged(
     index: FusedKVIndex, llm: FusedKVLLM, reports: Reports
 ) -> None:
+    """At the first request: nothing is in memory before the retrieval, and nothing but the postprocessor loads it."""
     llm.engine.store.drop_memory()
-    engine = index.as_query_engine(llm=llm, similarity_top_k=K, node_postprocessors=[FusedKVPostprocessor(llm=llm)])
-    response = engine.query(QUESTION)
+    steps = [FusedKVPostprocessor(llm=llm), _Loaded(llm=llm)]
+    response = index.as_query_engine(llm=llm, similarity_top_k=K, node_postprocessors=steps).query(QUESTION)
+    assert set(reports.reports[0]["bytes_loaded"]) == {"memory"}
     assert reports.share_of(response.source_nodes) >= 0.95
     assert reports.reports[0]["unmatched"] == []
     plain = index.as_query_engine(llm=llm, similarity_top_k=K).query(QUESTION)

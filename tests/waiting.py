@@ -1,0 +1,34 @@
+"""Waiting for what happens in the background."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from fused_kv_llm.store import KVStore
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Return when the condition holds; fail if it does not in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"nothing happened within {timeout_s:g} s")
+        time.sleep(0.005)
+
+
+def wait_until_in_memory(store: KVStore, keys: Iterable[str | None]) -> None:
+    """Return when the memory tier holds these chunks; fail if it does not in time."""
+    rows = store.rows(key for key in keys if key is not None)
+    assert rows
+
+    def are_resident() -> bool:
+        tiers = []
+        for key, row in rows.items():
+            stored = store.open(key, row.token_ids)
+            assert stored is not None
+            tiers.append(stored.tier)
+            stored.close()
+        return set(tiers) == {"memory"}
+
+    wait_until(are_resident)
