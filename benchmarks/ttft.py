@@ -110,7 +110,7 @@ def measure(engine: FusedKVEngine, plain: Any, prompt: str, args: argparse.Names
                 "recomputed_tokens": report.recomputed_tokens if report else None,
                 "reused_tokens": report.reused_tokens if report else None,
                 "bytes_loaded": report.bytes_loaded if report else None,
-                "side_bytes_loaded": report.side_bytes_loaded if report else None,
+                "sidecar_bytes_loaded": report.sidecar_bytes_loaded if report else None,
                 "stages_s": report.seconds if report else None,
             }
         )

@@ -2,7 +2,7 @@
 
 FusionRAG (section 3.1, equation 10) stores the KV that a chunk has after its neighbours. But in a prompt the first
 chunk has none before it and the second has one: there, that KV is further off than the plain one, prefilled after the
-header alone. So the plain KV is stored, and a side file beside it keeps the difference as eight-bit integers. At query
+header alone. So the plain KV is stored, and a sidecar beside it keeps the difference as eight-bit integers. At query
 time it is added with the weight of the chunk's place. (A product of low rank would be smaller, but rank 8 lost more on
 some questions than preprocessing won.)
 
@@ -20,7 +20,7 @@ from torch import Tensor
 __all__ = ["CONTEXT_SHIFT", "context_shift", "place_weight"]
 
 CONTEXT_SHIFT = "shift-int8"
-"""Name of the side file."""
+"""Name of the sidecar."""
 
 _LARGEST = 127
 _SMALLEST_SCALE = 1e-30

@@ -34,7 +34,7 @@ def kv_dir(tmp_path: Path) -> Path:
     with KVStore(tmp_path / "kv") as store:
         for chunk in CHUNKS:
             chunk.put(store)
-        store.sides.put(CHUNKS[0].key, "anchors-0.1", {"positions": torch.arange(3)})
+        store.sidecars.put(CHUNKS[0].key, "anchors-0.1", {"positions": torch.arange(3)})
         store.describe(CHUNKS[0].identity, "model-a, float32, none")
         for _ in range(3):
             CHUNKS[2].open(store).read_layers(0, 3)
@@ -119,17 +119,17 @@ def test_side_files_are_counted(kv_dir):
     (side,) = (kv_dir / "chunks").rglob("*.anchors-0.1.safetensors")
     nbytes, files = side.stat().st_size, list((kv_dir / "chunks").rglob("*.safetensors"))
     found = json.loads(run("stats", "--kv-dir", kv_dir, "--json").output)
-    assert found["sides"] == {"disk": [1, nbytes], "remote": [0, 0]}
+    assert found["sidecars"] == {"disk": [1, nbytes], "remote": [0, 0]}
     assert found["tiers"]["disk"] == [6, sum(file.stat().st_size for file in files)]
     assert nbytes < 1000
-    assert f"({nbytes} bytes of it in 1 side files)" in run("stats", "--kv-dir", kv_dir).output
+    assert f"({nbytes} bytes of it in 1 sidecars)" in run("stats", "--kv-dir", kv_dir).output
     with KVStore(kv_dir) as store:
         # All of it counts towards the budget.
         assert store._index.ledger.total("disk_nbytes") == found["tiers"]["disk"][1]
-        store.sides.put(CHUNKS[0].key, "anchors-0.1", {"positions": torch.arange(3000)})
-        assert store.stats().sides["disk"] == (1, side.stat().st_size)
+        store.sidecars.put(CHUNKS[0].key, "anchors-0.1", {"positions": torch.arange(3000)})
+        assert store.stats().sidecars["disk"] == (1, side.stat().st_size)
         store.delete([CHUNKS[0].key])
-        assert store.stats().sides["disk"] == (0, 0)
+        assert store.stats().sidecars["disk"] == (0, 0)
 
 
 def test_check_finds_and_mends(kv_dir):
@@ -140,7 +140,7 @@ def test_check_finds_and_mends(kv_dir):
     assert "damaged" in output
     assert "missing" in output
     assert "--fix" in output
-    # With its chunk the side file goes too.
+    # With its chunk the sidecar goes too.
     assert "3 findings mended" in run("check", "--fix", "--kv-dir", kv_dir).output
     run("check", "--kv-dir", kv_dir)
     assert_whole(kv_dir, CHUNKS[2:])
@@ -154,7 +154,7 @@ def test_check_makes_an_index_of_the_files(kv_dir, index):
     assert "6 chunks are sound" in run("check", "--fix", "--kv-dir", kv_dir).output
     assert_whole(kv_dir)
     with KVStore(kv_dir) as store:
-        assert store.sides.read(CHUNKS[0].key, "anchors-0.1") is not None
+        assert store.sidecars.read(CHUNKS[0].key, "anchors-0.1") is not None
 
 
 @pytest.mark.parametrize("index", ["garbage", "gone"])
@@ -200,13 +200,13 @@ def test_export_and_import(kv_dir, tmp_path):
     archive, copy = tmp_path / "kv.tar", tmp_path / "copy"
     assert "6 chunks" in run("export", archive, "--kv-dir", kv_dir).output
     assert archive.stat().st_mode & 0o777 == 0o600
-    assert "6 chunks and 1 side files imported" in run("import", archive, "--kv-dir", copy).output
+    assert "6 chunks and 1 sidecars imported" in run("import", archive, "--kv-dir", copy).output
     assert put_out(copy) == put_out(kv_dir)
     assert_whole(copy)
     with KVStore(copy) as store:
-        assert torch.equal(store.sides.read(CHUNKS[0].key, "anchors-0.1")["positions"], torch.arange(3))
+        assert torch.equal(store.sidecars.read(CHUNKS[0].key, "anchors-0.1")["positions"], torch.arange(3))
     assert (
-        "0 chunks and 0 side files imported (0 bytes), 7 were stored" in run("import", archive, "--kv-dir", copy).output
+        "0 chunks and 0 sidecars imported (0 bytes), 7 were stored" in run("import", archive, "--kv-dir", copy).output
     )
 
 
@@ -244,7 +244,7 @@ def test_import_takes_nothing_on_trust(kv_dir, tmp_path):
         tar.addfile(link)
     before = {str(path) for path in tmp_path.rglob("*")}
     output = run("import", archive, "--kv-dir", tmp_path / "copy").output
-    assert "1 chunks and 0 side files imported" in output
+    assert "1 chunks and 0 sidecars imported" in output
     assert output.count("was refused") == 8
     assert_whole(tmp_path / "copy", [CHUNKS[2]])
     made = {str(path) for path in tmp_path.rglob("*")} - before

@@ -92,7 +92,7 @@ def test_the_shift_is_what_neighbours_change(tmp_path: Path) -> None:
     with make_engine(tmp_path / "similar") as similar:
         report = similar.build_kv_cache(SHORT[:1], neighbours=graph, progress=False)
         got_k, got_v = stored_kv(similar, SHORT[0])
-        side = similar.store.sides.read(str(similar.chunk_id(SHORT[0])), CONTEXT_SHIFT)
+        side = similar.store.sidecars.read(str(similar.chunk_id(SHORT[0])), CONTEXT_SHIFT)
     assert side is not None
     assert report.neighbour_tokens == sum(len(similar.token_ids(SHORT[n])) for n in (1, 2))
     torch.testing.assert_close(got_k, plain_k, atol=1e-5, rtol=1e-5)
@@ -109,7 +109,7 @@ def test_three_neighbours_at_a_time_and_the_mean_over_the_contexts(tmp_path: Pat
     for name, near in {"both": SHORT[1:6], "first": SHORT[1:4], "second": SHORT[4:6]}.items():
         with make_engine(tmp_path / name, num_neighbours=5) as engine:
             engine.build_kv_cache(SHORT[:1], neighbours={SHORT[0]: near}, progress=False)
-            side = engine.store.sides.read(str(engine.chunk_id(SHORT[0])), CONTEXT_SHIFT)
+            side = engine.store.sidecars.read(str(engine.chunk_id(SHORT[0])), CONTEXT_SHIFT)
             assert side is not None
             found[name] = side["keys"] * side["keys_scale"]
     step = {name: keys.abs().amax(-1, keepdim=True) / 127 for name, keys in found.items()}
@@ -123,12 +123,12 @@ def test_a_shift_that_a_killed_ingestion_left_out_is_made_up_for(tmp_path: Path)
     with make_engine(tmp_path) as engine:
         engine.build_kv_cache(SHORT[:3], neighbours=graph, progress=False)
         key = str(engine.chunk_id(SHORT[1]))
-        want = engine.store.sides.read(key, CONTEXT_SHIFT)
+        want = engine.store.sidecars.read(key, CONTEXT_SHIFT)
         (side,) = (path for path in tmp_path.rglob(f"*{CONTEXT_SHIFT}*") if key in str(path))
         side.unlink()
         report = engine.build_kv_cache(SHORT[:3], neighbours=graph, progress=False)
         assert (report.chunks_present, report.chunks_new) == (2, 1)
-        got = engine.store.sides.read(key, CONTEXT_SHIFT)
+        got = engine.store.sidecars.read(key, CONTEXT_SHIFT)
         assert got is not None
         assert want is not None
         assert all(torch.equal(got[name], want[name]) for name in want)
@@ -141,7 +141,7 @@ def test_a_chunk_without_neighbours_is_prefilled_after_the_header(tmp_path: Path
         plain.build_kv_cache(SHORT[:1], progress=False)
         for got, want in zip(stored_kv(similar, SHORT[0]), stored_kv(plain, SHORT[0]), strict=True):
             torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
-        assert not similar.store.sides.has(str(similar.chunk_id(SHORT[0])), CONTEXT_SHIFT)
+        assert not similar.store.sidecars.has(str(similar.chunk_id(SHORT[0])), CONTEXT_SHIFT)
 
 
 def test_preprocessed_chunks_are_found_and_fused(tmp_path: Path) -> None:

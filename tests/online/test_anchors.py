@@ -160,7 +160,7 @@ def test_the_probe_reads_the_side_files_only(engine: FusedKVEngine) -> None:
     _, report = engine.prefill(rag_prompt(SHORT[:5]), recompute_ratio=0.3)
     sides = [engine._sides.read(p.stored.key, side_name(ANCHORS, LAYERS)) for p in plan(engine).placements]
     assert report.selection_bytes == sum(part.nbytes for side in sides for part in side.values())
-    assert report.side_bytes_loaded == {"anchors": report.selection_bytes}
+    assert report.sidecar_bytes_loaded == {"anchors": report.selection_bytes}
     # 3 of 5 layers for a fifth of the tokens, and the keys of two layers.
     share = report.selection_bytes / sum(report.bytes_loaded.values())
     assert 0.2 * 3 / 5 + 0.5 * 2 / 5 <= share < 0.2 * 3 / 5 + 0.5 * 2 / 5 + 0.03

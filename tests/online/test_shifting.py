@@ -44,7 +44,7 @@ def expected_kv(engine: FusedKVEngine, prompt: str) -> tuple[torch.Tensor, torch
     request = engine._planner.plan(prompt, FusionReport())
     cache, geometry = stitched_kv(engine, request), engine.loaded.geometry
     for placement in request.placements:
-        side = engine.store.sides.read(placement.stored.key, CONTEXT_SHIFT)
+        side = engine.store.sidecars.read(placement.stored.key, CONTEXT_SHIFT)
         assert side is not None
         segment = placement.segment
         weight = place_weight(segment.start - request.prefix_tokens, placement.stored.num_tokens)
@@ -89,7 +89,7 @@ def test_what_a_selector_sees_includes_the_side_files(engine: FusedKVEngine) -> 
     sides = sum(
         tensor.nbytes
         for text in SHORT[:4]
-        for tensor in (engine.store.sides.read(str(engine.chunk_id(text)), CONTEXT_SHIFT) or {}).values()
+        for tensor in (engine.store.sidecars.read(str(engine.chunk_id(text)), CONTEXT_SHIFT) or {}).values()
     )
     report = engine.prefill(prompt, recompute_ratio=0.2, selector="prophetkv")[1]
     assert report.selection_bytes == sum(report.bytes_loaded.values()) + sides
@@ -100,13 +100,13 @@ def test_the_report_counts_what_is_loaded_of_context_shifts_once(
     engine: FusedKVEngine, ratio: float, selector: str
 ) -> None:
     texts = [SHORT[1], SHORT[2], SHORT[1]]
-    shifts = [engine.store.sides.read(str(engine.chunk_id(text)), CONTEXT_SHIFT) for text in texts[:2]]
+    shifts = [engine.store.sidecars.read(str(engine.chunk_id(text)), CONTEXT_SHIFT) for text in texts[:2]]
     nbytes = sum(tensor.nbytes for side in shifts if side is not None for tensor in side.values())
     assert nbytes > 0
     for _ in range(3):
         _, report = engine.prefill(rag_prompt(texts), recompute_ratio=ratio, selector=selector)
-        assert report.side_bytes_loaded == {"context_shift": nbytes}
-    assert engine.prefill(rag_prompt(texts), recompute_ratio=1.0)[1].side_bytes_loaded == {}
+        assert report.sidecar_bytes_loaded == {"context_shift": nbytes}
+    assert engine.prefill(rag_prompt(texts), recompute_ratio=1.0)[1].sidecar_bytes_loaded == {}
 
 
 @pytest.mark.parametrize("threads", [0, 2])
@@ -150,15 +150,15 @@ def test_a_shift_of_a_model_with_other_layers_is_done_without(tmp_path: Path) ->
     with FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, **options) as engine:
         engine.build_kv_cache(SHORT[:4], neighbours=GRAPH, progress=False)
         prompt, key = rag_prompt(SHORT[:4]), str(engine.chunk_id(SHORT[2]))
-        side = engine.store.sides.read(key, CONTEXT_SHIFT)
+        side = engine.store.sidecars.read(key, CONTEXT_SHIFT)
         assert side is not None
         shifted = engine.prefill(prompt, recompute_ratio=0.0)[0].logits
         fewer = {name: tensor[:-1] for name, tensor in side.items()}
-        engine.store.sides.put(key, CONTEXT_SHIFT, fewer, by_rows=True)
+        engine.store.sidecars.put(key, CONTEXT_SHIFT, fewer, by_rows=True)
         with pytest.warns(FusedKVWarning, match="layers"):
             fused, report = engine.prefill(prompt, recompute_ratio=0.0)
         assert report.chunks_found == 4
         nothing = {name: torch.zeros_like(tensor) for name, tensor in side.items()}
-        engine.store.sides.put(key, CONTEXT_SHIFT, nothing, by_rows=True)
+        engine.store.sidecars.put(key, CONTEXT_SHIFT, nothing, by_rows=True)
         assert torch.equal(fused.logits, engine.prefill(prompt, recompute_ratio=0.0)[0].logits)
         assert not torch.equal(fused.logits, shifted)

@@ -84,7 +84,7 @@ def test_a_report_without_a_prompt_still_shows_its_numbers() -> None:
 
 def test_what_was_loaded_is_told_by_kind() -> None:
     report = FusionReport(
-        bytes_loaded={"disk": 12_000_000}, side_bytes_loaded={"context_shift": 6_100_000, "anchors": 900_000}
+        bytes_loaded={"disk": 12_000_000}, sidecar_bytes_loaded={"context_shift": 6_100_000, "anchors": 900_000}
     )
     assert "12.0 MB of KV from disk, 6.1 MB of context shifts, 0.9 MB of anchors;" in report.to_html()
-    assert "(12 MB from disk, 7 MB of side files)" in describe(report)
+    assert "(12 MB from disk, 7 MB of sidecars)" in describe(report)

@@ -20,7 +20,8 @@ import torch
 from conftest import Chunk, build_chunk
 
 from fused_kv_llm.errors import FusedKVWarning, StoreFullError, StoreUnavailableError
-from fused_kv_llm.store import KVStore, pieces
+from fused_kv_llm.store import KVStore
+from fused_kv_llm.store.read import pieces
 
 CHUNKS = [build_chunk(number, tokens=4 + number % 13) for number in range(48)]
 KEPT = CHUNKS[:32]
@@ -65,12 +66,12 @@ def step(store: KVStore, rng: random.Random, put: set[str], counts: dict[str, in
     elif turn < 0.30:
         what = "side"
         if store.contains([chunk.key]) and chunk in KEPT:
-            store.sides.put(chunk.key, "anchors-0.1", {"x": torch.tensor(chunk.kv.token_ids)})
+            store.sidecars.put(chunk.key, "anchors-0.1", {"x": torch.tensor(chunk.kv.token_ids)})
     elif turn < 0.40:
         what = "read side"
-        found = store.sides.read(chunk.key, "anchors-0.1")
+        found = store.sidecars.read(chunk.key, "anchors-0.1")
         if found is not None and found["x"].tolist() != list(chunk.kv.token_ids):
-            raise SystemExit(f"the side file of {chunk.key} is wrong")
+            raise SystemExit(f"the sidecar of {chunk.key} is wrong")
     elif turn < 0.44:
         what = "delete"
         store.delete([rng.choice(CHUNKS[len(KEPT) :]).key])

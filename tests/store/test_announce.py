@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from fused_kv_llm.errors import ConfigError, StoreError
-from fused_kv_llm.store import KVStore, pieces
+from fused_kv_llm.store import KVStore
+from fused_kv_llm.store.read import pieces
 
 NAME, SECRET = "rows", "0123456789abcdef" * 4
 
@@ -54,7 +55,7 @@ def test_what_is_announced_is_what_is_read(
     chunk = make_chunk()
     with KVStore(kv_dir, memory_bytes=0, encryption_key=secret) as store:
         chunk.put(store)
-        store.sides.put(chunk.key, NAME, {"x": torch.rand(6, 5), "y": torch.rand(6, 3, 2)}, by_rows=True)
+        store.sidecars.put(chunk.key, NAME, {"x": torch.rand(6, 5), "y": torch.rand(6, 3, 2)}, by_rows=True)
         with chunk.open(store) as stored:
             taken.clear()
             stored.announce_layers(1, 3)
@@ -62,7 +63,7 @@ def test_what_is_announced_is_what_is_read(
             assert not taken
             stored.read_layers(1, 3)
             assert announced == taken
-        reader = store.sides.open(chunk.key, NAME)
+        reader = store.sidecars.open(chunk.key, NAME)
         assert reader is not None
         announced.clear()
         taken.clear()

@@ -52,12 +52,12 @@ def test_never_more_than_the_budget(kv_dir, chunks, nbytes):
     with KVStore(kv_dir, disk_bytes=4 * nbytes) as store:
         for chunk in chunks:
             chunk.put(store)
-            store.sides.put(chunk.key, "anchors", {"x": torch.zeros(3)})
+            store.sidecars.put(chunk.key, "anchors", {"x": torch.zeros(3)})
             assert taken(kv_dir) <= 4 * nbytes
             assert taken(kv_dir) == store.stats().tiers["disk"][1]
         assert store.contains([chunks[-1].key])
         assert store.check().findings == []
-    # Side files go with their chunk.
+    # Sidecars go with their chunk.
     names = [path.name for path in (kv_dir / "chunks").rglob("*.safetensors")]
     assert len([name for name in names if ".anchors." in name]) * 2 == len(names)
 
@@ -167,7 +167,7 @@ def test_a_chunk_does_not_make_room_for_its_own_side_file(kv_dir, chunks, nbytes
             if stored := chunk.open(store):
                 stored.close()
         # The others were used, so it is worth least.
-        assert store.sides.put(cheap.key, "x", {"x": torch.zeros(nbytes // 2, dtype=torch.uint8)}) > nbytes // 2
+        assert store.sidecars.put(cheap.key, "x", {"x": torch.zeros(nbytes // 2, dtype=torch.uint8)}) > nbytes // 2
         assert store.contains([cheap.key]) == {cheap.key}
-        assert store.sides.has(cheap.key, "x")
+        assert store.sidecars.has(cheap.key, "x")
         assert taken(kv_dir) == store.stats().tiers["disk"][1] <= 3 * nbytes

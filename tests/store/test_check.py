@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from fused_kv_llm.errors import FusedKVWarning, StoreUnavailableError
-from fused_kv_llm.store import Finding, KVStore, file_format, rebuild_index
+from fused_kv_llm.store import Finding, KVStore, rebuild_index
+from fused_kv_llm.store.format import file_format
 
 pytestmark = pytest.mark.filterwarnings("error::fused_kv_llm.errors.FusedKVWarning")
 
@@ -52,7 +53,7 @@ def assert_readable(store, chunks):
 
 
 def test_a_sound_store_has_no_findings(store, chunks):
-    store.sides.put(chunks[0].key, "anchors-0.1", {"positions": torch.arange(3)})
+    store.sidecars.put(chunks[0].key, "anchors-0.1", {"positions": torch.arange(3)})
     seen = []
     report = store.check(progress=lambda done, total: seen.append((done, total)))
     assert report.findings == []
@@ -105,7 +106,7 @@ def test_index_rebuilt_from_the_files_alone(kv_dir, make_chunk):
     with KVStore(kv_dir) as store:
         for chunk in chunks:
             chunk.put(store)
-        store.sides.put(chunks[0].key, "anchors-0.1", {"positions": torch.arange(3)})
+        store.sidecars.put(chunks[0].key, "anchors-0.1", {"positions": torch.arange(3)})
         rows, stats = store.rows(c.key for c in chunks), store.stats()
         hashes = {c.key: store._index.hashes(c.key) for c in chunks}
     rebuild_index(kv_dir)
@@ -117,12 +118,12 @@ def test_index_rebuilt_from_the_files_alone(kv_dir, make_chunk):
         after = store.stats()
         assert (after.chunks, after.tokens, after.tiers) == (stats.chunks, stats.tokens, stats.tiers)
         assert_readable(store, chunks)
-        assert torch.equal(store.sides.read(chunks[0].key, "anchors-0.1")["positions"], torch.arange(3))
+        assert torch.equal(store.sidecars.read(chunks[0].key, "anchors-0.1")["positions"], torch.arange(3))
 
 
 def test_side_files(store, kv_dir, chunks):
     for chunk in chunks[:4]:
-        store.sides.put(chunk.key, "anchors-0.1", {"positions": torch.arange(3)})
+        store.sidecars.put(chunk.key, "anchors-0.1", {"positions": torch.arange(3)})
     paths = [chunk.path(kv_dir).with_suffix(".anchors-0.1.safetensors") for chunk in chunks[:4]]
     flip(paths[0])
     paths[1].unlink()
@@ -131,7 +132,7 @@ def test_side_files(store, kv_dir, chunks):
     shutil.copy(paths[3], lonely)
     assert store.check(fix=True).by_kind == {"damaged": 3, "missing": 1}
     assert store.check().findings == []
-    assert [store.sides.read(c.key, "anchors-0.1") is not None for c in chunks[:4]] == [False, False, False, True]
+    assert [store.sidecars.read(c.key, "anchors-0.1") is not None for c in chunks[:4]] == [False, False, False, True]
     assert_readable(store, chunks)
 
 
@@ -143,7 +144,7 @@ def test_side_files_without_their_chunk_are_mended_in_one_run(kv_dir, tmp_path, 
         for one in (chunk, other):
             one.put(store)
             for name in ("anchors-0.1", "shift"):
-                store.sides.put(one.key, name, {"positions": torch.arange(3)})
+                store.sidecars.put(one.key, name, {"positions": torch.arange(3)})
         if gone == "on the remote tier":
             store.evict(0)
             store.fetch([chunk.key, other.key])
@@ -164,12 +165,12 @@ def test_side_files_without_their_chunk_are_mended_in_one_run(kv_dir, tmp_path, 
         if gone == "on the remote tier":
             # What the remote tier still has is not lost.
             assert_readable(store, [chunk])
-            assert store.sides.read(chunk.key, "shift") is not None
+            assert store.sidecars.read(chunk.key, "shift") is not None
             assert store.check().findings == []
 
 
 def test_a_row_written_again_keeps_its_side_files(store, kv_dir, chunks):
-    store.sides.put(chunks[0].key, "anchors-0.1", {"positions": torch.arange(3)})
+    store.sidecars.put(chunks[0].key, "anchors-0.1", {"positions": torch.arange(3)})
     sql(kv_dir, "UPDATE chunks SET text = ? WHERE key = ?", b"another text", chunks[0].key)
     before, stats = store.check(), store.stats()
     assert before.by_kind == {"wrong row": 1}
@@ -183,7 +184,7 @@ def test_a_row_written_again_keeps_its_side_files(store, kv_dir, chunks):
 def test_what_cannot_be_opened_now_is_left_where_it_is(store, kv_dir, chunks, monkeypatch, name, code):
     """Too many open files, or another user's: neither says anything about the file."""
     key = chunks[0].key
-    store.sides.put(key, "anchors-0.1", {"positions": torch.arange(3)})
+    store.sidecars.put(key, "anchors-0.1", {"positions": torch.arange(3)})
     before = sorted(kv_dir.rglob("*.safetensors"))
     open_chunk = store._folder.open_chunk
 

@@ -22,7 +22,7 @@ def filled(kv_dir, make_chunk):
     with KVStore(kv_dir, encryption_key=KEY) as store:
         for chunk in chunks:
             chunk.put(store)
-        store.sides.put(chunks[0].key, "anchors-0.1", {"secret-name": torch.arange(40.0)})
+        store.sidecars.put(chunks[0].key, "anchors-0.1", {"secret-name": torch.arange(40.0)})
     return chunks
 
 
@@ -40,7 +40,7 @@ def test_round_trip_with_every_spelling_of_the_key(kv_dir, filled, monkeypatch):
             rows, keys_found = store.content_rows(filled[0].identity)
             by_key = {c.key: c.content for c in filled}
             assert [int(full) for full in rows.full] == [by_key[k].full for k in keys_found]
-            assert store.sides.read(filled[0].key, "anchors-0.1")["secret-name"].equal(torch.arange(40.0))
+            assert store.sidecars.read(filled[0].key, "anchors-0.1")["secret-name"].equal(torch.arange(40.0))
             assert store.check().findings == []
 
 
@@ -124,7 +124,7 @@ def test_a_wrong_key_neither_mends_nor_makes_an_index(kv_dir, make_chunk, tmp_pa
     chunk = make_chunk()
     with KVStore(kv_dir, encryption_key=written) as store:
         chunk.put(store)
-        store.sides.put(chunk.key, "anchors-0.1", {"x": torch.zeros(3)})
+        store.sidecars.put(chunk.key, "anchors-0.1", {"x": torch.zeros(3)})
     rebuild_index(kv_dir)
     if index == "empty":
         (kv_dir / "index.sqlite").touch()

@@ -20,8 +20,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from fused_kv_llm.errors import ChunkDamagedError, FusedKVWarning, StoreUnavailableError
-from fused_kv_llm.store import KVStore, pieces, tensor_file
-from fused_kv_llm.store import file_format as file_format_module
+from fused_kv_llm.store import KVStore
+from fused_kv_llm.store.format import file_format as file_format_module
+from fused_kv_llm.store.format import tensor_file
+from fused_kv_llm.store.read import pieces
 
 pytestmark = pytest.mark.filterwarnings("error::fused_kv_llm.errors.FusedKVWarning")
 

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fused_kv_llm.errors import ChunkDamagedError
-from fused_kv_llm.store import KVStore, native_pieces, pieces, reader
+from fused_kv_llm.store import KVStore
+from fused_kv_llm.store.read import native_pieces, pieces, reader
 from fused_kv_llm.store.read.strided import layer_segments
 
 

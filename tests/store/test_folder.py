@@ -15,8 +15,8 @@ import pytest
 
 from fused_kv_llm.errors import IndexDamagedError, StoreFullError, StoreUnavailableError
 from fused_kv_llm.store import KVStore, rebuild_index
-from fused_kv_llm.store import database as database_module
 from fused_kv_llm.store.folder.layout import StoreFolder
+from fused_kv_llm.store.index import database as database_module
 
 pytestmark = pytest.mark.filterwarnings("error::fused_kv_llm.errors.FusedKVWarning")
 

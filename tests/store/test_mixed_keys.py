@@ -24,7 +24,7 @@ def fill(kv_dir: Path, key: str | None, chunks) -> None:
     with KVStore(kv_dir, encryption_key=key) as store:
         for chunk in chunks:
             chunk.put(store)
-            store.sides.put(chunk.key, NAME, {"x": torch.arange(3)})
+            store.sidecars.put(chunk.key, NAME, {"x": torch.arange(3)})
 
 
 def snapshot(kv_dir: Path) -> dict[Path, bytes]:

@@ -17,8 +17,9 @@ import torch
 
 from fused_kv_kernels.native.piece_reader import native_piece_reader
 from fused_kv_llm.errors import ChunkDamagedError, FusedKVWarning, StoreUnavailableError
-from fused_kv_llm.store import KVStore, native_pieces, pieces
+from fused_kv_llm.store import KVStore
 from fused_kv_llm.store.format.digests import Digests
+from fused_kv_llm.store.read import native_pieces, pieces
 from fused_kv_llm.thread_pool import available_cores
 
 pytestmark = pytest.mark.skipif(native_piece_reader() is None, reason="no native reader of files here")

@@ -52,11 +52,11 @@ def _place(request: pytest.FixtureRequest) -> str | None:
 
 @pytest.fixture(name="chunk", params=THINGS)
 def _chunk(request: pytest.FixtureRequest, store: KVStore, kv_dir: Path, make_chunk, place: str | None) -> Iterator:
-    """Return a chunk whose file, or whose side file, is something else."""
+    """Return a chunk whose file, or whose sidecar, is something else."""
     chunk, other = make_chunk(1), make_chunk(2)
     for one in (chunk, other):
         one.put(store)
-        store.sides.put(one.key, NAME, TENSORS)
+        store.sidecars.put(one.key, NAME, TENSORS)
     path = path_of(kv_dir, chunk, place)
     path.unlink()
     THINGS[request.param](path)
@@ -65,7 +65,7 @@ def _chunk(request: pytest.FixtureRequest, store: KVStore, kv_dir: Path, make_ch
     kept = list(kv_dir.rglob("thesis.txt"))
     assert len(kept) == (request.param == "folder")
     # Whatever was done, the other chunk is whole.
-    assert store.sides.read(other.key, NAME) is not None
+    assert store.sidecars.read(other.key, NAME) is not None
     assert other.open(store).read_layers(0, 3)[0].equal(other.kv.keys)
     assert store.check(fix=True).by_kind == {}
 
@@ -85,12 +85,12 @@ def test_reading_is_a_miss_with_a_warning(store: KVStore, kv_dir: Path, chunk, p
         with pytest.warns(FusedKVWarning, match="not a regular file"):
             assert chunk.open(store) is None
     elif dangling:
-        assert store.sides.read(chunk.key, NAME) is None
+        assert store.sidecars.read(chunk.key, NAME) is None
         store.check(fix=True)
     else:
-        assert not store.sides.has(chunk.key, NAME)
+        assert not store.sidecars.has(chunk.key, NAME)
         with pytest.warns(FusedKVWarning, match="not a regular file"):
-            assert store.sides.read(chunk.key, NAME) is None
+            assert store.sidecars.read(chunk.key, NAME) is None
     assert not os.path.lexists(path)
     store.check(fix=True)
 
@@ -112,8 +112,8 @@ def test_it_is_put_again(store: KVStore, kv_dir: Path, chunk, place: str | None)
         assert chunk.put(store) > 0
         assert torch.equal(chunk.open(store).read_layers(0, 3)[0], chunk.kv.keys)
     else:
-        assert store.sides.put(chunk.key, NAME, TENSORS) > 0
-        assert torch.equal(store.sides.read(chunk.key, NAME)["positions"], torch.arange(3))
+        assert store.sidecars.put(chunk.key, NAME, TENSORS) > 0
+        assert torch.equal(store.sidecars.read(chunk.key, NAME)["positions"], torch.arange(3))
     assert is_file(path_of(kv_dir, chunk, place))
 
 
@@ -123,7 +123,7 @@ def test_it_makes_room(store: KVStore, kv_dir: Path, chunk, make_chunk, place: s
     assert store.stats().tiers["disk"] == (0, 0)
     assert list((kv_dir / "chunks").rglob("*.safetensors")) == []
     other.put(store)
-    store.sides.put(other.key, NAME, TENSORS)
+    store.sidecars.put(other.key, NAME, TENSORS)
 
 
 def test_it_is_deleted(store: KVStore, kv_dir: Path, chunk, place: str | None) -> None:

@@ -66,7 +66,7 @@ def chunks(make_chunk):
 def fill(store, chunks):
     for chunk in chunks:
         chunk.put(store)
-    store.sides.put(chunks[0].key, "anchors-0.1", {"positions": torch.arange(3)})
+    store.sidecars.put(chunks[0].key, "anchors-0.1", {"positions": torch.arange(3)})
 
 
 def assert_same(stored, chunk):
@@ -119,7 +119,7 @@ def test_evictions_demote_and_reads_promote(remote, kv_dir, chunks, monkeypatch)
             stored = chunk.open(store)
             assert stored.tier == "disk"
             assert_same(stored, chunk)
-        assert torch.equal(store.sides.read(chunks[0].key, "anchors-0.1")["positions"], torch.arange(3))
+        assert torch.equal(store.sidecars.read(chunks[0].key, "anchors-0.1")["positions"], torch.arange(3))
         counters = store.counters()
         assert (counters.demoted, counters.promoted, counters.hits["remote"]) == (6, 5, 1)
         assert store.check().findings == []
@@ -132,20 +132,20 @@ def test_side_file_alone_is_fetched(remote, kv_dir, chunks):
     with remote.store(kv_dir) as store:
         fill(store, chunks)
         store.evict(0)
-        assert store.sides.has(chunks[0].key, "anchors-0.1")
-        assert torch.equal(store.sides.read(chunks[0].key, "anchors-0.1")["positions"], torch.arange(3))
-        assert store.sides.read(chunks[1].key, "anchors-0.1") is None
+        assert store.sidecars.has(chunks[0].key, "anchors-0.1")
+        assert torch.equal(store.sidecars.read(chunks[0].key, "anchors-0.1")["positions"], torch.arange(3))
+        assert store.sidecars.read(chunks[1].key, "anchors-0.1") is None
 
 
 def test_side_file_after_demotion_is_not_lost(remote, kv_dir, chunks):
     with remote.store(kv_dir) as store:
         fill(store, chunks)
         store.evict(0)
-        # The chunk is brought back, gets one more side file, and is copied again with it.
-        store.sides.put(chunks[2].key, "anchors-0.2", {"positions": torch.arange(9)})
+        # The chunk is brought back, gets one more sidecar, and is copied again with it.
+        store.sidecars.put(chunks[2].key, "anchors-0.2", {"positions": torch.arange(9)})
         assert store.evict(0) == 1
         assert store.counters().demoted == 7
-        assert torch.equal(store.sides.read(chunks[2].key, "anchors-0.2")["positions"], torch.arange(9))
+        assert torch.equal(store.sidecars.read(chunks[2].key, "anchors-0.2")["positions"], torch.arange(9))
         assert_same(chunks[2].open(store), chunks[2])
         assert store.check().findings == []
 

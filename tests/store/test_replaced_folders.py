@@ -61,7 +61,7 @@ def put_by_another_thread(store: KVStore, chunk) -> None:
 
 CHANGES: dict[str, Callable] = {
     "put": lambda store, old, new: new.put(store),
-    "put a side file": lambda store, old, new: store.sides.put(old.key, NAME, {"x": torch.zeros(3)}),
+    "put a sidecar": lambda store, old, new: store.sidecars.put(old.key, NAME, {"x": torch.zeros(3)}),
     "delete": lambda store, old, new: store.delete([old.key]),
     "evict": lambda store, old, new: store.evict(0),
     "find damage": lambda store, old, new: find_damage(store, old),
@@ -78,7 +78,7 @@ def test_nothing_outside_is_changed(store: KVStore, kv_dir: Path, tmp_path: Path
     old = make_chunk(1)
     new = next(chunk for chunk in map(make_chunk, range(2, 9999)) if chunk.key[:2] == old.key[:2])
     old.put(store)
-    store.sides.put(old.key, NAME, {"x": torch.zeros(4)})
+    store.sidecars.put(old.key, NAME, {"x": torch.zeros(4)})
     if change == "find damage":
         damage(store, old)
     folder = kv_dir / name.replace("ab", old.key[:2])
@@ -113,21 +113,21 @@ def test_nothing_is_read_through_a_link(kv_dir: Path, tmp_path: Path, make_chunk
     chunk = make_chunk()
     with KVStore(kv_dir, memory_bytes=0) as store:
         chunk.put(store)
-        store.sides.put(chunk.key, NAME, {"x": torch.zeros(4)})
+        store.sidecars.put(chunk.key, NAME, {"x": torch.zeros(4)})
         folder = chunk.path(kv_dir).parent
         folder.rename(tmp_path / "victim")
         folder.symlink_to(tmp_path / "victim")
         with pytest.warns(FusedKVWarning, match="cannot be read now"):
             assert chunk.open(store) is None
-        assert not store.sides.has(chunk.key, NAME)
+        assert not store.sidecars.has(chunk.key, NAME)
         with pytest.warns(FusedKVWarning, match="cannot be read now"):
-            assert store.sides.read(chunk.key, NAME) is None
+            assert store.sidecars.read(chunk.key, NAME) is None
         report = store.archive.export(tmp_path / "kv.tar")
         assert (report.chunks, report.missed) == (0, [chunk.key])
         folder.unlink()
         (tmp_path / "victim").rename(folder)
         assert chunk.open(store) is not None
-        assert store.sides.read(chunk.key, NAME) is not None
+        assert store.sidecars.read(chunk.key, NAME) is not None
 
 
 def test_no_other_index_is_written(store: KVStore, kv_dir: Path, tmp_path: Path, make_chunk) -> None:

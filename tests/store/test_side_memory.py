@@ -1,4 +1,4 @@
-"""What is kept of side files: the newest state of the file, inside the budget."""
+"""What is kept of sidecars: the newest state of the file, inside the budget."""
 
 from __future__ import annotations
 

@@ -188,8 +188,8 @@ def _totals(kv_dir: Path, found: StoreStats, free_nbytes: int) -> Table:
     table.add_row("tokens", f"{found.tokens:,}")
     for tier, (chunks, nbytes) in found.tiers.items():
         if chunks or tier == "disk":
-            files, side_bytes = found.sides[tier]
-            of_it = f" ({_size(side_bytes)} of it in {files:,} side files)" if files else ""
+            files, sidecar_bytes = found.sidecars[tier]
+            of_it = f" ({_size(sidecar_bytes)} of it in {files:,} sidecars)" if files else ""
             table.add_row(f"on {tier}", f"{_size(nbytes)}, {chunks:,} chunks{of_it}")
     table.add_row("free on that disk", _size(free_nbytes))
     return table
@@ -271,7 +271,7 @@ def _summary(report: CheckReport) -> Iterator[str]:
 
 def _show_import(report: ImportReport) -> None:
     out.print(
-        f"{report.chunks:,} chunks and {report.sides:,} side files imported ({_size(report.nbytes)}), "
+        f"{report.chunks:,} chunks and {report.sidecars:,} sidecars imported ({_size(report.nbytes)}), "
         f"{report.present:,} were stored already",
         highlight=False,
         soft_wrap=True,

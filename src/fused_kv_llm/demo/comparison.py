@@ -98,8 +98,8 @@ def as_table(rows: Sequence[Row]) -> Table:
 def describe(report: FusionReport) -> str:
     """Return one line about a request for people."""
     loaded = [f"{nbytes / 1e6:.0f} MB from {tier}" for tier, nbytes in report.bytes_loaded.items() if nbytes]
-    if beside := sum(report.side_bytes_loaded.values()):
-        loaded.append(f"{beside / 1e6:.0f} MB of side files")
+    if beside := sum(report.sidecar_bytes_loaded.values()):
+        loaded.append(f"{beside / 1e6:.0f} MB of sidecars")
     parts = [
         f"first token after {report.ttft_s:.2f} s",
         f"{report.prompt_tokens:,} prompt tokens: {report.cached_tokens:,} reused, "

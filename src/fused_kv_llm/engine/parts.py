@@ -121,10 +121,10 @@ class EngineParts:
         room = self.context_length - len(self._prefix.token_ids)
         planner = CorpusPlanner(
             self._catalog, self.identity, self.renderer.encode_chunk, room, self._similarity,
-            lambda key: self.store.sides.has(key, CONTEXT_SHIFT),
+            lambda key: self.store.sidecars.has(key, CONTEXT_SHIFT),
         )  # fmt: skip
         self._ingestor = Ingestor(self.loaded, self.store, self.identity, self._prefix, planner, self._model_lock)
-        self._sides = self.store.sides
+        self._sides = self.store.sidecars
         self._anchors = AnchorBuilder(
             self.loaded, self.store, self._prefix, self.renderer.encode_chunk, self._model_lock
         )

@@ -1,6 +1,6 @@
 """Anchors: the few tokens of a chunk that stand for it when a question is probed (QCFuse section 3.3).
 
-For every stored chunk the rule ranks its tokens, and a side file keeps what the probe will need: the keys and values
+For every stored chunk the rule ranks its tokens, and a sidecar keeps what the probe will need: the keys and values
 of the anchors in the layers below the deepest critical one, and the keys of all tokens in the critical layers, which
 score the context. The probe then never reads the chunk's KV itself.
 """
@@ -90,7 +90,7 @@ class _RepeatPass:
 
 
 class AnchorBuilder:
-    """Writes the side files of chunks that have none.
+    """Writes the sidecars of chunks that have none.
 
     Parameters
     ----------
@@ -113,7 +113,7 @@ class AnchorBuilder:
     ) -> None:
         self._loaded, self._store, self._prefix, self._lock = loaded, store, prefix, lock
         self._encode = encode
-        self._sides = store.sides
+        self._sides = store.sidecars
         self._pool = BufferPool(loaded.dtype, loaded.device)
 
     def run(self, keys: Iterable[str], anchors: Anchors, layers: Sequence[int], *, progress: bool = True) -> int:

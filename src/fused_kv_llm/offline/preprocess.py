@@ -196,7 +196,7 @@ class Ingestor:
         nbytes = self._store.put(chunk.key, self._identity, chunk.text, content_hash(chunk.text), on_cpu)
         if shift is not None:
             try:
-                nbytes += self._store.sides.put(chunk.key, CONTEXT_SHIFT, shift, by_rows=True)
+                nbytes += self._store.sidecars.put(chunk.key, CONTEXT_SHIFT, shift, by_rows=True)
             except ConfigError:
                 # Otherwise the chunk was evicted, by another process that needed its room.
                 if self._store.contains([chunk.key]):

@@ -1,4 +1,4 @@
-"""What an anchor probe sees of the chunks, put into the request's cache from the side files alone.
+"""What an anchor probe sees of the chunks, put into the request's cache from the sidecars alone.
 
 The loader writes over it later: until then, all of a cache behind the header is the probe's to use. So the keys and
 values that the question sees stand there side by side, in the order of their positions and without gaps, and nothing
@@ -16,7 +16,7 @@ from fused_kv_kernels import place_chunks, rotation_tables
 from fused_kv_llm.model import FusedCache, Geometry
 from fused_kv_llm.report import FusionReport
 from fused_kv_llm.selectors import Anchors, anchor_positions, side_name, sink_scores
-from fused_kv_llm.store import SideFiles
+from fused_kv_llm.store import Sidecars
 
 from .request import Placement, Request
 
@@ -87,7 +87,7 @@ class ChunkAnchors:
 
 
 def read_anchors(
-    request: Request, anchors: Anchors, layers: tuple[int, ...], sides: SideFiles, geometry: Geometry,
+    request: Request, anchors: Anchors, layers: tuple[int, ...], sides: Sidecars, geometry: Geometry,
     report: FusionReport,
 ) -> ChunkAnchors:  # fmt: skip
     """Read what is stored of the anchors of a request's chunks.
@@ -98,10 +98,10 @@ def read_anchors(
     anchors : Anchors
     layers : tuple of int
         The critical layers.
-    sides : SideFiles
+    sides : Sidecars
     geometry : Geometry
     report : FusionReport
-        Gets the bytes read, and a warning where a chunk has no side file: its first tokens are its anchors then,
+        Gets the bytes read, and a warning where a chunk has no sidecar: its first tokens are its anchors then,
         and its own KV is read.
     """
     name, missing = side_name(anchors, layers), 0
@@ -117,7 +117,7 @@ def read_anchors(
         report.selection_bytes += nbytes
         found.append(_in_the_prompt(side, placement))
     if loaded:
-        report.side_bytes_loaded["anchors"] = sum(loaded.values())
+        report.sidecar_bytes_loaded["anchors"] = sum(loaded.values())
     if missing:
         report.warnings.append(
             f"{missing} chunks have no stored anchors for {name}: their KV was read instead. "
@@ -134,7 +134,7 @@ def read_anchors(
 
 
 def _from_the_chunk(placement: Placement, anchors: Anchors, layers: tuple[int, ...]) -> tuple[dict[str, Tensor], int]:
-    """Return what the side file would have, and the bytes that were read for it."""
+    """Return what the sidecar would have, and the bytes that were read for it."""
     chosen = anchor_positions(sink_scores(placement.stored.num_tokens), anchors.ratio)
     keys, values = placement.stored.read_layers(0, max(layers) + 1)
     side = {
@@ -147,7 +147,7 @@ def _from_the_chunk(placement: Placement, anchors: Anchors, layers: tuple[int, .
 
 
 def _in_the_prompt(side: dict[str, Tensor], placement: Placement) -> dict[str, Tensor]:
-    """Return what of a side file stands in the prompt, at the anchors' positions there."""
+    """Return what of a sidecar stands in the prompt, at the anchors' positions there."""
     segment, count = placement.segment, placement.num_tokens
     positions = side["positions"].long() - segment.chunk_start
     if count < placement.stored.num_tokens:

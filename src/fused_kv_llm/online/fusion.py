@@ -24,7 +24,7 @@ from fused_kv_llm.model import (
 )
 from fused_kv_llm.report import FusionReport, PromptTrace
 from fused_kv_llm.selectors import EarlyView, Selector, TransferringSelector, View, budget_tokens
-from fused_kv_llm.store import SideFiles
+from fused_kv_llm.store import Sidecars
 
 from .focus import FocusPass
 from .loading import ChunkLoader
@@ -92,7 +92,7 @@ def fuse(
     report: FusionReport,
     *,
     capacity: int,
-    sides: SideFiles,
+    sides: Sidecars,
     seed: int = 0,
 ) -> FusedPrompt:
     """Build a request's KV, recomputing only what the selector picks.
@@ -114,7 +114,7 @@ def fuse(
         Gets token counts, bytes and the seconds of load, probe, select and fuse.
     capacity : int
         Prompt tokens plus room for the answer.
-    sides : SideFiles
+    sides : Sidecars
         Where anchors are.
     seed : int
         For selectors that draw.
@@ -151,7 +151,7 @@ def fuse(
     _count(report, request, selected)
     report.bytes_loaded = _bytes_by_tier(placements)
     if shift.bytes_loaded:
-        report.side_bytes_loaded["context_shift"] = shift.bytes_loaded
+        report.sidecar_bytes_loaded["context_shift"] = shift.bytes_loaded
     return FusedPrompt(cache, logits, selected, request.text)
 
 
@@ -164,7 +164,7 @@ def _loading(
     executor: Executor | None,
     view: View | EarlyView,
     report: FusionReport,
-    sides: SideFiles,
+    sides: Sidecars,
 ) -> Iterator[tuple[ChunkLoader, ContextShift]]:
     # Of the chunks themselves an anchor probe needs nothing.
     by_anchors = isinstance(view, View) and view.anchors is not None

@@ -21,7 +21,7 @@ from fused_kv_llm.selectors import (
     checked_selection,
     critical_layers,
 )
-from fused_kv_llm.store import SideFiles
+from fused_kv_llm.store import Sidecars
 
 from .anchors import read_anchors
 from .early import early_probe
@@ -72,7 +72,7 @@ def select(
     budget: int,
     seed: int,
     report: FusionReport,
-    sides: SideFiles,
+    sides: Sidecars,
 ) -> Tensor:
     """Return the chunk positions to recompute, int64, ascending.
 
@@ -91,7 +91,7 @@ def select(
         For selectors that draw.
     report : FusionReport
         Gets the seconds of probe and select, and what the anchors cost.
-    sides : SideFiles
+    sides : Sidecars
         Where anchors are.
     """
     chunk = request.chunk_positions
@@ -118,7 +118,7 @@ def _describe_chunks(request: Request, seed: int) -> Probe:
 
 
 def _question_scores(
-    loaded: LoadedModel, request: Request, cache: FusedCache, view: View, sides: SideFiles, report: FusionReport
+    loaded: LoadedModel, request: Request, cache: FusedCache, view: View, sides: Sidecars, report: FusionReport
 ) -> Tensor:
     if view.anchors is None:
         return probe_scores(loaded, request, cache, view)
@@ -127,7 +127,7 @@ def _question_scores(
 
 
 def layer_scores(
-    loaded: LoadedModel, request: Request, prefix: PrefixKV, view: View, pool: BufferPool, sides: SideFiles
+    loaded: LoadedModel, request: Request, prefix: PrefixKV, view: View, pool: BufferPool, sides: Sidecars
 ) -> Tensor:
     """Score the chunk tokens layer by layer without recomputing anything, for profiling.
 
@@ -137,9 +137,9 @@ def layer_scores(
     request : Request
     prefix : PrefixKV
     view : View
-        With anchors: the chunks' KV come from side files, or from the chunks themselves where there are none.
+        With anchors: the chunks' KV come from sidecars, or from the chunks themselves where there are none.
     pool : BufferPool
-    sides : SideFiles
+    sides : Sidecars
 
     Returns
     -------

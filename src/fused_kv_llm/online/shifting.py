@@ -14,7 +14,7 @@ from fused_kv_kernels import ChunkShift, ShiftStack, TransferPlan, fit_shifts, r
 from fused_kv_llm.context_shift import CONTEXT_SHIFT, place_weight
 from fused_kv_llm.errors import FusedKVWarning
 from fused_kv_llm.model import FusedCache, Geometry
-from fused_kv_llm.store import SideFiles, SideReader
+from fused_kv_llm.store import Sidecars, StoredSidecar
 
 from .read_ahead import LayerReads, ReadAhead, layer_groups
 from .request import Placement
@@ -27,7 +27,7 @@ _Side = dict[str, Tensor]
 class ContextShift:
     """Adds every chunk's context shift to its stored KV, layer by layer, after the loader has put it in place.
 
-    Side files are opened when the first layer is due, since a probe that sees only anchors needs none of them, or when
+    Sidecars are opened when the first layer is due, since a probe that sees only anchors needs none of them, or when
     asked to; they are read some layers at a time, a little ahead of the layer that is due.
 
     Parameters
@@ -38,7 +38,7 @@ class ContextShift:
         Tokens of the header, which every chunk was prefilled after.
     cache : FusedCache
     geometry : Geometry
-    sides : SideFiles
+    sides : Sidecars
         Where the shifts are; a chunk without one, stored without neighbours, stays as it is.
     executor : Executor or None
         Threads that read; without them, the system is asked to read ahead.
@@ -48,7 +48,7 @@ class ContextShift:
     Attributes
     ----------
     bytes_read : int
-        Bytes of the side files read so far; what is read again, for a second use, counts again.
+        Bytes of the sidecars read so far; what is read again, for a second use, counts again.
     bytes_loaded : int
         The same, with each layer counted once.
     """
@@ -59,7 +59,7 @@ class ContextShift:
         prefix_tokens: int,
         cache: FusedCache,
         geometry: Geometry,
-        sides: SideFiles,
+        sides: Sidecars,
         executor: Executor | None,
         first_layers: Sequence[int] = (),
     ) -> None:
@@ -70,7 +70,7 @@ class ContextShift:
         self._sides = sides
         self._executor = executor
         self._first_layers = first_layers
-        self._readers: dict[str, SideReader] = {}
+        self._readers: dict[str, StoredSidecar] = {}
         self._ahead: ReadAhead[_Side] | None = None
         self._stack: tuple[range, ShiftStack] | None = None
         self._groups_loaded: set[range] = set()
@@ -82,7 +82,7 @@ class ContextShift:
         Raises
         ------
         ChunkDamagedError
-            If a side file turns out to be damaged.
+            If a sidecar turns out to be damaged.
         """
         stack, at = self._stack_of(layer_idx)
         stack.add(at, self._cache.keys[layer_idx, 0], self._cache.values[layer_idx, 0])
@@ -109,7 +109,7 @@ class ContextShift:
         Raises
         ------
         ChunkDamagedError
-            If a side file turns out to be damaged.
+            If a sidecar turns out to be damaged.
         """
         stack, at = self._stack_of(layer_idx)
         layer = self._cache.keys[layer_idx, 0], self._cache.values[layer_idx, 0]
@@ -117,14 +117,14 @@ class ContextShift:
         stack.add(at, *layer, weights)
 
     def start(self) -> ReadAhead[_Side]:
-        """Open the side files, and begin to read the layers that are needed first."""
+        """Open the sidecars, and begin to read the layers that are needed first."""
         if self._ahead is None:
             self._ahead = self._open()
             self._ahead.start()
         return self._ahead
 
     def close(self) -> None:
-        """Wait for reads that have begun, and close the side files."""
+        """Wait for reads that have begun, and close the sidecars."""
         if self._ahead is not None:
             self._ahead.close()
         for reader in self._readers.values():
@@ -147,7 +147,7 @@ class ContextShift:
         groups = layer_groups(self._geometry.num_layers, self._first_layers, at_hand=not on_disk)
         return ReadAhead(self._executor, groups, [LayerReads(reader.read, reader.announce) for reader in on_disk])
 
-    def _fits(self, key: str, reader: SideReader) -> bool:
+    def _fits(self, key: str, reader: StoredSidecar) -> bool:
         if reader.rows == self._geometry.num_layers:
             return True
         # Whole, and of another model: it comes from elsewhere.

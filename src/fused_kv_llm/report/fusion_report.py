@@ -41,11 +41,11 @@ class FusionReport:
         The selector used.
     bytes_loaded : dict of str to int
         KV bytes by the tier they came from; a chunk that stands in the prompt twice counts once.
-    side_bytes_loaded : dict of str to int
-        Bytes of the side files beside the chunks by what they hold, ``"context_shift"`` or ``"anchors"``, whichever
+    sidecar_bytes_loaded : dict of str to int
+        Bytes of the sidecars beside the chunks by what they hold, ``"context_shift"`` or ``"anchors"``, whichever
         tier they came from; each file counts once.
     selection_bytes : int
-        Bytes of stored KV and side files that the selector had to see before recomputation could begin.
+        Bytes of stored KV and sidecars that the selector had to see before recomputation could begin.
     seconds : dict of str to float
         Seconds by stage: align, load, probe, select, fuse, first_token.
     ttft_s : float
@@ -68,7 +68,7 @@ class FusionReport:
     recompute_ratio: float = 0.0
     selector: str = ""
     bytes_loaded: dict[str, int] = field(default_factory=dict)
-    side_bytes_loaded: dict[str, int] = field(default_factory=dict)
+    sidecar_bytes_loaded: dict[str, int] = field(default_factory=dict)
     selection_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     ttft_s: float = 0.0

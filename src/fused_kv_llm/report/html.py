@@ -84,7 +84,7 @@ def _summary(report: Mapping[str, Any]) -> str:
     loaded = [f"{nbytes / 1e6:.1f} MB of KV from {escape(tier)}" for tier, nbytes in report["bytes_loaded"].items()]
     loaded += [
         f"{nbytes / 1e6:.1f} MB of {_SIDES.get(kind, escape(kind))}"
-        for kind, nbytes in report["side_bytes_loaded"].items()
+        for kind, nbytes in report["sidecar_bytes_loaded"].items()
     ]
     missing = len(report["unmatched"])
     details = [

@@ -15,9 +15,9 @@ from fused_kv_llm.store.index import (
     EvictionQueue,
     IdentityTotals,
 )
-from fused_kv_llm.store.read import CAN_ANNOUNCE, SideReader, StoredKV, StoredLayers
+from fused_kv_llm.store.read import CAN_ANNOUNCE, StoredKV, StoredLayers, StoredSidecar
 from fused_kv_llm.store.remote import public_url
-from fused_kv_llm.store.sides import SideFiles
+from fused_kv_llm.store.sidecars import Sidecars
 from fused_kv_llm.store.stats import StoreStats
 from fused_kv_llm.store.store import KVStore
 from fused_kv_llm.store.uses import StoreCounters
@@ -37,12 +37,12 @@ __all__ = [
     "IdentityTotals",
     "ImportReport",
     "KVStore",
-    "SideFiles",
-    "SideReader",
+    "Sidecars",
     "StoreCounters",
     "StoreStats",
     "StoredKV",
     "StoredLayers",
+    "StoredSidecar",
     "byte_view",
     "check_folder_key",
     "public_url",

@@ -21,7 +21,7 @@ from fused_kv_llm.store.folder import StoreFolder
 from fused_kv_llm.store.format import Cipher, parse_name
 from fused_kv_llm.store.index import ChunkIndex, ChunkRow
 from fused_kv_llm.store.read import as_file, verify_chunk
-from fused_kv_llm.store.sides import read_side_file
+from fused_kv_llm.store.sidecars import read_sidecar_file
 from fused_kv_llm.store.writer import ChunkWriter
 
 __all__ = ["Archive", "ExportReport", "ImportReport"]
@@ -39,7 +39,7 @@ class ExportReport:
     Parameters
     ----------
     chunks, nbytes : int
-        Chunks, and the bytes of their files and side files.
+        Chunks, and the bytes of their files and sidecars.
     missed : list of str
         Keys of chunks that have a row, but could not be read.
     """
@@ -55,16 +55,16 @@ class ImportReport:
 
     Parameters
     ----------
-    chunks, sides, nbytes : int
-        New chunks, new side files, and the bytes of both.
+    chunks, sidecars, nbytes : int
+        New chunks, new sidecars, and the bytes of both.
     present : int
-        Chunks and side files that were stored already.
+        Chunks and sidecars that were stored already.
     refused : list of tuple of str
         Members that were not taken: name and reason.
     """
 
     chunks: int = 0
-    sides: int = 0
+    sidecars: int = 0
     nbytes: int = 0
     present: int = 0
     refused: list[tuple[str, str]] = field(default_factory=list)
@@ -154,7 +154,7 @@ class Archive:
         return [key for name in names for key in self._index.content_rows(name, 0)[1]]
 
     def _export(self, archive: tarfile.TarFile, key: str, report: ExportReport) -> None:
-        for name in (None, *self._index.ledger.sides(key)):
+        for name in (None, *self._index.ledger.sidecars(key)):
             try:
                 # Held while it is copied, so that eviction passes over it.
                 fd = self._folder.open_file(key, name)
@@ -215,14 +215,14 @@ class Archive:
         data = memoryview(file.read() if file is not None else b"")
         key, name = parsed
         try:
-            taken = self._take_chunk(key, data) if name is None else self._take_side(key, name, data)
+            taken = self._take_chunk(key, data) if name is None else self._take_sidecar(key, name, data)
         except StoreFullError:
             raise
         except (ChunkDamagedError, ConfigError) as error:
             report.refused.append((member.name, error.reason if isinstance(error, ChunkDamagedError) else str(error)))
             return
         report.chunks += taken and name is None
-        report.sides += taken and name is not None
+        report.sidecars += taken and name is not None
         report.present += not taken
         report.nbytes += len(data) * taken
 
@@ -235,12 +235,12 @@ class Archive:
             row = ChunkRow(key, header.identity, header.text, header.token_ids, header.position, len(data))
             return self._writer.write(row, header.content, [data], float(header.num_tokens))
 
-    def _take_side(self, key: str, name: str, data: memoryview) -> bool:
-        if name in self._index.ledger.sides(key):
+    def _take_sidecar(self, key: str, name: str, data: memoryview) -> bool:
+        if name in self._index.ledger.sidecars(key):
             return False
         with as_file(data) as fd:
-            read_side_file(fd, key, name, self._cipher)
-        return self._writer.write_side(key, name, [data]) is not None
+            read_sidecar_file(fd, key, name, self._cipher)
+        return self._writer.write_sidecar(key, name, [data]) is not None
 
 
 def _members(source: Path) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:

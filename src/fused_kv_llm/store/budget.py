@@ -20,7 +20,7 @@ class DiskBudget:
     Parameters
     ----------
     limit_nbytes : int or None
-        Most bytes of chunk and side files; None for as many as the disk holds.
+        Most bytes of chunk files and sidecars; None for as many as the disk holds.
     folder, index, uses : StoreFolder, ChunkIndex, UseLog
         The store's.
     demote : callable
@@ -101,7 +101,7 @@ class DiskBudget:
 
     def _evict(self, victims: Sequence[Victim]) -> set[str]:
         """Evict chunks that nobody reads; returns their keys."""
-        sides = {victim.key: self._index.ledger.sides(victim.key) for victim in victims}
+        sidecars = {victim.key: self._index.ledger.sidecars(victim.key) for victim in victims}
         kept = {victim.key: victim.on_remote or self._demote(victim.key) for victim in victims}
         gone: set[str] = set()
         with self._index.transaction():
@@ -111,12 +111,12 @@ class DiskBudget:
                     # Another process was faster.
                     gone.add(victim.key)
                     continue
-                if self._index.ledger.sides(victim.key) != sides[victim.key]:
-                    # It got a side file that was not copied with it.
+                if self._index.ledger.sidecars(victim.key) != sidecars[victim.key]:
+                    # It got a sidecar that was not copied with it.
                     continue
                 if not self._folder.evict(victim.key):
                     continue
-                for name in sides[victim.key]:
+                for name in sidecars[victim.key]:
                     self._folder.remove(victim.key, name)
                 # The place as it is now: somebody may have copied the chunk there since it was chosen.
                 if kept[victim.key] or place.on_remote:

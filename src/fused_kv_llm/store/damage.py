@@ -72,21 +72,21 @@ class DamageControl:
         warn(f"The stored KV of chunk {key} ({where}) cannot be used: its file has vanished; {done}.")
         return True
 
-    def discard_side(self, key: str, name: str, reason: str) -> None:
-        """Take a chunk's side file out of the store and warn."""
+    def discard_sidecar(self, key: str, name: str, reason: str) -> None:
+        """Take a chunk's sidecar out of the store and warn."""
         if not self._read_only:
             try:
                 with self._index.transaction():
-                    self._index.ledger.drop_side(key, name)
+                    self._index.ledger.drop_sidecar(key, name)
                     self._folder.quarantine(key, name)
             except StoreError as error:
                 reason = f"{reason}; it could not be moved away ({error})"
-        warn(f"The side file {name!r} of chunk {key} cannot be used: {reason}.")
+        warn(f"The sidecar {name!r} of chunk {key} cannot be used: {reason}.")
 
     def _quarantine(self, key: str) -> str | None:
         """Move a chunk's file and drop its row; return what was done, None if there was nothing."""
         with self._index.transaction():
-            for name in self._index.ledger.sides(key):
+            for name in self._index.ledger.sidecars(key):
                 self._folder.remove(key, name)
             dropped = self._index.remove([key])
             moved = self._folder.quarantine(key)

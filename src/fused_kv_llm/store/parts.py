@@ -19,13 +19,13 @@ from fused_kv_llm.store.index import DEFAULT_POLICY, ChunkIndex, resolve_policy
 from fused_kv_llm.store.promotion import Promoter, demote
 from fused_kv_llm.store.read import ChunkReader, MemoryTier, Prefetcher, SideMemory
 from fused_kv_llm.store.remote import RemoteTier, open_remote
-from fused_kv_llm.store.sides import SideFiles
+from fused_kv_llm.store.sidecars import Sidecars
 from fused_kv_llm.store.uses import UseLog
 from fused_kv_llm.store.writer import ChunkWriter
 
 __all__ = ["StoreParts"]
 
-# Side files get this part of the memory budget on top of it: an eight-bit shift is half as large as its chunk's KV.
+# Sidecars get this part of the memory budget on top of it: an eight-bit shift is half as large as its chunk's KV.
 _SIDE_SHARE = 2
 
 
@@ -81,7 +81,7 @@ class StoreParts:
         self._prefetcher = Prefetcher(self._reader, memory_budget)
         self._damage = DamageControl(folder, index, self._reader, ignored, read_only=self._read_only)
         self._side_memory = SideMemory(memory_budget // _SIDE_SHARE)
-        self.sides = SideFiles(
+        self.sidecars = Sidecars(
             folder, index, self._writer, self._damage, cipher, self.fetch, self._check_writable, self._side_memory
         )
         self.archive = Archive(folder, index, self._writer, cipher, self.fetch, self._check_writable)

@@ -23,7 +23,7 @@ _HEADER_NBYTES = 256 * 1024
 
 
 def remote_name(key: str, name: str | None = None) -> str:
-    """Return the name of a chunk's object, or of its side file's."""
+    """Return the name of a chunk's object, or of its sidecar's."""
     return f"{key}{'' if name is None else f'.{name}'}{_SUFFIX}"
 
 
@@ -32,7 +32,7 @@ def demote(remote: RemoteTier | None, folder: StoreFolder, index: ChunkIndex, us
     if remote is None:
         return False
     try:
-        for name in (None, *index.ledger.sides(key)):
+        for name in (None, *index.ledger.sidecars(key)):
             fd = folder.open_file(key, name)
             with open(fd, "rb") as file:
                 remote.put(remote_name(key, name), [memoryview(file.read())])
@@ -84,7 +84,7 @@ class Promoter:
         """
         places = {key: self._index.ledger.place(key) for key in keys}
         away = {key: place for key, place in places.items() if place is not None and not place.on_disk}
-        wanted = {key: (None, *self._index.ledger.sides(key)) for key in away}
+        wanted = {key: (None, *self._index.ledger.sidecars(key)) for key in away}
         if not wanted:
             return set()
         data = self.remote.get([remote_name(key, name) for key, names in wanted.items() for name in names])
@@ -170,5 +170,5 @@ class Promoter:
 
     def forget(self, keys: Iterable[str]) -> None:
         """Delete chunks from the remote tier; those that are not there do not matter."""
-        names = [remote_name(key, name) for key in keys for name in (None, *self._index.ledger.sides(key))]
+        names = [remote_name(key, name) for key in keys for name in (None, *self._index.ledger.sidecars(key))]
         self.remote.delete(names)

@@ -19,16 +19,16 @@ class StoreStats:
     chunks, tokens : int
         Chunks in the index, and their tokens.
     bytes_on_disk : int
-        Size of the chunks' files without their side files, on the disk or the remote tier.
+        Size of the chunks' files without their sidecars, on the disk or the remote tier.
     memory_chunks, memory_bytes : int
         Chunks in this process's memory tier and the bytes of their keys and values.
     by_identity : dict of str to int
         Chunks by identity digest.
     tiers : dict of str to tuple of int
-        Chunks and bytes by tier, disk and remote; side files included, a chunk can be in both. The bytes on the disk
+        Chunks and bytes by tier, disk and remote; sidecars included, a chunk can be in both. The bytes on the disk
         are those that count towards the budget. The index, temporary files and the quarantine do not.
-    sides : dict of str to tuple of int
-        Side files and their bytes by tier, which ``tiers`` includes.
+    sidecars : dict of str to tuple of int
+        Sidecars and their bytes by tier, which ``tiers`` includes.
     disk_bytes : int or None
         The disk budget: most bytes of ``tiers["disk"]``.
     hottest : list of tuple of str and int
@@ -47,7 +47,7 @@ class StoreStats:
     memory_bytes: int
     by_identity: dict[str, int] = field(default_factory=dict)
     tiers: dict[str, tuple[int, int]] = field(default_factory=dict)
-    sides: dict[str, tuple[int, int]] = field(default_factory=dict)
+    sidecars: dict[str, tuple[int, int]] = field(default_factory=dict)
     disk_bytes: int | None = None
     hottest: list[tuple[str, int]] = field(default_factory=list)
     identities: list[IdentityTotals] = field(default_factory=list)

@@ -28,10 +28,10 @@ class KVStore(StoreUpkeep):
     kv_dir : str or Path
         The folder, created (with mode 0700) if it does not exist. On a local POSIX disk.
     memory_bytes : int or str
-        Most bytes of keys and values kept in memory, such as ``"4GB"``; 0 keeps none. Side files that were read get
+        Most bytes of keys and values kept in memory, such as ``"4GB"``; 0 keeps none. Sidecars that were read get
         half as much again.
     disk_bytes : int, str or None
-        Most bytes of chunk and side files on the disk; when they are used up, the chunks that `policy` values
+        Most bytes of chunk files and sidecars on the disk; when they are used up, the chunks that `policy` values
         least make room. None: as many as the disk holds. Files being written come on top, one a writing thread.
     policy : str
         Which chunks go first, in memory and on the disk: a key of ``policies.POLICIES``.
@@ -50,7 +50,7 @@ class KVStore(StoreUpkeep):
 
     Attributes
     ----------
-    sides : SideFiles
+    sidecars : Sidecars
         Small tensors beside the chunks, read without their KV.
     archive : Archive
         Chunks in one file, for another machine.

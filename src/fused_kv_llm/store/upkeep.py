@@ -29,10 +29,10 @@ class StoreUpkeep(StoreParts):
         if self._promoter is not None:
             self._promoter.forget(wanted)
         with self._index.transaction():
-            sides = {key: self._index.ledger.sides(key) for key in wanted}
+            sidecars = {key: self._index.ledger.sidecars(key) for key in wanted}
             deleted = self._index.remove(wanted)
             deleted.update(key for key in wanted if self._folder.remove(key))
-            for key, names in sides.items():
+            for key, names in sidecars.items():
                 for name in names:
                     self._folder.remove(key, name)
         for key in wanted:
@@ -131,7 +131,7 @@ class StoreUpkeep(StoreParts):
             memory_bytes=memory_bytes,
             by_identity={row.identity: row.chunks for row in totals},
             tiers=self._index.ledger.tiers(),
-            sides=self._index.ledger.side_tiers(),
+            sidecars=self._index.ledger.sidecar_tiers(),
             disk_bytes=self._budget.limit_nbytes,
             hottest=self._index.ledger.hottest(_HOTTEST),
             identities=totals,

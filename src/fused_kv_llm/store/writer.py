@@ -21,7 +21,7 @@ _ATTEMPTS = 20
 
 
 class ChunkWriter:
-    """Writes chunks and side files; thread-safe, and safe beside other processes.
+    """Writes chunks and sidecars; thread-safe, and safe beside other processes.
 
     Parameters
     ----------
@@ -81,8 +81,8 @@ class ChunkWriter:
             with self._index.transaction():
                 if self.is_stored(row.key):
                     return False
-                # With a file that vanished its side files go, as they do with one that is damaged.
-                for side in self._index.ledger.sides(row.key):
+                # With a file that vanished its sidecars go, as they do with one that is damaged.
+                for side in self._index.ledger.sidecars(row.key):
                     self._folder.remove(row.key, side)
                 # Never an old row: a new rowid lets content indexes see the chunk again.
                 self._index.remove([row.key])
@@ -111,16 +111,16 @@ class ChunkWriter:
             with self._index.transaction():
                 if self._index.ledger.place(key) != place:
                     return
-                for side in self._index.ledger.sides(key):
+                for side in self._index.ledger.sidecars(key):
                     if side not in files:
-                        self._index.ledger.drop_side(key, side)
-                # The chunk last: whoever sees it sees its side files.
+                        self._index.ledger.drop_sidecar(key, side)
+                # The chunk last: whoever sees it sees its sidecars.
                 for name in sorted(files, key=lambda name: name is None):
                     self._folder.publish(staged[name], key, name)
                 self._index.ledger.move(key, Place(on_disk=True, on_remote=place.on_remote), nbytes)
 
-    def write_side(self, key: str, name: str, parts: Sequence[memoryview]) -> int | None:
-        """Write a side file of a chunk that is stored, replacing an old one.
+    def write_sidecar(self, key: str, name: str, parts: Sequence[memoryview]) -> int | None:
+        """Write a sidecar of a chunk that is stored, replacing an old one.
 
         Returns
         -------
@@ -143,10 +143,10 @@ class ChunkWriter:
             stack.enter_context(self._index.transaction())
             place = self._index.ledger.place(key)
             if place is None:
-                raise ConfigError(f"The chunk {key[:16]} is not stored, so it can have no side file. Put it first.")
+                raise ConfigError(f"The chunk {key[:16]} is not stored, so it can have no sidecar. Put it first.")
             if not place.on_disk:
                 return None
-            self._index.ledger.add_side(key, name, nbytes)
+            self._index.ledger.add_sidecar(key, name, nbytes)
             # The remote tier's copy is no longer all of the chunk: its next eviction copies it again.
             self._index.ledger.move(key, Place(on_disk=True, on_remote=False))
             self._folder.publish(staged, key, name)

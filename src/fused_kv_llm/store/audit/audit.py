@@ -58,7 +58,7 @@ class Audit:
             self.report.findings.append(Finding(kind, path, detail, action, left))
 
     def unusable(self, key: str, name: str | None, error: ChunkDamagedError | OSError) -> None:
-        """Report the file of a chunk, or a side file, that cannot be read.
+        """Report the file of a chunk, or a sidecar, that cannot be read.
 
         Damage is moved to quarantine. A whole header that does not open is none, since it has a checksum of its own:
         the file is of another key, with which it may be as good as any, and is left where it is. So is what the
@@ -98,5 +98,5 @@ class Audit:
             if name is None:
                 self.index.remove([key])
             else:
-                self.index.ledger.drop_side(key, name)
+                self.index.ledger.drop_sidecar(key, name)
             return leave or self.folder.quarantine(key, name) is not None

@@ -5,7 +5,7 @@ short or has other bytes, another format version or another program's content (d
 written with the store's key (other key); one that the system does not let us open (unreadable); a file whose name is
 not one of ours (foreign); a row that does not say what the file says (wrong row); what a dead writer left (temporary).
 
-Chunks come first, their files and then their rows, so that one audit mends all: whether a side file has a chunk is
+Chunks come first, their files and then their rows, so that one audit mends all: whether a sidecar has a chunk is
 known when all chunks were looked at.
 """
 
@@ -18,7 +18,7 @@ from functools import partial
 from fused_kv_llm.store.audit.audit import Audit
 from fused_kv_llm.store.audit.chunks import ChunkAudit
 from fused_kv_llm.store.audit.findings import CheckReport, Progress
-from fused_kv_llm.store.audit.sides import SideAudit
+from fused_kv_llm.store.audit.sidecars import SidecarAudit
 from fused_kv_llm.store.folder import STAGING, StoreFolder, check_files_key
 from fused_kv_llm.store.format import Cipher
 from fused_kv_llm.store.index import ChunkIndex
@@ -62,7 +62,7 @@ def check_store(
     if fix:
         check_files_key(folder, cipher)
     audit = Audit(folder, index, cipher, fix=fix, take_other_keys=take_other_keys)
-    chunks, sides = ChunkAudit(audit), SideAudit(audit)
+    chunks, sidecars = ChunkAudit(audit), SidecarAudit(audit)
     files = sorted(folder.walk(), key=lambda file: file.path)
     tell = _teller(progress, len(files))
     for file in files:
@@ -72,9 +72,9 @@ def check_store(
     chunks.rows()
     for file in files:
         if file.key is not None and file.name is not None:
-            sides.file(file.key, file.name)
+            sidecars.file(file.key, file.name)
             tell()
-    sides.rows()
+    sidecars.rows()
     _temporary(audit)
     if fix:
         with index.transaction():

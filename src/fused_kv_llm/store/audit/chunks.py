@@ -73,13 +73,13 @@ class ChunkAudit:
         with self._index.transaction():
             if not self._folder.has(row.key):
                 return False
-            place, sides = self._index.ledger.place(row.key), self._index.ledger.sides(row.key)
+            place, sidecars = self._index.ledger.place(row.key), self._index.ledger.sidecars(row.key)
             self._index.remove([row.key])
             self._index.add(row, header.content)
             where = Place(on_disk=True, on_remote=place is not None and place.on_remote)
             self._index.ledger.add(row.key, row.nbytes, float(header.num_tokens), time.time(), where)
-            for name, nbytes in sides.items():
-                self._index.ledger.add_side(row.key, name, nbytes)
+            for name, nbytes in sidecars.items():
+                self._index.ledger.add_sidecar(row.key, name, nbytes)
         return True
 
     def rows(self) -> None:

@@ -4,7 +4,7 @@
 
     kv_dir/index.sqlite                     see index.py
     kv_dir/chunks/ab/<key>.safetensors      see file_format.py; "ab" are the key's first two digits
-    kv_dir/chunks/ab/<key>.<name>.safetensors   a side file, see sides.py
+    kv_dir/chunks/ab/<key>.<name>.safetensors   a sidecar, see sidecars.py
     kv_dir/tmp/                             see staging.py
     kv_dir/quarantine/                      see quarantine.py
 
@@ -118,11 +118,11 @@ class StoreFolder:
                 refuse_link(shard.path)
 
     def chunk_path(self, key: str, name: str | None = None) -> str:
-        """Return where the file of a chunk belongs, or its side file of that name."""
+        """Return where the file of a chunk belongs, or its sidecar of that name."""
         return f"{self._chunks}/{key[:2]}/{_file_name(key, name)}"
 
     def has(self, key: str, name: str | None = None) -> bool:
-        """Whether a chunk's file, or a side file, exists and is a file.
+        """Whether a chunk's file, or a sidecar, exists and is a file.
 
         Raises
         ------
@@ -141,7 +141,7 @@ class StoreFolder:
         return False
 
     def open_chunk(self, key: str, name: str | None = None) -> int:
-        """Open what is in the place of a chunk's file, or of a side file, for reading and hold it.
+        """Open what is in the place of a chunk's file, or of a sidecar, for reading and hold it.
 
         Returns
         -------
@@ -171,7 +171,7 @@ class StoreFolder:
         return fd
 
     def open_file(self, key: str, name: str | None = None) -> int:
-        """Open a chunk's file, or a side file, as ``open_chunk`` does.
+        """Open a chunk's file, or a sidecar, as ``open_chunk`` does.
 
         Raises
         ------
@@ -243,7 +243,7 @@ class StoreFolder:
             os.fsync(shard)
 
     def remove(self, key: str, name: str | None = None) -> bool:
-        """Delete a chunk's file, or a side file; returns whether there was one.
+        """Delete a chunk's file, or a sidecar; returns whether there was one.
 
         A folder in its place is moved to quarantine: it holds what somebody else has put there.
         """
@@ -279,7 +279,7 @@ class StoreFolder:
         return True
 
     def quarantine(self, key: str, name: str | None = None) -> str | None:
-        """Move what is in the place of a chunk's file, or of a side file, out of the way.
+        """Move what is in the place of a chunk's file, or of a sidecar, out of the way.
 
         Returns
         -------

@@ -1,4 +1,4 @@
-"""What a chunk's file and a side file may be called: no other string ever becomes part of a path."""
+"""What a chunk's file and a sidecar may be called: no other string ever becomes part of a path."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_key(key: str) -> str:
 
 
 def check_name(name: str) -> str:
-    """Return the name of a side file if it can be part of a path.
+    """Return the name of a sidecar if it can be part of a path.
 
     Raises
     ------
@@ -35,11 +35,11 @@ def check_name(name: str) -> str:
         It is not 1 to 100 letters, digits, and ``_ . -`` after the first.
     """
     if not isinstance(name, str) or _NAME.fullmatch(name) is None:
-        raise ConfigError(f"A side file's name is up to 100 letters, digits, '_', '-' and '.', not {name!r}.")
+        raise ConfigError(f"A sidecar's name is up to 100 letters, digits, '_', '-' and '.', not {name!r}.")
     return name
 
 
 def parse_name(filename: str) -> tuple[str, str | None] | None:
-    """Return a file's key and, of a side file, its name; None if the file's name is not one of ours."""
+    """Return a file's key and, of a sidecar, its name; None if the file's name is not one of ours."""
     match = _FILE.fullmatch(filename)
     return (match[1], match[2]) if match is not None else None

@@ -108,9 +108,9 @@ class IdentityTotals(NamedTuple):
     name : str
         Model, dtype and preprocessing as ``KVStore.describe`` was told; empty if it was not.
     chunks, tokens, nbytes : int
-        Chunks, their tokens, and the bytes of their files without side files.
+        Chunks, their tokens, and the bytes of their files without sidecars.
     disk_chunks, disk_bytes, remote_chunks, remote_bytes : int
-        Chunks and bytes by tier, side files included; a chunk can be in both.
+        Chunks and bytes by tier, sidecars included; a chunk can be in both.
     """
 
     identity: str

@@ -14,7 +14,7 @@ from fused_kv_llm.store.index.policies import Entry, Policy
 __all__ = ["LEDGER_SCHEMA", "Ledger", "Place", "Uses", "Victim"]
 
 LEDGER_SCHEMA = (
-    # nbytes: the chunk's file and its side files, as long as they are on the disk.
+    # nbytes: the chunk's file and its sidecars, as long as they are on the disk.
     """CREATE TABLE places (
     key TEXT PRIMARY KEY,
     on_disk INTEGER NOT NULL,
@@ -106,7 +106,7 @@ class Ledger:
             self._grow(takes * place.on_disk - found[0] * found[1])
 
     def remove(self, keys: Iterable[str]) -> None:
-        """Forget chunks and their side files; inside a transaction."""
+        """Forget chunks and their sidecars; inside a transaction."""
         with self._database.connection() as connection:
             for key in keys:
                 query = "DELETE FROM places WHERE key = ? RETURNING on_disk * nbytes"
@@ -115,8 +115,8 @@ class Ledger:
                 if freed:
                     self._grow(-freed[0][0])
 
-    def add_side(self, key: str, name: str, nbytes: int) -> bool:
-        """Count a chunk's side file, new or replaced; inside a transaction. False if the chunk has no row."""
+    def add_sidecar(self, key: str, name: str, nbytes: int) -> bool:
+        """Count a chunk's sidecar, new or replaced; inside a transaction. False if the chunk has no row."""
         with self._database.connection() as connection:
             old = connection.execute("SELECT nbytes FROM sides WHERE key = ? AND name = ?", (key, name)).fetchone()
             more = nbytes - (old[0] if old else 0)
@@ -126,8 +126,8 @@ class Ledger:
             self._grow(more)
         return True
 
-    def drop_side(self, key: str, name: str) -> None:
-        """Forget a chunk's side file; inside a transaction."""
+    def drop_sidecar(self, key: str, name: str) -> None:
+        """Forget a chunk's sidecar; inside a transaction."""
         with self._database.connection() as connection:
             query = "DELETE FROM sides WHERE key = ? AND name = ? RETURNING nbytes"
             freed = connection.execute(query, (key, name)).fetchall()
@@ -135,8 +135,8 @@ class Ledger:
                 connection.execute("UPDATE places SET nbytes = nbytes - ? WHERE key = ?", (freed[0][0], key))
                 self._grow(-freed[0][0])
 
-    def sides(self, key: str) -> dict[str, int]:
-        """Return names and sizes of a chunk's side files."""
+    def sidecars(self, key: str) -> dict[str, int]:
+        """Return names and sizes of a chunk's sidecars."""
         with self._database.connection() as connection:
             return dict(connection.execute("SELECT name, nbytes FROM sides WHERE key = ?", (key,)).fetchall())
 
@@ -214,8 +214,8 @@ class Ledger:
             query = "SELECT count(*), coalesce(sum(nbytes), 0) FROM places WHERE {} = 1"
             return {name: connection.execute(query.format(f"on_{name}")).fetchone() for name in ("disk", "remote")}
 
-    def side_tiers(self) -> dict[str, tuple[int, int]]:
-        """Return number of side files and their bytes, by their chunks' tiers; they can be in two."""
+    def sidecar_tiers(self) -> dict[str, tuple[int, int]]:
+        """Return number of sidecars and their bytes, by their chunks' tiers; they can be in two."""
         with self._database.connection() as connection:
             query = "SELECT count(*), coalesce(sum(sides.nbytes), 0) FROM sides JOIN places USING (key) WHERE {} = 1"
             return {name: connection.execute(query.format(f"on_{name}")).fetchone() for name in ("disk", "remote")}

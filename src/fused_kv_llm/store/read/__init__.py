@@ -8,8 +8,8 @@ from fused_kv_llm.store.read.pieces import CAN_ANNOUNCE
 from fused_kv_llm.store.read.prefetch import Prefetcher
 from fused_kv_llm.store.read.reader import ChunkReader
 from fused_kv_llm.store.read.side_memory import SideMemory
-from fused_kv_llm.store.read.side_reader import SideReader, read_rows
 from fused_kv_llm.store.read.stored_kv import StoredKV, StoredLayers
+from fused_kv_llm.store.read.stored_sidecar import StoredSidecar, read_rows
 from fused_kv_llm.store.read.verify import as_file, verify_chunk
 
 __all__ = [
@@ -20,9 +20,9 @@ __all__ = [
     "Prefetcher",
     "ResidentChunk",
     "SideMemory",
-    "SideReader",
     "StoredKV",
     "StoredLayers",
+    "StoredSidecar",
     "as_file",
     "read_rows",
     "verify_chunk",

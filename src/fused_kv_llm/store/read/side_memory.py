@@ -1,4 +1,4 @@
-"""Side files that were read and verified, kept in memory while their files do not change."""
+"""Sidecars that were read and verified, kept in memory while their files do not change."""
 
 from __future__ import annotations
 

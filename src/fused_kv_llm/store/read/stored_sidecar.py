@@ -1,4 +1,4 @@
-"""Reading a side file some layers at a time, so that a request never holds all of it."""
+"""Reading a sidecar some layers at a time, so that a request never holds all of it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from fused_kv_llm.errors import ChunkDamagedError, ConfigError
 from fused_kv_llm.store.format import TensorFile, byte_view
 from fused_kv_llm.store.read.pieces import announce, read_pieces
 
-__all__ = ["SideReader", "read_rows"]
+__all__ = ["StoredSidecar", "read_rows"]
 
 
 def read_rows(
     fd: int, header: TensorFile, key: str, name: str, start: int = 0, stop: int | None = None
 ) -> dict[str, torch.Tensor]:
-    """Read and verify rows ``start`` to ``stop - 1`` of every tensor of a side file.
+    """Read and verify rows ``start`` to ``stop - 1`` of every tensor of a sidecar.
 
     Parameters
     ----------
@@ -26,7 +26,7 @@ def read_rows(
     header : TensorFile
         Its verified header.
     key, name : str
-        The chunk's, and the side file's.
+        The chunk's, and the sidecar's.
     start, stop : int
         Rows that are checked one by one; without them all of it is read, however it is checked.
 
@@ -45,20 +45,20 @@ def read_rows(
         try:
             damaged = read_pieces(fd, part, header.cipher, *pieces, byte_view(tensor))
         except EOFError as error:
-            raise ChunkDamagedError(key, f"its side file {name!r} was shortened") from error
+            raise ChunkDamagedError(key, f"its sidecar {name!r} was shortened") from error
         if damaged:
-            raise ChunkDamagedError(key, f"the checksum of {part.name!r} in its side file {name!r} does not match")
+            raise ChunkDamagedError(key, f"the checksum of {part.name!r} in its sidecar {name!r} does not match")
         found[part.name] = tensor
     return found
 
 
-class SideReader:
-    """The tensors of one side file, cut along their first axis.
+class StoredSidecar:
+    """The tensors of one sidecar, cut along their first axis.
 
     Parameters
     ----------
     key, name : str
-        The chunk's, and the side file's.
+        The chunk's, and the sidecar's.
     source : mapping of str to torch.Tensor, or (FileIO, TensorFile)
         The tensors where they are in memory, or the open file, which the reader closes, and its verified header.
     """
@@ -97,12 +97,12 @@ class SideReader:
         if self._tensors is not None:
             return {name: tensor[start:stop] for name, tensor in self._tensors.items()}
         if self._file is None:
-            raise ChunkDamagedError(self._key, f"its side file {self._name!r} was closed while it was read")
+            raise ChunkDamagedError(self._key, f"its sidecar {self._name!r} was closed while it was read")
         file, header = self._file
         try:
             return read_rows(file.fileno(), header, self._key, self._name, start, stop)
         except OSError as error:
-            raise ChunkDamagedError(self._key, f"its side file {self._name!r} cannot be read ({error})") from error
+            raise ChunkDamagedError(self._key, f"its sidecar {self._name!r} cannot be read ({error})") from error
 
     def announce(self, start: int, stop: int) -> None:
         """Have the system read rows ``start`` to ``stop - 1`` ahead, since they will be needed soon.
@@ -127,12 +127,12 @@ class SideReader:
         for name, rows in self._rows.items():
             if rows is None:
                 raise ConfigError(
-                    f"{name!r} in the side file {self._name!r} is a scalar and has no rows. Read the file whole, with "
-                    "KVStore.sides.read."
+                    f"{name!r} in the sidecar {self._name!r} is a scalar and has no rows. Read the file whole, with "
+                    "KVStore.sidecars.read."
                 )
             if not 0 <= start <= stop <= rows:
                 raise ConfigError(
-                    f"Rows {start} to {stop - 1} were asked for, but {name!r} in the side file {self._name!r} has rows "
+                    f"Rows {start} to {stop - 1} were asked for, but {name!r} in the sidecar {self._name!r} has rows "
                     f"0 to {rows - 1}. Ask for 0 <= start <= stop <= {rows}."
                 )
 

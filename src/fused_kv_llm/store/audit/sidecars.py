@@ -1,4 +1,4 @@
-"""The audit of side files, once it is known which chunks are there: a side file goes when its chunk goes."""
+"""The audit of sidecars, once it is known which chunks are there: a sidecar goes when its chunk goes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from functools import partial
 
 from fused_kv_llm.errors import ChunkDamagedError
 from fused_kv_llm.store.audit.audit import Audit
-from fused_kv_llm.store.sides import read_side_file
+from fused_kv_llm.store.sidecars import read_sidecar_file
 
-__all__ = ["SideAudit"]
+__all__ = ["SidecarAudit"]
 
 
-class SideAudit:
-    """Looks at the side files of a store.
+class SidecarAudit:
+    """Looks at the sidecars of a store.
 
     Parameters
     ----------
@@ -27,7 +27,7 @@ class SideAudit:
         self._index = audit.index
 
     def file(self, key: str, name: str) -> None:
-        """Verify a side file, and compare it with its row."""
+        """Verify a sidecar, and compare it with its row."""
         try:
             fd = self._folder.open_file(key, name)
         except FileNotFoundError:
@@ -37,7 +37,7 @@ class SideAudit:
             self._audit.unusable(key, name, error)
             return
         try:
-            read_side_file(fd, key, name, self._audit.cipher)
+            read_sidecar_file(fd, key, name, self._audit.cipher)
             nbytes = os.fstat(fd).st_size
         except ChunkDamagedError as error:
             self._audit.unusable(key, name, error)
@@ -53,8 +53,8 @@ class SideAudit:
         if not self._audit.is_on_disk(key):
             detail = "its chunk is not on the disk"
             self._audit.found("orphaned", path, detail, "delete it", partial(self._remove, key, name))
-        elif self._index.ledger.sides(key).get(name) != nbytes:
-            detail = "the side file has no row, or another size"
+        elif self._index.ledger.sidecars(key).get(name) != nbytes:
+            detail = "the sidecar has no row, or another size"
             self._audit.found("wrong row", path, detail, "write the row again", partial(self._adopt, key, name, nbytes))
 
     def _remove(self, key: str, name: str) -> bool:
@@ -64,17 +64,17 @@ class SideAudit:
 
     def _adopt(self, key: str, name: str, nbytes: int) -> bool:
         with self._index.transaction():
-            return self._folder.has(key, name) and self._index.ledger.add_side(key, name, nbytes)
+            return self._folder.has(key, name) and self._index.ledger.add_sidecar(key, name, nbytes)
 
     def rows(self) -> None:
-        """Look for rows of side files that are gone."""
+        """Look for rows of sidecars that are gone."""
         after = ""
         while batch := self._index.all_keys(after):
             for key, _ in batch:
-                for name in self._index.ledger.sides(key):
+                for name in self._index.ledger.sidecars(key):
                     if not self._audit.is_unusable(key, name) and self._is_missing(key, name):
                         path = self._folder.chunk_path(key, name)
-                        detail = "the side file's row has no file"
+                        detail = "the sidecar's row has no file"
                         self._audit.found("missing", path, detail, "drop the row", partial(self._drop, key, name))
             after = batch[-1][0]
 
@@ -86,5 +86,5 @@ class SideAudit:
             # It may have been written since it was looked at.
             if not self._is_missing(key, name):
                 return False
-            self._index.ledger.drop_side(key, name)
+            self._index.ledger.drop_sidecar(key, name)
         return True

@@ -1,4 +1,4 @@
-"""Side files read some rows at a time: the tensors that were stored, verified, and nothing of damaged rows."""
+"""Sidecars read some rows at a time: the tensors that were stored, verified, and nothing of damaged rows."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def test_rows_are_those_that_were_stored(kv_dir: Path, make_chunk, secret: str |
     chunk, want = make_chunk(), tensors()
     with KVStore(kv_dir, memory_bytes=memory_bytes, encryption_key=secret) as store:
         chunk.put(store)
-        store.sides.put(chunk.key, NAME, want, by_rows=True)
+        store.sidecars.put(chunk.key, NAME, want, by_rows=True)
         for turn in range(3):
-            reader = store.sides.open(chunk.key, NAME)
+            reader = store.sidecars.open(chunk.key, NAME)
             assert reader is not None
             # A file that is used once stays on the disk; the second use keeps it, if there is a budget.
             assert reader.in_memory == (turn > 0 and memory_bytes > 0)
@@ -46,8 +46,8 @@ def test_rows_are_those_that_were_stored(kv_dir: Path, make_chunk, secret: str |
 def test_a_file_checked_as_a_whole_is_read_whole(store: KVStore, make_chunk) -> None:
     chunk, want = make_chunk(), tensors()
     chunk.put(store)
-    store.sides.put(chunk.key, NAME, want)
-    reader = store.sides.open(chunk.key, NAME)
+    store.sidecars.put(chunk.key, NAME, want)
+    reader = store.sidecars.open(chunk.key, NAME)
     assert reader is not None
     assert reader.in_memory
     assert torch.equal(reader.read(1, 3)["whole"], want["whole"][1:3])
@@ -57,8 +57,8 @@ def test_a_file_with_a_scalar_is_read_whole(kv_dir: Path, make_chunk) -> None:
     chunk = make_chunk()
     with KVStore(kv_dir, memory_bytes=0) as store:
         chunk.put(store)
-        store.sides.put(chunk.key, NAME, {"scalar": torch.tensor(3.0)})
-        reader = store.sides.open(chunk.key, NAME)
+        store.sidecars.put(chunk.key, NAME, {"scalar": torch.tensor(3.0)})
+        reader = store.sidecars.open(chunk.key, NAME)
         assert reader is not None
         assert reader.in_memory
 
@@ -75,10 +75,10 @@ def test_rows_that_are_not_there(
     chunk, want = make_chunk(), tensors()
     with KVStore(kv_dir, memory_bytes=1 << 20, encryption_key=secret) as store:
         chunk.put(store)
-        store.sides.put(chunk.key, NAME, want, by_rows=True)
+        store.sidecars.put(chunk.key, NAME, want, by_rows=True)
         if in_memory:
-            store.sides.open(chunk.key, NAME).close()
-        reader = store.sides.open(chunk.key, NAME)
+            store.sidecars.open(chunk.key, NAME).close()
+        reader = store.sidecars.open(chunk.key, NAME)
         assert (reader.in_memory, reader.rows) == (in_memory, 6)
         for call in (reader.read, reader.announce):
             with pytest.raises(ConfigError, match=rf"Rows {rows[0]} to {rows[1] - 1} .* has rows 0 to 5"):
@@ -94,21 +94,21 @@ def test_rows_of_a_scalar(kv_dir: Path, make_chunk, memory_bytes: int) -> None:
     chunk = make_chunk()
     with KVStore(kv_dir, memory_bytes=memory_bytes) as store:
         chunk.put(store)
-        store.sides.put(chunk.key, NAME, {"scalar": torch.tensor(3.0), "x": torch.zeros(3)})
+        store.sidecars.put(chunk.key, NAME, {"scalar": torch.tensor(3.0), "x": torch.zeros(3)})
         for _ in range(3):
-            reader = store.sides.open(chunk.key, NAME)
+            reader = store.sidecars.open(chunk.key, NAME)
             assert reader.rows is None
-            with pytest.raises(ConfigError, match=r"'scalar' .* is a scalar and has no rows.*sides\.read"):
+            with pytest.raises(ConfigError, match=r"'scalar' .* is a scalar and has no rows.*sidecars\.read"):
                 reader.read(0, 1)
-        assert store.sides.read(chunk.key, NAME)["scalar"] == 3.0
+        assert store.sidecars.read(chunk.key, NAME)["scalar"] == 3.0
         assert store.check().findings == []
 
 
 def test_rows_of_tensors_of_different_lengths(store: KVStore, make_chunk) -> None:
     chunk = make_chunk()
     chunk.put(store)
-    store.sides.put(chunk.key, NAME, {"a": torch.arange(2), "b": torch.arange(5)})
-    reader = store.sides.open(chunk.key, NAME)
+    store.sidecars.put(chunk.key, NAME, {"a": torch.arange(2), "b": torch.arange(5)})
+    reader = store.sidecars.open(chunk.key, NAME)
     assert reader.rows is None
     assert torch.equal(reader.read(1, 2)["b"], torch.tensor([1]))
     with pytest.raises(ConfigError, match=r"'a' .* has rows 0 to 1"):
@@ -118,12 +118,12 @@ def test_rows_of_tensors_of_different_lengths(store: KVStore, make_chunk) -> Non
 def test_damaged_rows_raise_and_the_others_are_good(kv_dir: Path, store: KVStore, make_chunk) -> None:
     chunk, want = make_chunk(), tensors()
     chunk.put(store)
-    store.sides.put(chunk.key, NAME, want, by_rows=True)
+    store.sidecars.put(chunk.key, NAME, want, by_rows=True)
     (path,) = (path for path in kv_dir.rglob("*") if NAME in path.name)
     raw = bytearray(path.read_bytes())
     raw[-1] ^= 1
     path.write_bytes(raw)
-    reader = store.sides.open(chunk.key, NAME)
+    reader = store.sidecars.open(chunk.key, NAME)
     assert reader is not None
     assert torch.equal(reader.read(0, 5)["scale"], want["scale"][:5])
     with pytest.raises(ChunkDamagedError, match="checksum of 'scale'") as caught:
@@ -135,30 +135,30 @@ def test_damaged_rows_raise_and_the_others_are_good(kv_dir: Path, store: KVStore
 def test_a_damaged_header_is_a_missing_file(kv_dir: Path, store: KVStore, make_chunk) -> None:
     chunk = make_chunk()
     chunk.put(store)
-    store.sides.put(chunk.key, NAME, tensors(), by_rows=True)
+    store.sidecars.put(chunk.key, NAME, tensors(), by_rows=True)
     (path,) = (path for path in kv_dir.rglob("*") if NAME in path.name)
     raw = bytearray(path.read_bytes())
     raw[60] ^= 1
     path.write_bytes(raw)
     with pytest.warns(FusedKVWarning, match=NAME):
-        assert store.sides.open(chunk.key, NAME) is None
+        assert store.sidecars.open(chunk.key, NAME) is None
     assert not path.exists()
-    assert store.sides.open(chunk.key, NAME) is None
+    assert store.sidecars.open(chunk.key, NAME) is None
 
 
 def test_tensors_with_different_rows_are_refused(store: KVStore, make_chunk) -> None:
     chunk = make_chunk()
     chunk.put(store)
     with pytest.raises(ConfigError, match="different numbers of rows"):
-        store.sides.put(chunk.key, NAME, {"a": torch.zeros(2, 3), "b": torch.zeros(3, 3)}, by_rows=True)
+        store.sidecars.put(chunk.key, NAME, {"a": torch.zeros(2, 3), "b": torch.zeros(3, 3)}, by_rows=True)
     with pytest.raises(ConfigError, match="different numbers of rows"):
-        store.sides.put(chunk.key, NAME, {"a": torch.tensor(1.0)}, by_rows=True)
+        store.sidecars.put(chunk.key, NAME, {"a": torch.tensor(1.0)}, by_rows=True)
 
 
 def test_what_cannot_be_opened_now_stays(store: KVStore, make_chunk, monkeypatch: pytest.MonkeyPatch) -> None:
     chunk, want = make_chunk(), tensors()
     chunk.put(store)
-    store.sides.put(chunk.key, NAME, want, by_rows=True)
+    store.sidecars.put(chunk.key, NAME, want, by_rows=True)
 
     def refuse(*_: object) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
@@ -166,8 +166,8 @@ def test_what_cannot_be_opened_now_stays(store: KVStore, make_chunk, monkeypatch
     with monkeypatch.context() as patched:
         patched.setattr(StoreFolder, "open_chunk", refuse)
         with pytest.warns(FusedKVWarning, match="cannot be read now"):
-            assert store.sides.open(chunk.key, NAME) is None
-    reader = store.sides.open(chunk.key, NAME)
+            assert store.sidecars.open(chunk.key, NAME) is None
+    reader = store.sidecars.open(chunk.key, NAME)
     assert reader is not None
     assert torch.equal(reader.read(0, 6)["whole"], want["whole"])
 
@@ -177,7 +177,7 @@ def test_a_damaged_file_that_cannot_be_moved_is_a_missing_one(
 ) -> None:
     chunk = make_chunk()
     chunk.put(store)
-    store.sides.put(chunk.key, NAME, tensors(), by_rows=True)
+    store.sidecars.put(chunk.key, NAME, tensors(), by_rows=True)
     (path,) = (path for path in kv_dir.rglob("*") if NAME in path.name)
     path.write_bytes(path.read_bytes()[:100])
 
@@ -187,4 +187,4 @@ def test_a_damaged_file_that_cannot_be_moved_is_a_missing_one(
     monkeypatch.setattr(StoreFolder, "quarantine", refuse)
     for _ in range(2):
         with pytest.warns(FusedKVWarning, match="could not be moved away"):
-            assert store.sides.open(chunk.key, NAME) is None
+            assert store.sidecars.open(chunk.key, NAME) is None
