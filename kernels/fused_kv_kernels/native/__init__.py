@@ -1,4 +1,4 @@
-"""Native CPU operators for bfloat16 and float32, compiled on the machine that runs them."""
+"""Native CPU operators for bfloat16 and float32, prebuilt in the wheel or compiled on the machine that runs them."""
 
 from __future__ import annotations
 

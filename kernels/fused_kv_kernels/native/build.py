@@ -1,60 +1,65 @@
-"""Compiling the native CPU operators on the machine that runs them.
+"""Compiling the native CPU operators, into a wheel or on the machine that runs them.
 
-They are a few hundred lines of C++ for each dtype, which the machine's own compiler turns into a library the first time
-it is wanted; it takes seconds, and the library is kept in the user's cache folder under a name that depends on the
-source, the compiler and the processor.
+They are a few hundred lines of C++ for each dtype. Where the wheel brings no library that runs here, the machine's own
+compiler makes one the first time it is wanted. That takes seconds; the library is kept in the user's cache folder under
+a name that depends on the sources, the compiler and the processor.
 """
 
 from __future__ import annotations
 
 import atexit
-import functools
 import hashlib
 import os
-import platform
 import shutil
 import subprocess
 import tempfile
 import warnings
 from pathlib import Path
 
-__all__ = ["build", "processor_features"]
+from .processor import processor_features
 
-_FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC")
+__all__ = ["build", "compile_library"]
+
+_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC")
+_HERE = ("-march=native",)
+_NEED_NO_SHARED_SOURCES = frozenset({"reading"})
 _BUILD_SECONDS = 120
 
 
-@functools.lru_cache(maxsize=1)
-def processor_features() -> frozenset[str]:
-    """Return the processor's instruction sets as Linux names them; none on other systems and architectures."""
-    if platform.system() != "Linux" or platform.machine() != "x86_64":
-        return frozenset()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("flags"):
-            return frozenset(line.split(":", 1)[1].split())
-    return frozenset()
-
-
-def _cache_folder() -> Path:
-    if os.environ.get("FUSED_KV_CACHE"):
-        return Path(os.environ["FUSED_KV_CACHE"])
-    # Not at the top: whoever has a GPU builds nothing, and can do without the package.
-    from platformdirs import user_cache_dir
-
-    return Path(user_cache_dir("fused_kv_llm"))
-
-
-def build(folder: str, *extra_flags: str, alone: bool = False) -> Path:
-    """Return the path of the library made of one folder's sources and the shared ones, compiling it if it is not there.
+def compile_library(folder: str, target: Path, *machine_flags: str) -> None:
+    """Compile one folder's sources and the shared ones into a library.
 
     Parameters
     ----------
     folder : str
-        Name of a dtype's folder beside this file, or of another one that needs nothing else.
+        Name of a folder of sources beside this file.
+    target : Path
+        The library's file.
+    *machine_flags : str
+        Say for which processors, and what else the compiler is to be told.
+
+    Raises
+    ------
+    OSError
+        If there is no compiler.
+    subprocess.SubprocessError
+        If the compiler fails or takes too long.
+    """
+    sources = [str(path) for path in _sources(folder) if path.suffix == ".cpp"]
+    includes = [f"-I{path}" for path in _folders(folder)]
+    command = [_compiler(), *_FLAGS, *machine_flags, *includes, *sources, "-o", str(target)]
+    subprocess.run(command, capture_output=True, check=True, text=True, timeout=_BUILD_SECONDS)
+
+
+def build(folder: str, *extra_flags: str) -> Path:
+    """Return the path of a folder's library for this processor, compiling it if it is not in the cache folder.
+
+    Parameters
+    ----------
+    folder : str
+        Name of a folder of sources beside this file.
     *extra_flags : str
         For the compiler.
-    alone : bool
-        Leave the shared sources out.
 
     Raises
     ------
@@ -63,15 +68,10 @@ def build(folder: str, *extra_flags: str, alone: bool = False) -> Path:
     subprocess.SubprocessError
         If the compiler fails or takes too long.
     """
-    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))), None)
-    if compiler is None:
-        raise FileNotFoundError("no C++ compiler found (c++, g++ or clang++)")
-    own, shared = (Path(__file__).parent / name for name in (folder, "shared"))
-    folders = (own,) if alone else (own, shared)
-    sources, headers = ([path for of in folders for path in sorted(of.glob(kind))] for kind in ("*.cpp", "*.h"))
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=_BUILD_SECONDS).stdout
-    digest = hashlib.sha256(version + " ".join((*_FLAGS, *extra_flags, *sorted(processor_features()))).encode())
-    for source in headers + sources:
+    version = subprocess.run([_compiler(), "--version"], capture_output=True, check=True, timeout=_BUILD_SECONDS).stdout
+    flags = (*_HERE, *extra_flags)
+    digest = hashlib.sha256(version + " ".join((*_FLAGS, *flags, *sorted(processor_features()))).encode())
+    for source in _sources(folder):
         digest.update(source.read_bytes())
     cache = _cache_folder() / "native"
     target = cache / f"{folder}-{digest.hexdigest()[:24]}.so"
@@ -82,13 +82,36 @@ def build(folder: str, *extra_flags: str, alone: bool = False) -> Path:
         handle, temporary = tempfile.mkstemp(dir=cache, suffix=".so")
         os.close(handle)
         try:
-            flags = (*_FLAGS, *(f"-I{of}" for of in folders), *extra_flags)
-            command = [compiler, *flags, *map(str, sources), "-o", temporary]
-            subprocess.run(command, capture_output=True, check=True, text=True, timeout=_BUILD_SECONDS)
+            compile_library(folder, Path(temporary), *flags)
             os.replace(temporary, target)
         finally:
             Path(temporary).unlink(missing_ok=True)
     return target
+
+
+def _compiler() -> str:
+    found = next(filter(None, map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))), None)
+    if found is None:
+        raise FileNotFoundError("no C++ compiler found (c++, g++ or clang++)")
+    return found
+
+
+def _folders(folder: str) -> list[Path]:
+    names = (folder,) if folder in _NEED_NO_SHARED_SOURCES else (folder, "shared")
+    return [Path(__file__).parent / name for name in names]
+
+
+def _sources(folder: str) -> list[Path]:
+    return [path for kind in ("*.h", "*.cpp") for of in _folders(folder) for path in sorted(of.glob(kind))]
+
+
+def _cache_folder() -> Path:
+    if os.environ.get("FUSED_KV_CACHE"):
+        return Path(os.environ["FUSED_KV_CACHE"])
+    # Not at the top: whoever has a GPU builds nothing, and can do without the package.
+    from platformdirs import user_cache_dir
+
+    return Path(user_cache_dir("fused_kv_llm"))
 
 
 def _folder_to_build_in(cache: Path) -> Path:

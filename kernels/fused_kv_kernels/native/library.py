@@ -1,7 +1,7 @@
 """The native CPU operators as libraries, one for each dtype.
 
-bfloat16 needs a processor that multiplies it (AVX512-BF16), float32 one with AVX2. Without the processor or a compiler,
-torch does the work.
+bfloat16 needs a processor that multiplies it (AVX512-BF16), float32 one with AVX2. Without the processor, or without
+both a prebuilt library and a compiler, torch does the work.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .build import build, processor_features
+from .loading import opened_library
+from .processor import processor_features
 
 __all__ = ["int64_array", "kept_array", "loaded_library", "native_library", "num_threads", "opened", "why_not_native"]
 
@@ -64,10 +65,10 @@ _KINDS = {
 
 
 def native_library(dtype: torch.dtype) -> ctypes.CDLL | None:
-    """Return the native operators of a dtype, built if need be, or None where they cannot run.
+    """Return the native operators of a dtype, compiled if need be, or None where they cannot run.
 
-    ``FUSED_KV_KERNELS=torch`` turns them off. A processor that could run them but for a missing compiler is
-    reported with a warning, once.
+    ``FUSED_KV_KERNELS=torch`` turns them off. Where the processor could run them and only a compiler is missing, a
+    warning says so, once.
     """
     return _loaded(dtype)[0]
 
@@ -142,14 +143,8 @@ def _agrees_with_torch(library: ctypes.CDLL, dtype: torch.dtype, tolerance: floa
 
 
 def opened(folder: str, *extra_flags: str) -> ctypes.CDLL:
-    """Return the library of one folder's sources, ready to be called."""
-    path = build(folder, *extra_flags)
-    try:
-        return _declared(ctypes.CDLL(str(path)), folder)
-    except (OSError, AttributeError):
-        # No library, or another one, under this name: whatever happened to it, it is made again.
-        path.unlink(missing_ok=True)
-        return _declared(ctypes.CDLL(str(build(folder, *extra_flags))), folder)
+    """Return the library of one dtype's folder, ready to be called; with flags for the compiler, compiled here."""
+    return opened_library(folder, functools.partial(_declared, folder=folder), *extra_flags)
 
 
 def _declared(library: ctypes.CDLL, folder: str) -> ctypes.CDLL:

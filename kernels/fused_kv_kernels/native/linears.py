@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .build import processor_features
 from .library import int64_array, kept_array, loaded_library, native_library, num_threads
+from .processor import processor_features
 
 __all__ = ["is_dense_as", "most_linear_rows", "native_gated_mlp", "native_heads", "native_linears", "takes_linears"]
 

@@ -1,6 +1,7 @@
 """The native reader of pieces of files, which hashes what it reads while the processor still has it.
 
-It needs Linux, and a compiler; any processor will do. Whoever uses it has a slower way to do the same.
+It needs Linux, and a compiler where the wheel brought no library that runs here; any processor will do. Whoever uses
+it has a slower way to do the same.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import warnings
 
-from .build import build
+from .loading import opened_library
 
 __all__ = ["MOST_SEGMENTS", "SHORTEST_NBYTES", "STRIPE_NBYTES", "native_piece_reader"]
 
@@ -39,7 +40,7 @@ def native_piece_reader() -> ctypes.CDLL | None:
     if platform.system() != "Linux" or sys.byteorder != "little":
         return None
     try:
-        return _declared()
+        return opened_library("reading", _declared)
     except FileNotFoundError:
         return None
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
@@ -54,14 +55,7 @@ def native_piece_reader() -> ctypes.CDLL | None:
         return None
 
 
-def _declared() -> ctypes.CDLL:
-    path = build("reading", alone=True)
-    try:
-        library = ctypes.CDLL(str(path))
-    except OSError:
-        # No library under this name: whatever happened to it, it is made again.
-        path.unlink(missing_ok=True)
-        library = ctypes.CDLL(str(build("reading", alone=True)))
+def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     library.fkv_read_pieces.argtypes = [ctypes.c_int, _NUMBER, _NUMBER, _POINTER, _POINTER, ctypes.c_int]
     library.fkv_xxh3_64.argtypes = [_POINTER, _NUMBER]
     library.fkv_xxh3_64.restype = ctypes.c_uint64
