@@ -1,0 +1,170 @@
+"""Figures in README.md and docs/ are those of the records in benchmarks/results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def record(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / name).read_text(encoding="utf-8"))
+    return found
+
+
+def table(page: str, first_column: str) -> list[list[str]]:
+    """Return the cells of the only table of a page whose head begins with that cell, without head and rule."""
+    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
+    heads = [number for number, line in enumerate(lines) if line.startswith(f"| {first_column} |")]
+    assert len(heads) == 1, f"{page} has {len(heads)} tables that begin with {first_column!r}"
+    rows = []
+    for line in lines[heads[0] + 2 :]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return rows
+
+
+def times(value: float) -> str:
+    """Return a ratio with two significant digits or more."""
+    return f"{value:.1f}" if value < 9.95 else f"{value:.0f}"
+
+
+def ttft(name: str) -> dict[int, dict[str, float]]:
+    found: dict[int, dict[str, float]] = {}
+    for row in record(name)["rows"]:
+        found.setdefault(row["prompt_tokens"], {})[row["what"]] = row["ttft_s"]
+    return found
+
+
+def quality(name: str) -> dict[str, dict[tuple[str, str, float], dict[str, Any]]]:
+    """Return a record's rows by data set and by selector, preprocessing and ratio."""
+    return {
+        result["data"]: {(row["selector"], row["preprocessing"], row["ratio"]): row for row in result["rows"]}
+        for result in record(name)["results"]
+    }
+
+
+def test_time_to_first_token() -> None:
+    want = []
+    for tokens, seconds in ttft("ttft_cpu.json").items():
+        plain, alone = seconds["plain"], seconds["fused 1 warm"]
+        row = [f"{tokens:,}", f"{plain:.2f} s", f"{alone:.2f} s ({times(plain / alone)}x)"]
+        for fused in (seconds["fused 0.15 warm"], seconds["fused 0 warm"]):
+            row += [f"{fused:.2f} s ({times(plain / fused)}x)", f"{times(plain / alone)} x {times(alone / fused)}"]
+        want.append(row)
+    assert table("README.md", "prompt tokens") == want
+
+
+def test_time_to_first_token_in_the_text() -> None:
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    found = ttft("ttft_cpu.json")[3635]
+    plain, alone, fused, cold = (
+        found[what] for what in ("plain", "fused 1 warm", "fused 0.15 warm", "fused 0.15 cold")
+    )
+    assert f"comes **{times(plain / fused)} times sooner**" in text
+    assert f"gives {times(alone / fused)}x of that, faster CPU operators give {times(plain / alone)}x" in text
+    assert (
+        f"is {times(plain / cold)} times as fast as plain transformers at 3,635 tokens ({times(alone / cold)}x" in text
+    )
+    assert f"takes {record('ttft_cpu.json')['memory']['times_kv']:.1f} times the bytes of its KV" in text
+    wide = ttft("ttft_cpu_float32.json")[3635]
+    assert (
+        f"took {wide['plain']:.2f} s in plain transformers, {wide['fused 1 warm']:.2f} s at ratio 1, "
+        f"{wide['fused 0.15 warm']:.2f} s at ratio 0.15 ({times(wide['plain'] / wide['fused 0.15 warm'])}x) and "
+        f"{wide['fused 0 warm']:.2f} s at ratio 0 ({times(wide['plain'] / wide['fused 0 warm'])}x)"
+    ) in text
+    rate = record("ingestion_cpu.json")["chunks_per_minute"]
+    assert f"{rate['similar']:.0f} chunks a minute" in text
+    assert f"{rate['none']:.0f} without; {rate['bare']:.0f} in a bare batched forward" in text
+    limits = [
+        [row["times_limit"] for row in record("ttft_cpu.json")["rows"] if row["what"] == f"fused {ratio} warm"]
+        for ratio in (0.15, 0.05)
+    ]
+    assert f"takes {min(limits[0]):.1f} to {max(limits[0]):.1f} times as long" in text
+    assert f"and {min(limits[1]):.1f} to {max(limits[1]):.1f} times at 0.05" in text
+
+
+def test_selectors() -> None:
+    sets = quality("quality_methods_cpu.json")
+    found = {row[0].split("`")[1]: row[1] for row in table("README.md", "selector")}
+    assert len(found) == 8
+    for selector, cell in found.items():
+        assert cell == f"{100 * mean(rows[selector, 'none', 0.15]['recovered'] for rows in sets.values()):.0f} %", (
+            selector
+        )
+
+
+def _selector_rows() -> Iterator[list[str]]:
+    sets = quality("quality_methods_cpu.json")
+    keys = [key for key in next(iter(sets.values())) if key[2] == 0.15]
+    for key in sorted(keys, key=lambda key: -mean(rows[key]["recovered"] for rows in sets.values())):
+        shares = [rows[key]["recovered"] for rows in sets.values()]
+        recall = mean(rows[key]["recall_10"] for rows in sets.values())
+        yield [f"`{key[0]}`", *(f"{100 * share:.0f} %" for share in (*shares, mean(shares), recall))]
+
+
+def test_all_selectors() -> None:
+    head = " | ".join(["selector", *quality("quality_methods_cpu.json")])
+    assert table("docs/methods.md", head) == list(_selector_rows())
+
+
+def test_the_default() -> None:
+    def percent(row: dict[str, Any]) -> str:
+        low, high = row["recovered_95"]
+        return f"{100 * row['recovered']:.0f} % ({100 * low:.0f} to {100 * high:.0f})"
+
+    want = []
+    for name, rows in quality("quality_default_cpu.json").items():
+        reused, fused = rows["full_reuse", "similar", 0.0], rows["sink_attention", "similar", 0.15]
+        low, high = fused["f1_minus_full_95"]
+        want.append([name, percent(reused), percent(fused), f"{100 * low:+.1f} to {100 * high:+.1f}"])
+    assert table("docs/methods.md", "set") == want
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    (hotpot, musique, squad) = ([cell.split(" %")[0] for cell in row[1:]] for row in want)
+    assert f"recovered {hotpot[0]} % on 100 questions of HotpotQA, {musique[0]} % of MuSiQue and {squad[0]} %" in text
+    assert f"it is {hotpot[1]}, {musique[1]} and {squad[1]} %" in text
+
+
+def test_the_probe() -> None:
+    rows = table("docs/methods.md", "prompt tokens")
+    assert rows == [
+        ["probe and selection", *(f"{100 * row['probe_share']:.1f} %" for row in record("probe_cpu.json")["lengths"])]
+    ]
+
+
+def test_storage_dtypes() -> None:
+    want = []
+    for row in record("compression_cpu.json")["rows"]:
+        low, high = row["kl_over_float32_0.15_95"]
+        ratio = f"{row['kl_over_float32_0.15']:.3f} ({low:.3f} to {high:.3f})" if high > 1.0005 else "1"
+        loads = [f"{row[name]:.1f} us" for name in ("warm_us_per_token", "cold_us_per_token")]
+        firsts = [f"{1000 * row[name]:.0f} ms" for name in ("ttft_0_s", "ttft_0.15_s")]
+        losses = [f"{row[name]:.4f}" for name in ("kl_0", "kl_0.15")]
+        want.append([row["storage"], f"{row['bytes_per_token']:,}", *loads, *firsts, *losses, ratio])
+    assert table("docs/store.md", "storage") == want
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_row_attention_on_a_cpu(dtype: str) -> None:
+    bounds: dict[str, dict[str, float]] = {}
+    for bound in record("kernels_cpu.json")["bounds"]:
+        if bound["dtype"] == dtype and bound["implementation"] == "native":
+            name = "{}/{} x {}".format(*bound["heads"])
+            bounds.setdefault(name, {})["share" if "its share" in bound["what"] else "worst"] = bound["found"]
+    masked = {
+        "{}/{} x {}".format(*row["heads"]): row["times_mask"]["native"]
+        for row in record("kernels_cpu.json")["records"]
+        if (row["dtype"], row["keys"], row["ratio"]) == (dtype, 4096, 0.15)
+    }
+    got = {row[1]: row[2:] for row in table("docs/kernels.md", "dtype") if row[0] == dtype}
+    assert got == {
+        name: [f"{found['share']:.2f}", f"{masked[name]:.2f}", f"{found['worst']:.2f}"]
+        for name, found in bounds.items()
+    }
