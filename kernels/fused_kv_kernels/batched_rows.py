@@ -1,4 +1,4 @@
-"""Row attention over batches: every sequence with its own rows, lengths and key positions."""
+"""Row attention over a batch: each sequence has its own rows, lengths and key positions."""
 
 from __future__ import annotations
 

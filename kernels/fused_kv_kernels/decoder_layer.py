@@ -1,7 +1,6 @@
-"""A decoder layer around its attention, for few rows: on a CPU in bfloat16 one native call before it and one behind it.
+"""A decoder layer without its attention, for few rows: on a CPU in bfloat16 one native call before and one after it.
 
-With a question's rows, what Python does between an operator and the next takes as long as the operators: of a probe
-through 23 layers of SmolLM2-135M it was a third.
+With as few rows as a question has, the time that Python takes between two operators is comparable to theirs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which implementation of an operator runs: Triton on CUDA devices, plain torch elsewhere.
 
-``FUSED_KV_KERNELS=torch`` or ``triton`` in the environment overrides that. What an implementation cannot do is an
-error that names the operator, the dtype, the shapes and the device; there is no silent slow path.
+``FUSED_KV_KERNELS=torch`` or ``triton`` in the environment overrides the choice. Operands that the implementation does
+not support raise an error that names the operator, the dtype, the shapes and the device; there is no silent fallback.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What stands between a decoder's matrix products: RMS norm, rotary positions, and the gate of its MLP.
+"""The element-wise steps between a decoder's matrix products: RMS norm, rotary positions, and the gate of its MLP.
 
-Torch makes several passes over the memory for each; beside sparse rows that shows: 6% of a fused pass, measured at 604
-rows of 3,635 (SmolLM2-135M, two cores).
+Torch makes several passes over the memory for each of them. The native operators make one, which matters where few rows
+leave little else to compute.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How far chunks' shifts hold in a prompt: fitted to what recomputed tokens show of their deviation."""
+"""Shift fit: how much of each chunk's shift holds in a prompt, by least squares over its recomputed tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV deviation: how far the KV that the prompt gives tokens is from what is stored for them."""
+"""KV deviation: how far the fresh KV of tokens is from their stored KV."""
 
 from __future__ import annotations
 

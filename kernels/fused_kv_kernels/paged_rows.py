@@ -1,4 +1,4 @@
-"""Row attention over pages: requests share chunks' KV, and none holds a copy of it."""
+"""Row attention over pages: requests share one copy of a chunk's KV."""
 
 from __future__ import annotations
 

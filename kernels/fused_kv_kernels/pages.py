@@ -1,8 +1,8 @@
-"""Page tables: which pages hold a request's KV, and where every slot of them stands in its prompt.
+"""Page tables: which pages hold a request's KV, and the position of each of their slots in its prompt.
 
-FusionRAG section 4.3 and figure 12: requests share the pages of a chunk, whose keys stay at the positions they were
-prefilled at. What a request recomputes lies in its own pages, and takes the place of the entries at the same positions
-in the shared ones. A slot that a request must not see has the position -1, and no kernel needs to know more than that.
+FusionRAG section 4.3 and figure 12: requests share the pages of a chunk, whose keys stay at the positions at which they
+were prefilled. A request's recomputed tokens lie in pages of its own and replace the shared entries at the same
+positions. A slot that a request must not see has the position -1; kernels need no other mask.
 """
 
 from __future__ import annotations

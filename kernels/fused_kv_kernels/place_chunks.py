@@ -1,4 +1,4 @@
-"""Placing chunks: stored chunk KV into a layer of a cache, keys moved to their positions."""
+"""Placing chunks: copy stored chunk KV into a layer of a cache and rotate the keys to their new positions."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Every operator in plain torch: the specification and the oracle of the tests.
+"""Every operator in plain torch: the specification, and the oracle of the tests.
 
-Nothing here is fast. All arithmetic is done in float32 (float64 stays float64).
+Clarity comes before speed. All arithmetic is done in float32 (float64 stays float64).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Key re-rotation: move rotated keys to other positions."""
+"""Key re-rotation: move keys that are rotated already to other positions."""
 
 from __future__ import annotations
 

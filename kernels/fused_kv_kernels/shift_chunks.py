@@ -1,4 +1,4 @@
-"""Shifting chunks: what a context changes in a chunk's KV, kept in eight bits and added with a weight."""
+"""Context shifts: add the change that a context makes to a chunk's KV, stored in eight bits, with a weight."""
 
 from __future__ import annotations
 

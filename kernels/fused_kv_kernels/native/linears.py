@@ -1,4 +1,4 @@
-"""The native linear layers, and what is made of them, as functions of tensors. Their callers have checked shapes."""
+"""The native linear layers and the halves of a decoder layer, as functions of tensors. Callers check the shapes."""
 
 from __future__ import annotations
 

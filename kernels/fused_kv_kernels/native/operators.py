@@ -1,4 +1,4 @@
-"""The native CPU operators as functions of tensors. Their callers have checked shapes and positions."""
+"""The native CPU operators as functions of tensors. Callers check shapes and positions."""
 
 from __future__ import annotations
 

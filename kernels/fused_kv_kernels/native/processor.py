@@ -1,4 +1,4 @@
-"""What instructions the processor has, and the levels of instructions that prebuilt libraries are compiled for."""
+"""The processor's instruction sets, and the levels of instruction sets that prebuilt libraries are compiled for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Joining what several programs made of splits of the same keys."""
+"""Joining the partial attention results of programs that each took a part of the keys."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Which block shapes each generation of devices is offered to tune among.
+"""The block shapes that autotuning tries, by generation of GPU.
 
-Hopper's matrix instructions want 64 rows for each group of four warps, so its blocks are large and deeply pipelined;
-Ampere and Ada have less shared memory. A device that is neither gets shapes that fit into 64 KiB.
+Hopper's matrix instructions take 64 rows for each group of four warps, so its blocks are large and deeply pipelined.
+Ampere and Ada have less shared memory. Any other device gets shapes that fit into 64 KiB.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Inner products of deviations and shifts in Triton: one program a chunk and head walks over its recomputed tokens."""
+"""Inner products of deviations and shifts in Triton: one program sums over the tokens of a chunk and head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV deviation in Triton: fresh and stored KV are read once, where they lie."""
+"""KV deviation in Triton: fresh and stored KV are read once, in place."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Row attention over pages in Triton: keys of shared pages are rotated in registers, between memory and the product.
+"""Row attention over pages in Triton: keys of shared pages are rotated in registers, just before the product.
 
-Half-split rotary pairs are loaded as two half blocks, so that rotating needs no exchange between threads; the product
-is the sum of the halves' products.
+Half-split rotary pairs are loaded as two half blocks, so rotating needs no exchange between threads. The product is the
+sum of the halves' products.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Placing chunks in Triton: dequantise, rotate and scatter the KV of all chunks of a layer in one pass.
 
-The chunks lie anywhere on the device. Their addresses travel in a small table, so that one launch serves all of them
-and every byte is read once and written once.
+The chunks may lie anywhere on the device. A small table holds their addresses, so one launch serves all of them, and
+every byte is read once and written once.
 """
 
 from __future__ import annotations

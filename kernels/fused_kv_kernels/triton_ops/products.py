@@ -1,4 +1,4 @@
-"""Matrix products of blocks, as exact as the operands' dtype allows."""
+"""Matrix products of blocks, with the full precision of the operands' dtype."""
 
 from __future__ import annotations
 

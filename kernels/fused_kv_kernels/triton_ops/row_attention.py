@@ -1,9 +1,9 @@
 """Row attention in Triton: FusionRAG section 4.3's Q-Sparse-Attn.
 
-The query heads that share a key head are packed into the rows of one block, so that its keys are loaded once for all
-of them. Rows ascend in position, so a block's first row says up to where no mask is needed and its last row where the
-keys end that the block reads. Where there are too few blocks to fill the device, the keys are split among programs
-and :mod:`.combine` joins their results.
+The query heads that share a key head are packed into the rows of one block, so the keys are loaded once for all of
+them. Rows ascend in position: keys up to the first row's position need no mask, and keys after the last row's position
+are not read. Where there are too few blocks to fill the device, the keys are split among programs, and :mod:`.combine`
+joins their results.
 """
 
 from __future__ import annotations

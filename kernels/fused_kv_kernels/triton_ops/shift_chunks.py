@@ -1,6 +1,6 @@
-"""Shifting chunks in Triton: eight-bit differences are dequantised, turned and added, all chunks of a layer at once.
+"""Context shifts in Triton: eight-bit differences are dequantised, rotated and added, a layer at a time.
 
-As in :mod:`.place_chunks`, the addresses of the chunks' parts travel in a small table.
+As in :mod:`.place_chunks`, a small table holds the addresses.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Token scores in Triton: the attention mass that each key receives, in two passes over the keys.
 
-The first pass finds every row's softmax denominator, the second adds each key's shares of them. Scores of a block live
-in registers only; no matrix of rows and keys is written.
+The first pass computes each row's softmax denominator, the second adds up each key's share of every row. The scores of
+a block stay in registers; no matrix of rows and keys is written.
 """
 
 from __future__ import annotations

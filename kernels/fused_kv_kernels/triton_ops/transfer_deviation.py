@@ -1,6 +1,6 @@
-"""Deviation transfer in Triton: one launch sums the chunks' deviations, one adds them where the chunks stand.
+"""Deviation transfer in Triton: one launch sums the chunks' deviations, a second adds the means to the chunks' tokens.
 
-Neither waits for the device to say where chunks begin: which chunk a position belongs to is looked up there.
+The chunk of a position is looked up on the device, so the host does not wait for it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-// A decoder layer for few rows: what stands before attention, and what stands behind it. Its operators are those of the
-// whole layer's, called one after the other: with few rows, what stands between calls from Python takes as long as they
-// do.
+// The two halves of a decoder layer, before and after attention, for few rows. Each calls the layer's operators one
+// after another, because with few rows the time between calls from Python is comparable to theirs.
 #include "element.h"
 
 namespace {
@@ -69,8 +68,8 @@ void fkv_gated_mlp(const uint16_t *x, const uint16_t *weight, const int64_t *lay
     add(x, own[2].rows(), own[2].rows(), rows * dim);
 }
 
-// The same of x + rounded(o(attended)), attended [rows, inner]; `layers` are o, gate, up and down, and the output of the
-// first is scratch too.
+// The same of x + rounded(o(attended)), attended [rows, inner]; `layers` are o, gate, up and down, and the output of
+// the first is scratch too.
 void fkv_attended_mlp(const uint16_t *x, const uint16_t *attended, const uint16_t *weight, const int64_t *layers,
                       uint16_t *normal, int64_t rows, int64_t inner, int64_t dim, float epsilon, int threads) {
     uint16_t *const sum = reinterpret_cast<const Layer *>(layers)->rows();

@@ -1,4 +1,4 @@
-// What the operators of all dtypes have to know of bfloat16.
+// Loading, storing and rounding bfloat16, for the operators that are shared by all dtypes.
 #pragma once
 
 #include "vectors.h"

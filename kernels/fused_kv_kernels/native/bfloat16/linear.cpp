@@ -1,8 +1,8 @@
-// Linear layers for few rows on AVX512-BF16: weights are read once, where they are, and in no other layout.
+// Linear layers for few rows on AVX512-BF16: the weights are read once, in place.
 //
-// Libraries bring weights into a layout of theirs first, at every call or as a second copy that is kept. With few rows
-// that takes as long as the products. Here both operands are read along the inner dimension, as they lie, and the lanes
-// of a register are added up at the end.
+// Matrix libraries first bring the weights into a layout of their own, at every call or as a second copy that is kept.
+// With few rows that takes as long as the products. Here both operands are read along the inner dimension, and the
+// lanes of a register are added up at the end.
 #include "tiles.h"
 
 namespace {

@@ -1,7 +1,7 @@
-// The same products on AMX: 16 x 16 results from tiles of 16 rows by 32 bfloat16, sixteen times the rate of a register.
+// The same products on AMX: 16 x 16 results from tiles of 16 rows by 32 bfloat16.
 //
-// The packed layouts of tiles.h are those that a tile wants. FKV_EMULATE_TILES replaces the instructions by plain
-// loops, so that the blocking can be tested on processors without them.
+// A tile takes the packed layouts of tiles.h as they are. FKV_EMULATE_TILES replaces the instructions by plain loops,
+// so that the blocking can be tested on processors without AMX.
 #pragma once
 
 #include "tiles.h"

@@ -1,9 +1,9 @@
 // Row attention on AVX512-BF16, and AMX where there is one: scattered query rows, each with its own causal limit, one
 // pass over the keys.
 //
-// The query heads that share a key head are folded into rows. Keys and values of a head are packed once; then every
-// block of rows goes over the key blocks up to its last row with a running maximum and sum (online softmax), so that
-// scores live in the first-level cache and are never rounded to bfloat16 before the softmax.
+// The query heads that share a key head are folded into rows. Keys and values of a head are packed once. Each block of
+// rows then processes the key blocks up to its last row with a running maximum and sum (online softmax), so the scores
+// stay in the first-level cache and are not rounded to bfloat16 before the softmax.
 #include "matrix_tiles.h"
 
 #include <cmath>

@@ -1,4 +1,4 @@
-// Token scores on AVX512-BF16: the softmax mass every key receives, without a matrix of all rows and keys.
+// Token scores on AVX512-BF16: the softmax mass that each key receives, without a matrix of all rows and keys.
 #include "tiles.h"
 
 #include <vector>

@@ -1,7 +1,7 @@
 // Products of float32 matrices in registers.
 //
-// The right operand is dense, [inner][columns], and its columns fill one to kStripRegisters registers; the left one is
-// read number by number from wherever it lies. That is how keys and values are taken as they are: nothing is packed.
+// The right operand is dense, [inner][columns], and its columns fill one to kStripRegisters registers. The left operand
+// is read in place, one number at a time, so keys and values need no packing.
 #pragma once
 
 #include "vectors.h"

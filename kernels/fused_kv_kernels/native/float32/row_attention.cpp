@@ -1,8 +1,8 @@
 // Row attention in float32: scattered query rows, each with its own causal limit, one pass over the keys.
 //
-// Keys and values are left operands of the products and taken as they lie: nothing is packed. The rows of a task,
-// several strips of them, go over the keys together with a running maximum and sum (online softmax), so that a block of
-// keys is read once for all and scores live in the first-level cache.
+// Keys and values are the left operands of the products and are read in place, without packing. A task processes
+// several strips of rows together, one block of keys after another, with a running maximum and sum (online softmax). So
+// a block of keys is read once for all of them, and the scores stay in the first-level cache.
 #include "strips.h"
 
 #include <omp.h>

@@ -1,8 +1,8 @@
 // Query rows of float32 attention, transposed: the lanes of a register are rows.
 //
-// The query heads that share a key head are folded into rows, side by side. A strip is as many folded rows as a product
-// takes columns; its scores are [keys][rows], so that a softmax compares and adds whole registers, and a row comes out
-// the same whatever rows stand beside it.
+// The query heads that share a key head are folded into rows, side by side. A strip has as many folded rows as a
+// product has columns. Its scores are [keys][rows], so the softmax compares and adds whole registers, and a row's
+// result does not depend on the rows beside it.
 #pragma once
 
 #include "products.h"

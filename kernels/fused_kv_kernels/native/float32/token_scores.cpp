@@ -1,4 +1,4 @@
-// Token scores in float32: the softmax mass every key receives, without a matrix of all rows and keys.
+// Token scores in float32: the softmax mass that each key receives, without a matrix of all rows and keys.
 #include "strips.h"
 
 #include <vector>

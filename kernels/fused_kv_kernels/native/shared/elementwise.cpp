@@ -1,5 +1,5 @@
-// What stands between a decoder's matrix products: RMS norm, rotary positions, and the gate of its MLP. One pass each;
-// every rounding to the dtype happens where transformers' own code has it.
+// The element-wise steps between a decoder's matrix products: RMS norm, rotary positions, and the gate of its MLP. Each
+// makes one pass over the memory and rounds to the dtype exactly where transformers' own code does.
 #include "element.h"
 
 #include <cmath>

@@ -1,4 +1,4 @@
-// How far shifts of chunk KV go along with what recomputed rows show: inner products, by chunk and head.
+// Inner products of the deviations of recomputed rows with their chunk's shift, by chunk and head.
 #include "shifts.h"
 
 namespace {

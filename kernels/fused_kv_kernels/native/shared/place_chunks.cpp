@@ -1,5 +1,5 @@
-// Chunk KV into a cache: keys rotated by their chunk's distance, values copied, in one pass over the memory. What is
-// stored in eight bits is multiplied by its scales on the way, and rounded once.
+// Places chunk KV in a cache in one pass over the memory: keys are rotated by their chunk's distance, values are
+// copied. KV stored in eight bits is multiplied by its scales in the same pass and rounded once.
 #include "element.h"
 
 namespace {

@@ -1,4 +1,4 @@
-// Shifts of chunk KV: eight-bit differences added to keys, turned as the chunk's keys were, and to values.
+// Context shifts: eight-bit differences, added to values as they are and to keys rotated as the chunk's keys were.
 #include "shifts.h"
 
 namespace {

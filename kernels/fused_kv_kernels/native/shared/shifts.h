@@ -5,8 +5,9 @@
 
 namespace fkv {
 
-// Addresses of int8 keys [layers, heads, head rows, dim] and their float32 scales, one a row, of values and theirs (all
-// of the first row to shift), rows from head to head, rows to shift, and the position where they begin.
+// Addresses of the first row to shift: of int8 keys [layers, heads, head rows, dim], of their float32 scales (one for
+// each row), and of values and their scales. Then the rows between heads, the rows to shift, and the position of the
+// first.
 struct Shift {
     const int8_t *keys;
     const float *key_scales;

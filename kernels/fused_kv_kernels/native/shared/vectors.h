@@ -1,4 +1,4 @@
-// Registers of float32 as the compiler's vector extensions give them: one source for AVX2 and AVX-512.
+// Vector registers of float32 through the compiler's vector extensions: one source for AVX2 and AVX-512.
 #pragma once
 
 #include <immintrin.h>
