@@ -90,7 +90,7 @@ def ingest(
     with FileLock(kv_dir / "quality.lock"):
         for name, engine in engines.items():
             # Neighbours come from the whole corpus of the set; KV is made of the passages that stand in prompts.
-            near = None if name == "none" else neighbours_in(corpus, used, engine.num_neighbours, kv_dir)
+            near = None if name == "none" else neighbours_in(corpus, used, engine.config.num_neighbours, kv_dir)
             print(f"{path.stem}, {name}: {engine.build_kv_cache(used, neighbours=near).summary()}")
             for selector in args.selectors:
                 engine.build_anchors(used, selector=selector)

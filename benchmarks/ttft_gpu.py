@@ -161,7 +161,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="fused-kv-bench-") as kv_dir:
         engine = FusedKVEngine(
             model, tokenizer=word_tokenizer(args.words), kv_dir=kv_dir, memory_bytes=16 * 2**30,
-            preprocessing="none", store_misses=False, wrap=False,
+            preprocessing="none", store_misses=False, wrap_chat_template=False,
         )  # fmt: skip
         measure_lengths(engine, Path(kv_dir), args, result)
         engine.close()

@@ -17,7 +17,7 @@ from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 from pydantic import ConfigDict, Field, SecretStr
 
-from fused_kv_llm.adapter import collect_in_thread, iterate_in_threads
+from fused_kv_llm.adapter import FusedKVModel, collect_in_thread, iterate_in_threads
 from fused_kv_llm.decoding import (
     CallStream,
     ToolAnswer,
@@ -100,17 +100,16 @@ class ChatFusedKV(LangChainFusedKV, BaseChatModel):
     """
 
     # The configuration of BaseChatModel would win over that of FusedKVModel.
-    model_config: ClassVar[ConfigDict] = ConfigDict(
-        extra="forbid", hide_input_in_errors=True, arbitrary_types_allowed=True
-    )
+    model_config: ClassVar[ConfigDict] = ConfigDict(**{**FusedKVModel.model_config, "arbitrary_types_allowed": True})
     tools_in_prompt: bool = False
     timeout: float | None = Field(default=None, gt=0)
     max_retries: int | None = None
     api_key: SecretStr | None = Field(default=None, repr=False, exclude=True)
     streaming: bool = False
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+    def model_post_init(self, context: Any) -> None:
+        """Refuse a model that cannot render messages."""
+        super().model_post_init(context)
         if not self.engine.renderer.template_source:
             self.close()
             raise ConfigError(

@@ -15,9 +15,9 @@ from langchain_core.outputs import (
     GenerationChunk,
     LLMResult,
 )
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict
 
-from fused_kv_llm.adapter import PER_CALL_OPTIONS, collect_in_thread, iterate_in_threads
+from fused_kv_llm.adapter import PER_CALL_OPTIONS, FusedKVModel, collect_in_thread, iterate_in_threads
 from langchain_fused_kv.base import LangChainFusedKV
 
 __all__ = ["FusedKVLLM"]
@@ -103,12 +103,7 @@ class FusedKVLLM(LangChainFusedKV, BaseLLM):
     """
 
     # The configuration of BaseLLM would win over that of FusedKVModel.
-    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", hide_input_in_errors=True)
-    wrap_chat_template: bool = Field(default=True, frozen=True)
-
-    @classmethod
-    def _engine_options(cls) -> dict[str, str]:
-        return {**super()._engine_options(), "wrap_chat_template": "wrap"}
+    model_config: ClassVar[ConfigDict] = FusedKVModel.model_config
 
     @property
     def _llm_type(self) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Generator, Sequence
 from contextlib import closing
 from typing import Any, ClassVar
 
+from llama_index.core.base.llms.generic_utils import messages_to_prompt as generic_messages_to_prompt
 from llama_index.core.base.llms.types import (
     ChatMessage,
     ChatResponse,
@@ -19,6 +20,7 @@ from llama_index.core.base.llms.types import (
 )
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.custom import CustomLLM
+from llama_index.core.llms.llm import default_completion_to_prompt
 from llama_index.core.prompts import BasePromptTemplate
 from pydantic import BaseModel, ConfigDict
 
@@ -97,14 +99,14 @@ class FusedKVLLM(FusedKVModel, CustomLLM):
     """
 
     # The configuration of LlamaIndex's LLM would win over that of FusedKVModel.
-    model_config: ClassVar[ConfigDict] = ConfigDict(
-        extra="forbid", hide_input_in_errors=True, arbitrary_types_allowed=True
-    )
+    model_config: ClassVar[ConfigDict] = ConfigDict(**{**FusedKVModel.model_config, "arbitrary_types_allowed": True})
     items_name: ClassVar[str] = "nodes, documents or strings"
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        own = sorted({"messages_to_prompt", "completion_to_prompt"} & {k for k, v in options.items() if v is not None})
+    def model_post_init(self, context: Any) -> None:
+        """Refuse a second template where the model has one."""
+        super().model_post_init(context)
+        generic = (None, generic_messages_to_prompt, default_completion_to_prompt)
+        own = [name for name in ("completion_to_prompt", "messages_to_prompt") if getattr(self, name) not in generic]
         if own and self._has_template:
             self.close()
             raise ConfigError(

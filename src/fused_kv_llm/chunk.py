@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 
-__all__ = ["FORMAT_VERSION", "ChunkKV", "ContentHash", "KVIdentity", "chunk_key"]
+from fused_kv_llm.errors import CorpusError
+
+__all__ = ["FORMAT_VERSION", "ChunkKV", "ContentHash", "KVIdentity", "chunk_key", "chunk_text", "chunk_texts"]
 
 FORMAT_VERSION = 2
 
@@ -102,6 +104,35 @@ class KVIdentity:
     def digest(self) -> str:
         """SHA-256 over all fields, hexadecimal."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+
+
+def chunk_text(text: str) -> str:
+    """Return the canonical form of a chunk's text: without white space around it.
+
+    Chunks are stored, looked up and found in prompts by it. Frameworks strip texts, or not, before they put them
+    into prompts; what is inside a chunk stays as it is.
+
+    Raises
+    ------
+    CorpusError
+        If it is not text.
+    """
+    if not isinstance(text, str):
+        raise CorpusError(f"A chunk is of type {type(text).__name__}, not text: pass strings or documents.")
+    return text.strip()
+
+
+def chunk_texts(texts: Iterable[str]) -> list[str]:
+    """Return the canonical form of several chunks' texts.
+
+    Raises
+    ------
+    CorpusError
+        If one string was given, which would be read as one chunk a character, or a chunk is not text.
+    """
+    if isinstance(texts, str):
+        raise CorpusError(f"texts={texts[:40]!r} is one string: pass a list of chunks, [text] for a single one.")
+    return [chunk_text(text) for text in texts]
 
 
 def chunk_key(identity_digest: str, token_ids: Sequence[int], context: Sequence[Sequence[int]] = ()) -> str:

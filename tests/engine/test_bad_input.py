@@ -156,7 +156,7 @@ def test_a_selector_that_picks_something_else_is_refused(engine: FusedKVEngine, 
     prompt = rag_prompt(SHORT[:4])
     with pytest.raises(ConfigError, match="The selector 'picks' returned"):
         engine.generate(prompt, max_tokens=2, recompute_ratio=0.2, selector=_Picks(positions))
-    assert engine._buffers._kept is not None, "the request's memory was not given back"
+    assert engine.requests.buffers._kept is not None, "the request's memory was not given back"
     assert engine.generate(prompt, max_tokens=2).report.chunks_found == 4
 
 
@@ -235,7 +235,7 @@ def test_an_answer_ends_where_the_context_ends(engine: FusedKVEngine) -> None:
 
 
 def test_an_empty_raw_prompt_is_refused(tmp_path: Path) -> None:
-    with make_engine(tmp_path, wrap=False) as engine, pytest.raises(PromptError, match="empty"):
+    with make_engine(tmp_path, wrap_chat_template=False) as engine, pytest.raises(PromptError, match="empty"):
         engine.generate("")
 
 
@@ -262,7 +262,7 @@ def test_a_store_of_another_model_is_a_miss(tmp_path: Path) -> None:
         assert got.token_ids == plain_answer(engine, prompt)
 
 
-@pytest.mark.parametrize("change", [{"tenant": "b"}, {"wrap": False}])
+@pytest.mark.parametrize("change", [{"tenant": "b"}, {"wrap_chat_template": False}])
 def test_another_tenant_or_header_is_a_miss(tmp_path: Path, change: dict[str, object]) -> None:
     with make_engine(tmp_path, tenant="a") as one:
         one.build_kv_cache(SHORT[:2], progress=False)
@@ -331,7 +331,7 @@ def test_ctrl_c_in_generation_leaves_the_engine_usable(engine: FusedKVEngine, mo
     with pytest.raises(KeyboardInterrupt):
         engine.generate(prompt, max_tokens=6)
     monkeypatch.undo()
-    assert not engine._model_lock.locked()
+    assert not engine.model_lock.locked()
     assert engine.generate(prompt, max_tokens=6).token_ids == want
 
 
@@ -342,7 +342,7 @@ def test_a_stream_left_early_blocks_nobody(engine: FusedKVEngine) -> None:
     next(stream)
     assert engine.generate(prompt, max_tokens=6).token_ids == want
     stream.close()
-    assert not engine._model_lock.locked()
+    assert not engine.model_lock.locked()
     assert not torch.is_inference_mode_enabled()
 
 

@@ -44,7 +44,7 @@ def test_options_that_cannot_work(tmp_path: Path, options: dict[str, str], messa
 
 def test_sizes_are_those_that_people_write(tmp_path: Path) -> None:
     with make_engine(tmp_path, memory_bytes="64MB", disk_bytes="1GiB") as engine:
-        assert engine.memory_bytes == 64_000_000
+        assert engine.config.memory_bytes == 64_000_000
         assert engine.store.stats().disk_bytes == 1 << 30
 
 

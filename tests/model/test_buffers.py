@@ -31,24 +31,24 @@ def test_what_a_former_request_left_changes_nothing(tmp_path: Path) -> None:
         for selector in ("fusionrag", "prophetkv", "boundary"):
             for prompt in prompts:
                 want = engine.generate(prompt, max_tokens=5, selector=selector).token_ids
-                kept = engine._buffers.take(1)
+                kept = engine.requests.buffers.take(1)
                 poisoned = torch.full((4 * 10**6,), float("nan"))
-                engine._buffers.take = lambda numel, buffer=poisoned: buffer  # type: ignore[method-assign]
+                engine.requests.buffers.take = lambda numel, buffer=poisoned: buffer  # type: ignore[method-assign]
                 assert engine.generate(prompt, max_tokens=5, selector=selector).token_ids == want
-                del engine._buffers.take
-                engine._buffers.give_back(kept)
+                del engine.requests.buffers.take
+                engine.requests.buffers.give_back(kept)
 
 
 def test_a_probe_of_one_row_reads_nothing_stale(tmp_path: Path) -> None:
     """A raw prompt that is only a chunk leaves one fresh row: the question of the probe."""
     with FusedKVEngine(
-        tiny_model(), preprocessing="none", tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, wrap=False
+        tiny_model(), preprocessing="none", tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, wrap_chat_template=False
     ) as engine:
         engine.build_kv_cache(SHORT[:1], progress=False)
         selections = []
         for poison in (0.0, 5.0, float("nan")):
             poisoned = torch.full((10**6,), poison)
-            engine._buffers.take = lambda numel, buffer=poisoned: buffer  # type: ignore[method-assign]
+            engine.requests.buffers.take = lambda numel, buffer=poisoned: buffer  # type: ignore[method-assign]
             fused, report = engine.prefill(SHORT[0], recompute_ratio=0.15, selector="all_layers")
             assert report.fresh_tokens == 1
             selections.append(fused.selected.tolist())

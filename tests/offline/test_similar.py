@@ -68,9 +68,9 @@ def test_the_shift_is_what_neighbours_change(tmp_path: Path) -> None:
     graph = {SHORT[0]: [SHORT[1], SHORT[2]]}
     with make_engine(tmp_path / "plain", preprocessing="none") as plain:
         plain.build_kv_cache(SHORT[:3], progress=False)
-        ids = [*plain._prefix.token_ids, *(i for n in (1, 2, 0) for i in plain.token_ids(SHORT[n]))]
+        ids = [*plain._parts.prefix.token_ids, *(i for n in (1, 2, 0) for i in plain.token_ids(SHORT[n]))]
         inv_freq = plain.loaded.geometry.inv_freq
-        keys, values, at = [plain._prefix.keys], [plain._prefix.values], len(plain._prefix.token_ids)
+        keys, values, at = [plain._parts.prefix.keys], [plain._prefix.values], len(plain._prefix.token_ids)
         home = at
         for n in (1, 2):
             k, v = stored_kv(plain, SHORT[n])

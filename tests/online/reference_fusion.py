@@ -23,8 +23,8 @@ def stitched_kv(engine: FusedKVEngine, request: Request) -> FusedCache:
     cache.keys.zero_()
     cache.values.zero_()
     count = request.prefix_tokens
-    cache.keys[:, 0, :, :count] = engine._prefix.keys[:, :, :count]
-    cache.values[:, 0, :, :count] = engine._prefix.values[:, :, :count]
+    cache.keys[:, 0, :, :count] = engine._parts.prefix.keys[:, :, :count]
+    cache.values[:, 0, :, :count] = engine._parts.prefix.values[:, :, :count]
     with ThreadPoolExecutor(1) as pool:
         loader = ChunkLoader(request.placements, engine.loaded.geometry, cache, pool)
         for layer in range(engine.loaded.geometry.num_layers):

@@ -41,13 +41,13 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FusedKVEngine]:
 
 
 def plan(engine: FusedKVEngine) -> Request:
-    return engine._planner.plan(rag_prompt(SHORT[:5]), FusionReport())
+    return engine.requests.planner.plan(rag_prompt(SHORT[:5]), FusionReport())
 
 
 def stored_anchors(engine: FusedKVEngine, request: Request) -> list[int]:
     found = []
     for placement in request.placements:
-        side = engine._sides.read(placement.stored.key, side_name(ANCHORS, LAYERS))
+        side = engine.store.sidecars.read(placement.stored.key, side_name(ANCHORS, LAYERS))
         assert side is not None
         places = side["positions"].long() - placement.segment.chunk_start + placement.segment.start
         found += [p for p in places.tolist() if placement.segment.start <= p < placement.segment.stop]
@@ -73,9 +73,9 @@ def test_kvzip_equals_a_plain_repetition(engine: FusedKVEngine) -> None:
         best = weights[:, -len(chunk) :, len(header) : len(header) + len(chunk)].amax((0, 1))
         total += best / len(decoder.layers)
     with engine.store.open(key, chunk) as stored:
-        got = engine._anchors.scores(stored, chunk, ANCHORS)
+        got = engine.corpus._anchors.scores(stored, chunk, ANCHORS)
     torch.testing.assert_close(got, total, atol=1e-5, rtol=1e-4)
-    side = engine._sides.read(key, side_name(ANCHORS, LAYERS))
+    side = engine.store.sidecars.read(key, side_name(ANCHORS, LAYERS))
     assert side is not None
     assert side["positions"].tolist() == sorted(total.topk(math.ceil(0.2 * len(chunk))).indices.tolist())
 
@@ -102,7 +102,7 @@ def test_scores_equal_a_question_that_sees_header_and_anchors_only(engine: Fused
             attn_mask=seen[None, :] <= rows[:, None], scale=layer.self_attn.scaling, enable_gqa=True,
         )  # fmt: skip
         hidden = finish(layer, hidden, out)
-    positions, got = engine.attention_by_layer(rag_prompt(SHORT[:5]), View(LAYERS, anchors=ANCHORS))
+    positions, got = engine.requests.attention_by_layer(rag_prompt(SHORT[:5]), View(LAYERS, anchors=ANCHORS))
     assert torch.equal(positions, chunk)
     torch.testing.assert_close(got, torch.stack(want), atol=1e-5, rtol=1e-4)
     budget = int(0.3 * chunk.shape[0])
@@ -129,7 +129,7 @@ def test_nothing_of_the_probe_is_left_in_the_fused_pass(engine: FusedKVEngine) -
 def test_anchors_stand_side_by_side_between_the_rows_of_the_prompt(engine: FusedKVEngine) -> None:
     """Also of a chunk that is there twice, once in part, behind a question of some length."""
     question = "Question: which of the following passages says how many passengers there are?"
-    planned = engine._planner.plan(f"{question}\n\n{SHORT[1]}\n\n{SHORT[2]}\n\n{SHORT[1]}", FusionReport())
+    planned = engine.requests.planner.plan(f"{question}\n\n{SHORT[1]}\n\n{SHORT[2]}\n\n{SHORT[1]}", FusionReport())
     first, second, third = planned.placements
     segment = third.segment
     cut = replace(segment, start=segment.start + 3, stop=segment.stop - 4, chunk_start=segment.chunk_start + 3)
@@ -137,7 +137,7 @@ def test_anchors_stand_side_by_side_between_the_rows_of_the_prompt(engine: Fused
     request = Request(planned.ids, planned.prefix_tokens, placements)
     rows, _ = request.question_rows()
     assert int(rows[0]) < request.placements[0].segment.start
-    anchors = read_anchors(request, ANCHORS, LAYERS, engine._sides, engine.loaded.geometry, FusionReport())
+    anchors = read_anchors(request, ANCHORS, LAYERS, engine.store.sidecars, engine.loaded.geometry, FusionReport())
     positions = torch.cat(anchors.positions)
     assert positions.tolist() == stored_anchors(engine, request)
     header = torch.arange(request.prefix_tokens)
@@ -158,7 +158,7 @@ def test_anchors_stand_side_by_side_between_the_rows_of_the_prompt(engine: Fused
 def test_the_probe_reads_the_side_files_only(engine: FusedKVEngine) -> None:
     engine.store.drop_memory()
     _, report = engine.prefill(rag_prompt(SHORT[:5]), recompute_ratio=0.3)
-    sides = [engine._sides.read(p.stored.key, side_name(ANCHORS, LAYERS)) for p in plan(engine).placements]
+    sides = [engine.store.sidecars.read(p.stored.key, side_name(ANCHORS, LAYERS)) for p in plan(engine).placements]
     assert report.selection_bytes == sum(part.nbytes for side in sides for part in side.values())
     assert report.sidecar_bytes_loaded == {"anchors": report.selection_bytes}
     # 3 of 5 layers for a fifth of the tokens, and the keys of two layers.
@@ -189,12 +189,12 @@ def test_a_chunk_without_anchors_is_read_and_reported(engine: FusedKVEngine) -> 
     assert key is not None
     name = side_name(ANCHORS, LAYERS)
     before = engine.prefill(rag_prompt(SHORT[:5]), recompute_ratio=0.3)[1].selection_bytes
-    path = engine._sides._path(key, name)
-    side = engine._sides.read(key, name)
+    path = engine.store.sidecars._path(key, name)
+    side = engine.store.sidecars.read(key, name)
     path.unlink()
     _, report = engine.prefill(rag_prompt(SHORT[:5]), recompute_ratio=0.3)
     # Layers up to the deepest critical one are read, whatever of them is used.
-    (placement,) = engine._planner.plan(rag_prompt([SHORT[2]]), FusionReport()).placements
+    (placement,) = engine.requests.planner.plan(rag_prompt([SHORT[2]]), FusionReport()).placements
     with placement.stored as chunk:
         whole = chunk.nbytes * (max(LAYERS) + 1) // chunk.num_layers
     assert side is not None
@@ -210,24 +210,24 @@ def test_a_damaged_side_file_is_a_miss(engine: FusedKVEngine) -> None:
     key = engine.chunk_id(SHORT[3])
     assert key is not None
     name = side_name(ANCHORS, LAYERS)
-    path = engine._sides._path(key, name)
+    path = engine.store.sidecars._path(key, name)
     whole = bytearray(path.read_bytes())
     for broken in (bytes(whole[: len(whole) // 2]), bytes(whole[:-3]) + b"\x7f\x7f\x7f"):
         path.write_bytes(broken)
         with pytest.warns(UserWarning, match="cannot be used"):
-            assert engine._sides.read(key, name) is None
+            assert engine.store.sidecars.read(key, name) is None
         assert not path.exists()
     path.write_bytes(bytes(whole))
-    assert engine._sides.read(key, name) is not None
+    assert engine.store.sidecars.read(key, name) is not None
 
 
 def test_deleted_chunks_leave_no_anchors(engine: FusedKVEngine) -> None:
     key = engine.chunk_id(SHORT[4])
     assert key is not None
     engine.delete_chunks([SHORT[4]])
-    assert not engine._sides.has(key, side_name(ANCHORS, LAYERS))
+    assert not engine.store.sidecars.has(key, side_name(ANCHORS, LAYERS))
     engine.build_kv_cache([SHORT[4]], progress=False)
-    assert engine._sides.has(key, side_name(ANCHORS, LAYERS))
+    assert engine.store.sidecars.has(key, side_name(ANCHORS, LAYERS))
 
 
 def test_rules_rank_by_place_and_by_norm() -> None:

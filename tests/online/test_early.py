@@ -35,7 +35,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory):
 
 
 def plan(engine: FusedKVEngine) -> Request:
-    return engine._planner.plan(rag_prompt(SHORT[:5]), FusionReport())
+    return engine.requests.planner.plan(rag_prompt(SHORT[:5]), FusionReport())
 
 
 def dense(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor, scale: float) -> Any:

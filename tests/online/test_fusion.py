@@ -45,7 +45,7 @@ def engine(tmp_path: Path):
 def test_fused_pass_equals_plain_recomputation(engine: FusedKVEngine, selector: str, ratio: float) -> None:
     prompt = rag_prompt(SHORT[:6])
     fused, report = engine.prefill(prompt, recompute_ratio=ratio, selector=selector)
-    request = engine._planner.plan(prompt, FusionReport())
+    request = engine.requests.planner.plan(prompt, FusionReport())
     stored = stitched_kv(engine, request)
     rows = request.rows(fused.selected)
     transfer = 0.5 if selector == "sink_attention" and ratio else 0.0
@@ -61,7 +61,7 @@ def test_fused_pass_equals_plain_recomputation(engine: FusedKVEngine, selector: 
 @pytest.mark.parametrize("full_context", [False, True])
 @pytest.mark.parametrize("layers", [(2,), (0, 1, 2), (1,)])
 def test_probe_scores_equal_plain_attention(engine: FusedKVEngine, layers: tuple[int, ...], full_context: bool) -> None:
-    request = engine._planner.plan(rag_prompt(SHORT[:6]), FusionReport())
+    request = engine.requests.planner.plan(rag_prompt(SHORT[:6]), FusionReport())
     stored = stitched_kv(engine, request)
     with torch.inference_mode():
         got = probe_scores(engine.loaded, request, stored, View(layers, full_context)).mean(0)
@@ -101,7 +101,7 @@ def _plain_scores(engine: FusedKVEngine, request, layers, full_context) -> torch
 
 
 def test_the_question_is_the_text_after_the_last_chunk(engine: FusedKVEngine) -> None:
-    request = engine._planner.plan(rag_prompt(SHORT[:6]), FusionReport())
+    request = engine.requests.planner.plan(rag_prompt(SHORT[:6]), FusionReport())
     rows, question = request.question_rows()
     assert question == rows.shape[0] >= 16
     assert engine.tokenizer.decode([request.ids[i] for i in rows.tolist()]).lstrip().startswith("Question: How many")
@@ -109,7 +109,7 @@ def test_the_question_is_the_text_after_the_last_chunk(engine: FusedKVEngine) ->
 
 def test_a_question_before_the_chunks_is_seen(engine: FusedKVEngine) -> None:
     prompt = f"Question: How many passengers can the Aldebaran carry?\n\n{SHORT[0]}\n\n{SHORT[1]}"
-    request = engine._planner.plan(prompt, FusionReport())
+    request = engine.requests.planner.plan(prompt, FusionReport())
     rows, question = request.question_rows()
     assert question < rows.shape[0]
     assert "How many passengers" in engine.tokenizer.decode([request.ids[i] for i in rows.tolist()])

@@ -22,7 +22,7 @@ from fused_kv_llm.store import StoredKV
 def test_disk_and_memory_give_the_same_logits(
     ratio: float, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fused_kv_llm.engine.parts.reader_threads", lambda device: threads)
+    monkeypatch.setattr("fused_kv_llm.engine.requests.reader_threads", lambda device: threads)
     with FusedKVEngine(tiny_model(), preprocessing="none", tokenizer=smollm2_tokenizer(), kv_dir=tmp_path) as engine:
         engine.build_kv_cache(SHORT[:5], progress=False)
         engine.store.drop_memory()
@@ -102,7 +102,7 @@ from corpus import SHORT, rag_prompt
 from models import smollm2_tokenizer, tiny_model
 
 torch.set_num_threads(1)
-fused_kv_llm.engine.parts.reader_threads = lambda device: 2
+fused_kv_llm.engine.requests.reader_threads = lambda device: 2
 engine = fused_kv_llm.FusedKVEngine(
     tiny_model(), preprocessing="none", tokenizer=smollm2_tokenizer(), kv_dir=Path(sys.argv[1]), memory_bytes=0
 )

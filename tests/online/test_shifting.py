@@ -41,7 +41,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FusedKVEngine]:
 
 
 def expected_kv(engine: FusedKVEngine, prompt: str) -> tuple[torch.Tensor, torch.Tensor]:
-    request = engine._planner.plan(prompt, FusionReport())
+    request = engine.requests.planner.plan(prompt, FusionReport())
     cache, geometry = stitched_kv(engine, request), engine.loaded.geometry
     for placement in request.placements:
         side = engine.store.sidecars.read(placement.stored.key, CONTEXT_SHIFT)
@@ -66,7 +66,9 @@ def test_chunks_are_shifted_by_their_place(engine: FusedKVEngine, texts: list[st
     want = expected_kv(engine, prompt)
     fused, report = engine.prefill(prompt, recompute_ratio=0.0)
     assert report.chunks_found == len(texts)
-    chunk = torch.tensor([i for i, kind in enumerate(engine._planner.plan(prompt, FusionReport()).kind) if kind >= 0])
+    chunk = torch.tensor(
+        [i for i, kind in enumerate(engine.requests.planner.plan(prompt, FusionReport()).kind) if kind >= 0]
+    )
     for name, part in zip(("keys", "values"), want, strict=True):
         got = getattr(fused.cache, name)[:, 0, :, chunk]
         torch.testing.assert_close(got, part, atol=1e-5, rtol=1e-5)
@@ -114,7 +116,7 @@ def test_the_report_counts_what_is_loaded_of_context_shifts_once(
 def test_shifts_read_by_layers_and_kept_ones_give_the_same(
     tmp_path: Path, memory_bytes: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fused_kv_llm.engine.parts.reader_threads", lambda device: threads)
+    monkeypatch.setattr("fused_kv_llm.engine.requests.reader_threads", lambda device: threads)
     options = {"preprocessing": "similar", "embedder": Unused(), "store_misses": False, "memory_bytes": memory_bytes}
     model = tiny_model(num_hidden_layers=6)
     with FusedKVEngine(model, tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, **options) as engine:

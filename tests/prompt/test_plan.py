@@ -128,7 +128,7 @@ def test_a_chunk_that_is_the_whole_content(renderer: PromptRenderer, prose: Pros
 
 
 def test_a_chunk_that_is_the_whole_raw_prompt(tokenizer: Any, prose: Prose) -> None:
-    raw = PromptRenderer(tokenizer, wrap=False)
+    raw = PromptRenderer(tokenizer, wrap_chat_template=False)
     chunks = {"whole": prose(random.Random(4), 5)}
     plan, ids = planned(raw, chunks["whole"], chunks)
     check(plan, ids)

@@ -98,7 +98,7 @@ RAW: dict[int, PromptRenderer] = {}
 
 def raw_renderer(tokenizer: Any) -> PromptRenderer:
     if id(tokenizer) not in RAW:
-        RAW[id(tokenizer)] = PromptRenderer(tokenizer, wrap=False)
+        RAW[id(tokenizer)] = PromptRenderer(tokenizer, wrap_chat_template=False)
     return RAW[id(tokenizer)]
 
 
@@ -224,7 +224,7 @@ def test_a_content_that_repeats_the_header_is_located_rightly(smollm2: Any) -> N
 def test_without_template(byte_level: Any) -> None:
     tokenizer = copy.deepcopy(byte_level)
     tokenizer.chat_template = None
-    renderer = PromptRenderer(tokenizer, wrap=True)
+    renderer = PromptRenderer(tokenizer, wrap_chat_template=True)
     assert renderer.encode(renderer.render("plain")).ids == tokenizer("plain")["input_ids"]
     assert renderer.prefix_ids == [tokenizer.bos_token_id]
     with pytest.raises(PromptError, match="has none"):
@@ -286,7 +286,7 @@ def test_templates_that_cannot_wrap(byte_level: Any) -> None:
         "{{ messages[0]['content'] | upper }}",
     ):
         tokenizer.chat_template = template
-        with pytest.raises(ConfigError, match="wrap=False"):
+        with pytest.raises(ConfigError, match="wrap_chat_template=False"):
             PromptRenderer(tokenizer)
 
 

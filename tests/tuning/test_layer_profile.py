@@ -71,7 +71,7 @@ def test_a_profile_is_the_mean_recall_of_every_layer(tmp_path: Path) -> None:
         profile = profile_layers(engine, samples, anchors=anchors, top=2)
         want = torch.zeros(3, dtype=torch.float64)
         for sample in samples:
-            positions, scores = engine.attention_by_layer(sample.prompt, View((0, 1, 2), anchors=anchors))
+            positions, scores = engine.requests.attention_by_layer(sample.prompt, View((0, 1, 2), anchors=anchors))
             ids = engine.encode(sample.prompt)
             word = sample.answers[0]
             gold = [p for p in positions.tolist() if engine.tokenizer.decode([ids[p]]).strip() == word]

@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from difflib import get_close_matches
-from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Any, ClassVar, Self, cast
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, field_serializer
+from pydantic import ConfigDict, Field, field_serializer
 
-from fused_kv_llm.config import (
-    DEFAULT_MEMORY_BYTES,
-    DEFAULT_NEIGHBOURS,
-    DEFAULT_PREPROCESSING,
-    DEFAULT_RATIO,
-    DEFAULT_SELECTOR,
-    check_ratio,
-    parse_bytes,
-)
+from fused_kv_llm.config import EngineConfig
 from fused_kv_llm.engine import FusedKVEngine
 from fused_kv_llm.errors import ConfigError
 from fused_kv_llm.report import FusionReport
-from fused_kv_llm.selectors import resolve_selector
-from fused_kv_llm.store import DEFAULT_POLICY, public_url
+from fused_kv_llm.store import public_url
 
 from .corpus import ModelCorpus
 from .runtime import Runtime
@@ -33,67 +22,33 @@ __all__ = ["PER_CALL_OPTIONS", "FusedKVModel"]
 
 PER_CALL_OPTIONS = ("recompute_ratio", "selector", "max_tokens", "temperature", "top_p", "seed")
 
-_ENGINE_OPTIONS = {
-    "model": "model",
-    "tokenizer": "tokenizer",
-    "kv_dir": "kv_dir",
-    "dtype": "dtype",
-    "device": "device",
-    "tenant": "tenant",
-    "store_misses": "store_misses",
-    "memory_bytes": "memory_bytes",
-    "disk_bytes": "disk_bytes",
-    "policy": "policy",
-    "kv_dtype": "kv_dtype",
-    "remote": "remote",
-    "preprocessing": "preprocessing",
-    "num_neighbours": "num_neighbours",
-    "embedder": "embedder",
-}
+_FIXED = tuple(name for name, field in EngineConfig.model_fields.items() if field.frozen)
 
 
-def _ratio(value: Any) -> Any:
-    return value if value == "auto" else check_ratio(value)
+class FusedKVModel(ModelCorpus, EngineConfig):
+    """Options and engine of a fused-KV language model.
 
-
-def _memory(value: Any) -> int:
-    return parse_bytes(value, "memory_bytes")
-
-
-def _disk(value: Any) -> int | None:
-    return None if value is None else parse_bytes(value, "disk_bytes")
-
-
-class FusedKVModel(ModelCorpus, BaseModel):
-    """Fields and engine of a fused-KV language model; see :class:`langchain_fused_kv.FusedKVLLM` for them.
-
-    Objects with the same engine options share one engine, and with it the weights.
+    The options are those of :class:`~fused_kv_llm.config.EngineConfig` and the ones below. Objects with the same
+    engine options share one engine, and with it the weights.
     """
 
-    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
+    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=False)
 
-    model: Any = Field(default="smollm2-135m", frozen=True)
-    tokenizer: Any = Field(default=None, frozen=True, repr=False)
-    kv_dir: str | Path = Field(default="./kv", frozen=True)
-    recompute_ratio: Annotated[float | Literal["auto"], PlainValidator(_ratio)] = DEFAULT_RATIO
-    selector: Any = DEFAULT_SELECTOR
     max_tokens: int = Field(default=256, ge=1)
+    """Longest answer, in tokens."""
+
     temperature: float = Field(default=0.0, ge=0.0)
+    """0 takes the most likely token every time; higher values sample."""
+
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Sampling considers the smallest set of tokens whose probability reaches this."""
+
     stop: list[str] | None = None
+    """Strings before which an answer ends; those of a call are added to these."""
+
     seed: int | None = None
-    dtype: Any = Field(default=None, frozen=True)
-    device: Any = Field(default=None, frozen=True)
-    tenant: str = Field(default="", frozen=True)
-    store_misses: bool = Field(default=True, frozen=True)
-    memory_bytes: Annotated[int, PlainValidator(_memory)] = Field(default=DEFAULT_MEMORY_BYTES, frozen=True)
-    disk_bytes: Annotated[int | None, PlainValidator(_disk)] = Field(default=None, frozen=True)
-    policy: str = Field(default=DEFAULT_POLICY, frozen=True)
-    kv_dtype: str = Field(default="auto", frozen=True)
-    remote: str | None = Field(default=None, frozen=True, repr=False)
-    preprocessing: str = Field(default=DEFAULT_PREPROCESSING, frozen=True)
-    num_neighbours: int = Field(default=DEFAULT_NEIGHBOURS, ge=1, frozen=True)
-    embedder: Any = Field(default=None, frozen=True, exclude=True, repr=False)
+    """Makes sampling repeatable."""
+
     # A field, not a private attribute: LangChain's configurable_fields() copies a model by its fields.
     runtime: Any = Field(default=None, frozen=True, exclude=True, repr=False)
 
@@ -108,26 +63,17 @@ class FusedKVModel(ModelCorpus, BaseModel):
             raise ConfigError(f"remote cannot change once the model is loaded: make another {type(self).__name__}")
         super().__setattr__(name, value)
 
-    def __init__(self, **options: Any) -> None:
-        try:
-            super().__init__(**options)
-        except ValidationError as error:
-            raise ConfigError(_readable(error, type(self))) from error
-        settings = {name: getattr(self, name) for name in self._engine_options()}
+    def model_post_init(self, context: Any) -> None:
+        """Lease the engine, unless this is a copy that has one."""
+        super().model_post_init(context)
+        config = EngineConfig(**{name: getattr(self, name) for name in EngineConfig.model_fields})
         if self.runtime is None:
-            resolve_selector(self.selector)
-            theirs = {their: settings[our] for our, their in self._engine_options().items()}
-            self.__dict__["runtime"] = Runtime(lease_engine({"wrap": True, **theirs}), settings)
-        elif changed := [name for name, value in settings.items() if value != self.runtime.settings[name]]:
+            self.__dict__["runtime"] = Runtime(lease_engine(config), config)
+        elif changed := [name for name in _FIXED if getattr(config, name) != getattr(self._runtime.config, name)]:
             raise ConfigError(
                 f"{', '.join(changed)} cannot change once the model is loaded: make another "
                 f"{type(self).__name__} for that"
             )
-
-    @classmethod
-    def _engine_options(cls) -> dict[str, str]:
-        """Return the fields that belong to the engine, with the engine's names for them."""
-        return _ENGINE_OPTIONS
 
     @classmethod
     def from_engine(cls, engine: FusedKVEngine, **options: Any) -> Self:
@@ -156,15 +102,15 @@ class FusedKVModel(ModelCorpus, BaseModel):
         >>> short.engine is long.engine
         True
         """
-        refused = sorted(set(options) & set(cls._engine_options()))
+        refused = sorted(set(options) & set(_FIXED))
         if refused:
             raise ConfigError(
                 f"{', '.join(refused)} belong to the engine, which exists already: set them in FusedKVEngine(...)"
             )
-        settings = {name: cls.model_fields[name].default for name in cls._engine_options()}
-        settings |= {"model": engine.model_id, "kv_dir": engine.store.kv_dir, "dtype": engine.dtype}
-        defaults = {"recompute_ratio": engine.recompute_ratio, "selector": None}
-        return cls(**{**settings, **defaults, **options, "runtime": Runtime(EngineLease(engine), settings)})
+        # By name and as chosen, as they would be given to make it: what is shown of a model holds no objects.
+        given = {"model": engine.model_id, "tokenizer": None, "dtype": engine.dtype, "kv_dir": engine.store.kv_dir}
+        config = engine.config.model_copy(update={**given, "recompute_ratio": engine.recompute_ratio, "selector": None})
+        return cls(**{**dict(config), **options, "runtime": Runtime(EngineLease(engine), config)})
 
     @property
     def engine(self) -> FusedKVEngine:
@@ -194,12 +140,18 @@ class FusedKVModel(ModelCorpus, BaseModel):
             "kv_dir": str(self.engine.store.kv_dir.resolve()),
             "dtype": self.engine.dtype,
             "tenant": self.tenant,
-            "wrap_chat_template": self.engine.wrap,
+            "wrap_chat_template": self.wrap_chat_template,
             **{name: getattr(self, name) for name in PER_CALL_OPTIONS},
             "selector": selector if isinstance(selector, str) else repr(selector),
             # Not "stop": LangChain overwrites that entry with the stop strings of the call.
             "default_stop": list(self.stop or ()),
         }
+
+    @classmethod
+    def _hint(cls, unknown: str) -> str:
+        if unknown == "engine":
+            return f"use {cls.__name__}.from_engine(engine, ...)"
+        return super()._hint(unknown)
 
     def announce_retrieval(self, texts: Sequence[str]) -> None:
         """Remember retrieved texts; the user is warned once if none of them is in the next prompt.
@@ -230,20 +182,3 @@ class FusedKVModel(ModelCorpus, BaseModel):
             )
         stops = dict.fromkeys([*(self.stop or ()), *(stop or ())])
         return {**{name: getattr(self, name) for name in PER_CALL_OPTIONS}, **overrides, "stop": tuple(stops)}
-
-
-def _readable(error: ValidationError, cls: type[FusedKVModel]) -> str:
-    parts = []
-    for problem in error.errors():
-        name = ".".join(str(place) for place in problem["loc"])
-        if problem["type"] == "extra_forbidden":
-            names = [field for field in cls.model_fields if field != "runtime"]
-            close = get_close_matches(name, names, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"its options: {', '.join(names)}"
-            if name == "engine":
-                hint = f"use {cls.__name__}.from_engine(engine, ...)"
-            parts.append(f"{cls.__name__} has no option {name!r}; {hint}")
-        else:
-            given = public_url(problem["input"]) if name == "remote" else repr(problem["input"])
-            parts.append(f"{name}={given} cannot work: {problem['msg']}")
-    return "; ".join(parts)

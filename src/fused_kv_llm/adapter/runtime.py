@@ -7,6 +7,7 @@ import weakref
 from threading import Lock, Thread
 from typing import Any
 
+from fused_kv_llm.config import EngineConfig
 from fused_kv_llm.engine import FusedKVEngine
 from fused_kv_llm.errors import FusedKVWarning
 from fused_kv_llm.report import FusionReport
@@ -25,8 +26,8 @@ class Runtime:
     Parameters
     ----------
     lease : EngineLease
-    settings : dict
-        The model's fields that belong to the engine and cannot change any more.
+    config : EngineConfig
+        The options with which the model got its engine; those of the engine cannot change any more.
 
     Attributes
     ----------
@@ -36,9 +37,9 @@ class Runtime:
         Report of the request that ended last.
     """
 
-    def __init__(self, lease: EngineLease, settings: dict[str, Any]) -> None:
+    def __init__(self, lease: EngineLease, config: EngineConfig) -> None:
         self.engine: FusedKVEngine = lease.engine
-        self.settings = settings
+        self.config = config
         self.retrievals = RetrievalLog()
         self.last_report: FusionReport | None = None
         self._warned = False

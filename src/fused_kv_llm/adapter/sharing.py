@@ -7,13 +7,14 @@ store, the tenant or the memory budget still share the weights.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fused_kv_llm.config import EngineConfig
 from fused_kv_llm.engine import FusedKVEngine
 from fused_kv_llm.model import choose_device, choose_dtype
+from fused_kv_llm.selectors import resolve_selector
 
 __all__ = ["EngineLease", "lease_engine"]
 
@@ -67,44 +68,46 @@ class EngineLease:
         self.engine.close()
 
 
-_PLAIN_SETTINGS = (
-    "tenant", "wrap", "store_misses", "preprocessing", "num_neighbours",
-    "memory_bytes", "disk_bytes", "policy", "kv_dtype", "remote",
-)  # fmt: skip
+# Callers give these with every request.
+_PER_REQUEST = {"recompute_ratio", "selector"}
 
 
-def lease_engine(settings: Mapping[str, Any]) -> EngineLease:
-    """Return a lease of the engine with these settings, made now if there is none.
+def lease_engine(config: EngineConfig) -> EngineLease:
+    """Return a lease of the engine with these options, made now if there is none.
 
     Parameters
     ----------
-    settings : mapping
-        Keyword arguments of :class:`FusedKVEngine`, without recompute_ratio and selector, which callers give with
-        every request.
-
-    Returns
-    -------
-    EngineLease
+    config : EngineConfig
+        Engines may differ in the ratio and the selector from what is asked for: requests name their own.
 
     Raises
     ------
     ConfigError, ModelNotFoundError, UnsupportedModelError, StoreUnavailableError
         From the engine.
     """
-    device = choose_device(settings["device"])
-    dtype = choose_dtype(settings["dtype"], device)[0]
-    weights = (_name(settings["model"]), _name(settings["tokenizer"]), str(device), str(dtype))
-    folder = str(Path(settings["kv_dir"]).expanduser().resolve())
-    rest = tuple(settings[name] for name in _PLAIN_SETTINGS)
-    key = (*weights, folder, *rest, _ByIdentity(settings["embedder"]))
+    resolve_selector(config.selector)
+    weights, key = _keys(config)
     with _lock:
         entry = _entries.get(key)
         if entry is None or entry.engine.closed:
             loaded = next((e.engine.loaded for k, e in list(_entries.items()) if k[: len(weights)] == weights), None)
-            options = dict(settings) if loaded is None else {**settings, "model": loaded, "tokenizer": None}
+            known = {name: value for name, value in config if name not in _PER_REQUEST}
+            options = known if loaded is None else {**known, "model": loaded, "tokenizer": None}
             entry = _entries[key] = _Entry(FusedKVEngine(**options))
         entry.users += 1
         return EngineLease(entry.engine, key)
+
+
+def _keys(config: EngineConfig) -> tuple[_Key, _Key]:
+    """Return what the weights of an engine, and what an engine is known by; the latter begins with the former."""
+    device = choose_device(config.device)
+    dtype = choose_dtype(config.dtype, device)[0]
+    weights = (_name(config.model), _name(config.tokenizer), str(device), str(dtype))
+    others = dict(config)
+    for name in ("model", "tokenizer", "device", "dtype", *_PER_REQUEST):
+        del others[name]
+    folder = str(Path(others.pop("kv_dir")).expanduser().resolve())
+    return weights, (*weights, folder, _ByIdentity(others.pop("embedder")), *others.items())
 
 
 def _name(value: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fused_kv_llm.engine.calibration import Calibration, calibration_path
 
 from .engine import FusedKVEngine
-from .parts import Messages
+from .requests import Messages
 
 __all__ = [
     "Calibration",

@@ -1,156 +1,120 @@
-"""The chunks an engine has KV of: computing it, keeping it in step with a corpus, having it at hand."""
+"""The chunks an engine has KV of: computing it, keeping it in step with a corpus, loading it ahead of need."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
-from fused_kv_llm.engine.parts import EngineParts
-from fused_kv_llm.errors import CorpusError
-from fused_kv_llm.offline import GivenNeighbours
-from fused_kv_llm.online import view_of
-from fused_kv_llm.report import FusionReport, IngestReport
-from fused_kv_llm.selectors import Selector, View, resolve_selector
+from fused_kv_llm.chunk import chunk_texts
+from fused_kv_llm.config import EngineConfig
+from fused_kv_llm.context_shift import CONTEXT_SHIFT
+from fused_kv_llm.offline import (
+    AnchorBuilder,
+    BackgroundIngestor,
+    CorpusPlanner,
+    GivenNeighbours,
+    Ingestor,
+    Similarity,
+    as_embedder,
+)
+from fused_kv_llm.report import IngestReport
+from fused_kv_llm.selectors import View
 
-__all__ = ["EngineCorpus"]
+from .parts import EngineParts
+
+__all__ = ["EngineCorpus", "similarity_of"]
 
 
-class EngineCorpus(EngineParts):
-    """What is done with chunks, before they are asked about; ``FusedKVEngine`` is one."""
+def similarity_of(config: EngineConfig) -> Similarity | None:
+    """Return how the neighbours of chunks are found; None where they are not used.
 
-    def build_kv_cache(
-        self,
-        texts: Iterable[str],
-        *,
-        neighbours: GivenNeighbours | None = None,
-        refresh: bool = False,
-        progress: bool = True,
+    Raises
+    ------
+    ConfigError
+        If the embedder has no method that embeds.
+    """
+    if config.preprocessing == "none":
+        return None
+    return Similarity(config.num_neighbours, as_embedder(config.embedder), Path(config.kv_dir) / "vectors.sqlite")
+
+
+class EngineCorpus:
+    """What is done with chunks outside of requests; ``FusedKVEngine`` describes its public methods.
+
+    Parameters
+    ----------
+    parts : EngineParts
+    similarity : Similarity or None
+        How the neighbours of chunks are found; None prefills every chunk by itself.
+    store_misses : bool
+        Whether chunks that prompts contain and the store lacks are ingested in the background.
+    """
+
+    def __init__(self, parts: EngineParts, similarity: Similarity | None, *, store_misses: bool) -> None:
+        loaded, store, encode = parts.loaded, parts.store, parts.renderer.encode_chunk
+        self._store, self._catalog = store, parts.catalog
+        room = parts.context_length - len(parts.prefix.token_ids)
+        planner = CorpusPlanner(
+            parts.catalog, parts.identity, encode, room, similarity, lambda key: store.sidecars.has(key, CONTEXT_SHIFT)
+        )
+        self._ingestor = Ingestor(loaded, store, parts.identity, parts.prefix, planner, parts.model_lock)
+        self._anchors = AnchorBuilder(loaded, store, parts.prefix, encode, parts.model_lock)
+        self._background = BackgroundIngestor(self._ingestor) if store_misses else None
+
+    def build(
+        self, texts: Iterable[str], neighbours: GivenNeighbours | None, *, refresh: bool, progress: bool
     ) -> IngestReport:
-        """Prefill every chunk once and store its KV; resumes where an interrupted call stopped.
+        """Prefill every chunk once and store its KV."""
+        return self._ingestor.run(chunk_texts(texts), neighbours=neighbours, refresh=refresh, progress=progress)
 
-        Parameters
-        ----------
-        texts : iterable of str
-            One chunk each, as they will stand in prompts.
-        neighbours : mapping, callable or None
-            A caller's own graph, text to similar or linked texts, nearest first; None asks the embedder. Only
-            used with ``preprocessing="similar"``.
-        refresh : bool
-            Whether chunks stored earlier whose neighbours have changed are prefilled again; they are counted
-            in ``chunks_stale`` otherwise and stay usable.
-        progress : bool
-            Whether to show a progress bar.
-
-        Returns
-        -------
-        IngestReport
-
-        Raises
-        ------
-        CorpusError
-            If there is nothing to ingest, or one string was given instead of several.
-        StoreFullError
-            If the disk cannot hold the result.
-        """
-        chunks = list(_several(texts))
-        report = self._ingestor.run(chunks, neighbours=neighbours, refresh=refresh, progress=progress)
-        self.build_anchors(chunks, progress=progress)
-        return report
-
-    def build_anchors(
-        self, texts: Iterable[str], *, selector: str | Selector | None = None, progress: bool = True
-    ) -> int:
-        """Store the anchors of chunks that are stored already, for selectors that probe with anchors (QCFuse).
-
-        :meth:`build_kv_cache` does it when the engine's own selector needs them.
-
-        Parameters
-        ----------
-        texts : iterable of str
-            The chunks.
-        selector : str, Selector or None
-            Whose anchors; None is the engine's. One that needs none does nothing.
-        progress : bool
-            Whether to show a progress bar.
-
-        Returns
-        -------
-        int
-            Chunks whose anchors are new.
-        """
-        chosen = self._selector if selector is None else resolve_selector(selector)
-        view = view_of(chosen, self.loaded, FusionReport())
+    def build_anchors(self, texts: Iterable[str], view: object, *, progress: bool) -> int:
+        """Store the anchors that a view asks for, of chunks that are stored; return how many are new."""
         if not isinstance(view, View) or view.anchors is None:
             return 0
-        keys = self._keys_of([text.strip() for text in _several(texts)])
+        keys = self.keys_of(chunk_texts(texts))
         return self._anchors.run((key for key in keys if key), view.anchors, view.layers, progress=progress)
 
-    def delete_chunks(self, texts: Iterable[str]) -> int:
-        """Delete the stored KV of chunks that left the corpus; texts without KV are passed over.
-
-        Parameters
-        ----------
-        texts : iterable of str
-
-        Returns
-        -------
-        int
-            How many chunks were stored.
-
-        Raises
-        ------
-        CorpusError
-            If one string was given instead of several.
-        """
-        rows = self._catalog.rows_of([text.strip() for text in _several(texts)])
-        self.store.delete({row.key for found in rows.values() for row in found})
+    def delete(self, texts: Iterable[str]) -> int:
+        """Delete the stored KV of chunks, and return how many were stored."""
+        rows = self._catalog.rows_of(chunk_texts(texts))
+        self._store.delete({row.key for found in rows.values() for row in found})
         return len(rows)
 
-    def chunk_id(self, text: str) -> str | None:
-        """Return the key of a chunk's stored KV, or None where none is stored."""
-        return self._keys_of([text.strip()])[0]
-
     def prefetch(self, texts: Iterable[str]) -> list[str | None]:
-        """Start loading the KV of retrieved chunks into memory.
-
-        Parameters
-        ----------
-        texts : iterable of str
-            Retrieved chunks. Those without KV are remembered: if the next prompts contain them, they are
-            ingested afterwards (`store_misses`).
-
-        Returns
-        -------
-        list of str or None
-            Their keys; None where no KV is stored.
-
-        Raises
-        ------
-        CorpusError
-            If one string was given instead of several.
-        """
-        retrieved = [text.strip() for text in _several(texts)]
-        keys = self._keys_of(retrieved)
-        self.store.prefetch([key for key in keys if key is not None])
-        if self._background is not None:
-            self._background.expect(text for text, key in zip(retrieved, keys, strict=True) if key is None)
+        """Start loading the KV of chunks into memory; expect those without KV in the next prompts."""
+        retrieved = chunk_texts(texts)
+        keys = self.keys_of(retrieved)
+        self._store.prefetch([key for key in keys if key is not None])
+        self.expect(text for text, key in zip(retrieved, keys, strict=True) if key is None)
         return keys
 
-    def _keys_of(self, texts: Sequence[str]) -> list[str | None]:
+    def keys_of(self, texts: Sequence[str]) -> list[str | None]:
+        """Return the keys of chunks, given by their canonical text; None where no KV is stored."""
         rows = self._catalog.rows_of(texts)
         return [rows[text][-1].key if text in rows else None for text in texts]
 
     def stored_texts(self) -> list[str]:
-        """Return the text of every chunk whose KV is stored for this model, in the order of ingestion."""
+        """Return the text of every chunk whose KV is stored, in the order of ingestion."""
         return list(dict.fromkeys(row.text for row in self._catalog.all_rows()))
 
-    def wait_for_background(self) -> None:
+    # -- in the background -----------------------------------------------------------------------------------
+
+    def expect(self, texts: Iterable[str]) -> None:
+        """Remember chunks that have no KV, in case that the next prompts contain them."""
+        if self._background is not None:
+            self._background.expect(texts)
+
+    def ingest_expected(self, prompt_text: str) -> None:
+        """Ingest the remembered chunks that a prompt contains."""
+        if self._background is not None:
+            self._background.ingest_expected(prompt_text)
+
+    def wait(self) -> None:
         """Return when no background ingestion is under way."""
         if self._background is not None:
             self._background.wait()
 
-
-def _several(texts: Iterable[str]) -> Iterable[str]:
-    """Refuse one string, which would be read as one chunk a character."""
-    if isinstance(texts, str):
-        raise CorpusError(f"texts={texts[:40]!r} is one string: pass a list of chunks, [text] for a single one.")
-    return texts
+    def close(self) -> None:
+        """Finish the chunk under way and stop."""
+        if self._background is not None:
+            self._background.close()

@@ -1,71 +1,56 @@
-"""The whole algorithm on one page: plan -> load -> select -> fuse -> generate.
-
-Everything below happens in the rooms it imports; requests of several threads are kept apart here.
-"""
+"""``FusedKVEngine``, the face of the library: one model over one store."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Generator, Sequence
-from typing import Any, Literal, cast
+from collections.abc import Generator, Iterable, Sequence
+from types import TracebackType
+from typing import Any, Literal, Self, overload
 
-from torch import Tensor
-
-from fused_kv_llm.config import GenerationConfig, check_seed
+from fused_kv_llm.chunk import chunk_text
+from fused_kv_llm.config import DEFAULT_MODEL, EngineConfig, GenerationConfig, check_ratio, check_seed
 from fused_kv_llm.decoding import Constraint
-from fused_kv_llm.engine.corpus import EngineCorpus
-from fused_kv_llm.engine.parts import Messages
-from fused_kv_llm.errors import ChunkDamagedError
-from fused_kv_llm.online import FusedPrompt, Generation, Piece, decode, fuse, layer_scores
+from fused_kv_llm.offline import GivenNeighbours
+from fused_kv_llm.online import FusedPrompt, Generation, Piece, view_of
 from fused_kv_llm.prompt import ChatPrompt
-from fused_kv_llm.report import FusionReport, RequestSpan, stage_span
-from fused_kv_llm.selectors import Selector, View
+from fused_kv_llm.report import FusionReport, IngestReport
+from fused_kv_llm.selectors import Selector, resolve_selector
+
+from .calibration import read_calibration
+from .constructor import has_options, has_options_after_model, show_options
+from .corpus import EngineCorpus, similarity_of
+from .parts import open_parts
+from .requests import Messages, RequestRunner
 
 __all__ = ["FusedKVEngine"]
 
 
-class FusedKVEngine(EngineCorpus):
+class FusedKVEngine:
     """Answers prompts from precomputed chunk KV.
 
     Parameters
     ----------
     model : str, Path, transformers.PreTrainedModel or LoadedModel
-        Alias ``"smollm2-135m"``, hub id, local folder, a model in memory, or what :func:`load_model` returned.
-    tokenizer : str, Path, tokenizer or None
-        Defaults to the model's own.
-    kv_dir : str or Path
-        Folder of the chunk-KV store.
-    recompute_ratio : float or "auto"
-        Recomputed chunk tokens over chunk tokens, in [0, 1]; 1 is exactly full prefill. ``"auto"`` takes the ratio
-        and the selector that ``fused-kv calibrate`` found for this model and corpus.
-    selector : str or Selector
-        Which tokens to recompute: a key of ``selectors.SELECTORS`` or an object.
-    dtype, device
-        None decides by the hardware; :attr:`choice` says what was chosen.
-    memory_bytes, disk_bytes : int or str, disk_bytes may be None
-        Budgets of the store, such as ``"20GB"``: of its memory tier, and of its files (None: what the disk holds).
-    policy : str
-        Which chunks make room: a key of ``store.POLICIES``.
-    kv_dtype : str
-        Dtype in which keys and values are stored: ``"auto"`` is the model's own; see ``store.STORAGE_DTYPES``. Chunks
-        stored in another one are not found.
-    remote : str or None
-        URL of a remote tier (``redis://``, ``s3://``, ``file://``): evicted chunks go there and come back when needed.
-    preprocessing : {"similar", "none"}
-        Whether every chunk is prefilled once more after the chunks most similar to it (FusionRAG section 3.1): what
-        that changes is stored beside its KV and brings it closer to what it would be at a later place in a prompt.
-    num_neighbours : int
-        How many similar chunks: three stand before a chunk at a time, and what they change is averaged.
-    embedder : object or None
-        What says which chunks are similar: LangChain ``Embeddings``, a LlamaIndex ``BaseEmbedding``, a
-        ``SentenceTransformer``; None is all-MiniLM-L6-v2.
-    tenant : str
-        Salt: stores of different tenants never share KV, even in one folder.
-    store_misses : bool
-        Whether retrieved chunks that a prompt contains but the store does not are ingested afterwards, in the
-        background, so that the next request finds them.
-    wrap : bool
-        Whether a prompt given as a string becomes one user message of the model's chat template.
+        Alias ``"smollm2-135m"``, hub id, local folder, a model in memory, or the result of ``load_model``.
+    **options
+        The other fields of :class:`~fused_kv_llm.config.EngineConfig`, which describes them.
+
+    Attributes
+    ----------
+    config : EngineConfig
+        The options.
+    loaded : LoadedModel
+    store : KVStore
+    renderer : PromptRenderer
+    identity : str
+        Digest of everything besides its token ids on which a chunk's KV depends.
+    model_lock : threading.Lock
+        Held during every forward; hold it to run the model yourself.
+    corpus : EngineCorpus
+        What is done with chunks outside of requests.
+    requests : RequestRunner
+        What is done with prompts.
+    recompute_ratio : float
+        The ratio of calls that name none.
 
     Raises
     ------
@@ -76,6 +61,156 @@ class FusedKVEngine(EngineCorpus):
     StoreUnavailableError
         If the folder cannot be used.
     """
+
+    @overload
+    @has_options(EngineConfig)
+    def __init__(self) -> None: ...
+
+    @overload
+    @has_options_after_model(EngineConfig)
+    def __init__(self, model: Any) -> None: ...
+
+    @show_options
+    def __init__(self, model: Any = DEFAULT_MODEL, **options: Any) -> None:
+        self.config = config = EngineConfig(model=model, **options)
+        # Wrong options are refused before the model is loaded, which takes long.
+        similarity = similarity_of(config)
+        resolve_selector(config.selector)
+        parts = open_parts(config)
+        self.loaded, self.store, self.renderer = parts.loaded, parts.store, parts.renderer
+        self.identity, self.model_lock = parts.identity, parts.model_lock
+        self._parts, self._closed = parts, False
+        try:
+            self.corpus = EngineCorpus(parts, similarity, store_misses=config.store_misses)
+            self.requests = RequestRunner(parts, self.corpus)
+            self.recompute_ratio, self._selector = self._chosen(config.recompute_ratio, config.selector)
+        except BaseException:
+            self.store.close()
+            raise
+
+    def _chosen(self, ratio: float | Literal["auto"] | None, selector: str | Selector | None) -> tuple[float, Selector]:
+        """Return the ratio and the selector of a call; a calibration gives both."""
+        if ratio == "auto":
+            found = read_calibration(self.store.kv_dir, self.identity)
+            return found.recompute_ratio, resolve_selector(found.selector)
+        return (
+            self.recompute_ratio if ratio is None else check_ratio(ratio),
+            self._selector if selector is None else resolve_selector(selector),
+        )
+
+    # -- chunks ----------------------------------------------------------------------------------------------
+
+    def build_kv_cache(
+        self,
+        texts: Iterable[str],
+        *,
+        neighbours: GivenNeighbours | None = None,
+        refresh: bool = False,
+        progress: bool = True,
+    ) -> IngestReport:
+        """Prefill every chunk once and store its KV; resumes where an interrupted call stopped.
+
+        Parameters
+        ----------
+        texts : iterable of str
+            One chunk each, as they will stand in prompts.
+        neighbours : mapping, callable or None
+            A caller's own graph, text to similar or linked texts, nearest first; None asks the embedder. Only
+            used with ``preprocessing="similar"``.
+        refresh : bool
+            Whether stored chunks whose neighbours have changed are prefilled again. Otherwise they stay usable and
+            are counted in ``chunks_stale``.
+        progress : bool
+            Whether to show a progress bar.
+
+        Raises
+        ------
+        CorpusError
+            If there is nothing to ingest, or one string was given instead of several.
+        StoreFullError
+            If the disk cannot hold the result.
+        """
+        chunks = list(texts) if not isinstance(texts, str) else texts
+        report = self.corpus.build(chunks, neighbours, refresh=refresh, progress=progress)
+        self.build_anchors(chunks, progress=progress)
+        return report
+
+    def build_anchors(
+        self, texts: Iterable[str], *, selector: str | Selector | None = None, progress: bool = True
+    ) -> int:
+        """Store the anchors of chunks that are stored already, for selectors that probe with anchors (QCFuse).
+
+        :meth:`build_kv_cache` does it when the engine's own selector needs them.
+
+        Parameters
+        ----------
+        texts : iterable of str
+        selector : str, Selector or None
+            Whose anchors; None is the engine's. For one that needs none, nothing is done.
+        progress : bool
+            Whether to show a progress bar.
+
+        Returns
+        -------
+        int
+            Chunks whose anchors are new.
+        """
+        chosen = self._selector if selector is None else resolve_selector(selector)
+        return self.corpus.build_anchors(texts, view_of(chosen, self.loaded, FusionReport()), progress=progress)
+
+    def delete_chunks(self, texts: Iterable[str]) -> int:
+        """Delete the stored KV of chunks that left the corpus; texts without KV are passed over.
+
+        Parameters
+        ----------
+        texts : iterable of str
+
+        Returns
+        -------
+        int
+            How many chunks were stored.
+
+        Raises
+        ------
+        CorpusError
+            If one string was given instead of several.
+        """
+        return self.corpus.delete(texts)
+
+    def prefetch(self, texts: Iterable[str]) -> list[str | None]:
+        """Start loading the KV of retrieved chunks into memory.
+
+        Parameters
+        ----------
+        texts : iterable of str
+            Retrieved chunks. With `store_misses`, those without KV are ingested after the next request whose prompt
+            contains them.
+
+        Returns
+        -------
+        list of str or None
+            Their keys; None where no KV is stored.
+
+        Raises
+        ------
+        CorpusError
+            If one string was given instead of several.
+        """
+        return self.corpus.prefetch(texts)
+
+    def chunk_id(self, text: str) -> str | None:
+        """Return the key of a chunk's stored KV, or None where none is stored."""
+        return self.corpus.keys_of([chunk_text(text)])[0]
+
+    def stored_texts(self) -> list[str]:
+        """Return the text of every chunk whose KV is stored for this model, in the order of ingestion."""
+        return self.corpus.stored_texts()
+
+    def wait_for_background(self) -> None:
+        """Return when no background ingestion is under way."""
+        self.corpus.wait()
+
+    # -- prompts ---------------------------------------------------------------------------------------------
 
     def prefill(
         self,
@@ -113,34 +248,9 @@ class FusedKVEngine(EngineCorpus):
             If the ratio or the selector cannot be used.
         """
         ratio, chosen = self._chosen(recompute_ratio, selector)
-        check_seed(seed)
         report = FusionReport() if report is None else report
-        report.recompute_ratio, report.selector = ratio, chosen.name
-        while True:
-            started = time.perf_counter()
-            with stage_span("align"):
-                request = self._planner.plan(prompt, report)
-            report.seconds["align"] = report.seconds.get("align", 0.0) + time.perf_counter() - started
-            capacity = min(request.num_tokens + max_tokens, self.context_length)
-            try:
-                readers = None if self._readers is None else self._readers.executor()
-                with self._model_lock:
-                    fused = fuse(
-                        self.loaded, request, self._prefix, chosen, ratio, readers, self._buffers, report,
-                        capacity=capacity, sides=self._sides, seed=seed,
-                    )  # fmt: skip
-            except ChunkDamagedError as error:
-                # Planned again without the damaged chunk, which is computed as fresh text then.
-                for row in self.store.rows([error.key]).values():
-                    self._remember(row.text)
-                self.store.discard(error.key, error.reason)
-                report.chunks_missed += 1
-                report.warnings.append(str(error))
-            else:
-                return fused, report
-            finally:
-                for placement in request.placements:
-                    placement.stored.close()
+        options = {"max_tokens": max_tokens, "seed": check_seed(seed)}
+        return self.requests.prefill(prompt, ratio, chosen, report=report, **options), report
 
     def stream(
         self,
@@ -161,7 +271,7 @@ class FusedKVEngine(EngineCorpus):
         ----------
         prompt : str or list of messages
             A string becomes one user message of the chat template, unless the engine was made with
-            ``wrap=False``; messages are rendered as they are.
+            ``wrap_chat_template=False``; messages are rendered as they are.
         max_tokens, temperature, top_p, stop, seed
             See :class:`~fused_kv_llm.config.GenerationConfig`. `max_tokens` is cut to what the context leaves.
         recompute_ratio, selector
@@ -175,60 +285,14 @@ class FusedKVEngine(EngineCorpus):
         Piece
             The last one has the finish reason and the report.
         """
-        started = time.perf_counter()
         config = GenerationConfig.create(
             max_tokens=max_tokens, temperature=temperature, top_p=top_p, stop=stop, seed=seed
         )
-        span = RequestSpan(self.model_id)
-        try:
-            with span.stage("prefill"):
-                fused, report = self.prefill(
-                    prompt,
-                    recompute_ratio=recompute_ratio,
-                    selector=selector,
-                    max_tokens=config.max_tokens,
-                    seed=config.seed or 0,
-                )
-        except BaseException:
-            span.end()
-            raise
-        pieces = self._decode(fused, config, report, started, constraint, span)
-        # Up to its first yield, so that closing it cleans up even if no piece was ever asked for.
-        next(pieces)
-        return cast("Generator[Piece]", pieces)
-
-    def _decode(
-        self,
-        fused: FusedPrompt,
-        config: GenerationConfig,
-        report: FusionReport,
-        started: float,
-        constraint: Constraint | None,
-        span: RequestSpan,
-    ) -> Generator[Piece | None]:
-        room = fused.cache.get_max_length() - fused.cache.length
-        if room < config.max_tokens:
-            config = GenerationConfig(room, config.temperature, config.top_p, config.stop, config.seed)
-        decoding = span.start("decode")
-        try:
-            yield None
-            yield from decode(self.loaded, fused, config, report, started, self._model_lock, constraint)
-        finally:
-            fused.cache.release()
-            if decoding is not None:
-                decoding.end()
-            span.end(report.to_dict())
-            # Only now: ingestion takes turns with forwards and would delay this answer's tokens.
-            if self._background is not None:
-                self._background.ingest_expected(fused.text)
+        ratio, chosen = self._chosen(recompute_ratio, selector)
+        return self.requests.stream(prompt, ratio, chosen, config, constraint)
 
     def generate(self, prompt: str | Messages | ChatPrompt, **options: Any) -> Generation:
-        """Answer a prompt; the options are those of :meth:`stream`.
-
-        Returns
-        -------
-        Generation
-        """
+        """Answer a prompt; the options are those of :meth:`stream`."""
         pieces = list(self.stream(prompt, **options))
         last = pieces[-1]
         return Generation(
@@ -238,27 +302,84 @@ class FusedKVEngine(EngineCorpus):
             report=last.report or FusionReport(),
         )
 
-    def attention_by_layer(self, prompt: str | Messages, view: View) -> tuple[Tensor, Tensor]:
-        """Score a prompt's chunk tokens by the question's attention, layer by layer, for profiling.
+    def token_ids(self, text: str) -> list[int]:
+        """Return a text's ids, special-token text read as ordinary text."""
+        return self.renderer.encode_chunk(text)
 
-        Parameters
-        ----------
-        prompt : str or list of messages
-        view : View
-            With anchors.
+    def encode(self, prompt: str | Messages | ChatPrompt) -> list[int]:
+        """Return the ids the model sees for a prompt: rendered and tokenised once, whole."""
+        return list(self.renderer.encode(self.renderer.render(prompt)).ids)
 
-        Returns
-        -------
-        positions : Tensor
-            int64 ``[C]``, prompt positions of the chunk tokens.
-        scores : Tensor
-            float32 ``[len(view.layers), C]``.
-        """
-        request = self._planner.plan(prompt, FusionReport())
-        try:
-            with self._model_lock:
-                scores = layer_scores(self.loaded, request, self._prefix, view, self._buffers, self._sides)
-        finally:
-            for placement in request.placements:
-                placement.stored.close()
-        return request.chunk_positions, scores
+    # -- what it is ------------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> Any:
+        """The transformers model."""
+        return self.loaded.model
+
+    @property
+    def tokenizer(self) -> Any:
+        """The transformers tokenizer."""
+        return self.loaded.tokenizer
+
+    @property
+    def model_id(self) -> str:
+        """Alias, path, hub id or class name of the model."""
+        return self.loaded.model_id
+
+    @property
+    def model_fingerprint(self) -> str:
+        """Content fingerprint of the weights."""
+        return self.loaded.fingerprint
+
+    @property
+    def device(self) -> str:
+        """Where the model is, for example ``"cpu"``."""
+        return str(self.loaded.device)
+
+    @property
+    def dtype(self) -> str:
+        """Compute dtype, for example ``"bfloat16"``."""
+        return self._parts.dtype
+
+    @property
+    def kv_dtype(self) -> str:
+        """Dtype in which keys and values are stored; ``"auto"`` is :attr:`dtype`."""
+        return self._parts.kv_dtype
+
+    @property
+    def choice(self) -> str:
+        """Which dtype and device are used, and why."""
+        return self.loaded.choice
+
+    @property
+    def selector(self) -> str:
+        """Name of the default selector."""
+        return self._selector.name
+
+    @property
+    def context_length(self) -> int:
+        """Longest prompt plus answer, in tokens."""
+        return self._parts.context_length
+
+    @property
+    def closed(self) -> bool:
+        """Whether the engine was closed."""
+        return self._closed
+
+    def close(self) -> None:
+        """Finish background work and close the store; the model stays usable."""
+        self._closed = True
+        self.corpus.close()
+        self.requests.close()
+        self.store.close()
+
+    def __enter__(self) -> Self:
+        """Return the engine."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the engine."""
+        self.close()

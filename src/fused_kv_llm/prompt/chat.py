@@ -89,7 +89,7 @@ class ChatTemplate:
             roles = [message["role"] for message in messages]
             raise PromptError(
                 f"The model's chat template refused messages with the roles {roles}: {error}. Change the "
-                "messages, or render the prompt yourself and pass it as a string with wrap=False."
+                "messages, or render the prompt yourself and pass it as a string with wrap_chat_template=False."
             ) from error
         return str(text)
 

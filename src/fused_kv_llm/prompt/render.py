@@ -70,7 +70,7 @@ class PromptRenderer:
     ----------
     tokenizer : transformers fast tokenizer
         Copied; later changes to it have no effect, except to its chat template.
-    wrap : bool
+    wrap_chat_template : bool
         Turn a prompt string into one user message when the tokenizer has a chat template.
 
     Attributes
@@ -87,13 +87,13 @@ class PromptRenderer:
     UnsupportedModelError
         If the tokenizer has no fast backend, or one that cannot be copied.
     ConfigError
-        If ``wrap`` is set and the chat template does not render a single user message.
+        If ``wrap_chat_template`` is set and the chat template does not render a single user message.
     """
 
-    def __init__(self, tokenizer: Any, *, wrap: bool = True) -> None:
+    def __init__(self, tokenizer: Any, *, wrap_chat_template: bool = True) -> None:
         self._template = ChatTemplate(tokenizer)
         self._encoder = TokenEncoder(tokenizer, self._template.source)
-        self._wrap = wrap and bool(self._template)
+        self._wrap = wrap_chat_template and bool(self._template)
         # Chunk KV depends on the header; with today's date in it, every stored chunk would miss tomorrow.
         undated = copy.copy(self)
         undated._template = ChatTemplate(tokenizer, fixed_date=True)
@@ -243,12 +243,13 @@ class PromptRenderer:
                 rendered = self.render(beginning + "Content")
             except PromptError as error:
                 raise ConfigError(
-                    f"wrap=True needs a chat template that renders one user message: {error} Otherwise set wrap=False."
+                    f"wrap_chat_template=True needs a chat template that renders one user message: {error} Otherwise "
+                    "set wrap_chat_template=False."
                 ) from error
             if not rendered.content_spans:
                 raise ConfigError(
-                    "wrap=True needs a chat template that shows the user's message once. Set wrap=False and "
-                    "render the prompt yourself."
+                    "wrap_chat_template=True needs a chat template that shows the user's message once. Set "
+                    "wrap_chat_template=False and render the prompt yourself."
                 )
             header = rendered.content_spans[0][0] if self._wrap else 0
             encoded = self.encode(rendered)

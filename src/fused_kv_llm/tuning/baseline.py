@@ -68,7 +68,7 @@ def full_prefill(
     ends = end_token_ids(engine.loaded)
     # Ingestion that goes on in the background would slow this run and not the one it is compared with.
     engine.wait_for_background()
-    with engine._model_lock, _sdpa(engine.model) as model, torch.inference_mode():
+    with engine.model_lock, _sdpa(engine.model) as model, torch.inference_mode():
         started = time.perf_counter()
         ids = engine.encode(prompt)
         output = model(input_ids=torch.tensor([ids], device=model.device), use_cache=True, logits_to_keep=1)

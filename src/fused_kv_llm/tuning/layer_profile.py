@@ -187,7 +187,7 @@ def profile_layers(
         begin = rendered.text.index(sample.prompt)
         end = begin + len("\n\n".join(sample.passages)) + _PROMPT.index("{}")
         wanted = answer_token_positions(rendered.text, encoded.offsets, sample.answers, begin, end)
-        positions, scores = engine.attention_by_layer(sample.prompt, View(layers, anchors=anchors))
+        positions, scores = engine.requests.attention_by_layer(sample.prompt, View(layers, anchors=anchors))
         found = recall_by_layer(scores, positions, wanted)
         if found is not None:
             recalls.append(found)

@@ -1,0 +1,33 @@
+"""Options: those of an engine, those of one generation, and the checks of single values."""
+
+from __future__ import annotations
+
+from .engine import (
+    DEFAULT_MODEL,
+    DEFAULT_NEIGHBOURS,
+    DEFAULT_POLICY,
+    DEFAULT_PREPROCESSING,
+    DEFAULT_RATIO,
+    DEFAULT_SELECTOR,
+    EngineConfig,
+    Option,
+    option_of,
+)
+from .generation import GenerationConfig
+from .values import check_ratio, check_seed, parse_bytes
+
+__all__ = [
+    "DEFAULT_MODEL",
+    "DEFAULT_NEIGHBOURS",
+    "DEFAULT_POLICY",
+    "DEFAULT_PREPROCESSING",
+    "DEFAULT_RATIO",
+    "DEFAULT_SELECTOR",
+    "EngineConfig",
+    "GenerationConfig",
+    "Option",
+    "check_ratio",
+    "check_seed",
+    "option_of",
+    "parse_bytes",
+]

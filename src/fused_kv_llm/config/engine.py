@@ -1,0 +1,222 @@
+"""The options of an engine: the one place where each is named, described, checked and given its default.
+
+The constructor of ``FusedKVEngine``, the fields of the framework classes, the options of the command line and the
+table in ``docs/options.md`` are made from the fields below. A new option is one more field here, and whatever uses it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+)
+
+from fused_kv_llm.errors import ConfigError, FusedKVError
+
+from .values import check_ratio, is_whole, parse_bytes
+
+__all__ = [
+    "DEFAULT_MODEL",
+    "DEFAULT_NEIGHBOURS",
+    "DEFAULT_POLICY",
+    "DEFAULT_PREPROCESSING",
+    "DEFAULT_RATIO",
+    "DEFAULT_SELECTOR",
+    "EngineConfig",
+    "Option",
+    "option_of",
+]
+
+DEFAULT_MODEL = "smollm2-135m"
+DEFAULT_RATIO = 0.15
+DEFAULT_SELECTOR = "sink_attention"
+DEFAULT_POLICY = "pgdsf"
+DEFAULT_PREPROCESSING: Final = "similar"
+DEFAULT_NEIGHBOURS = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What an option is besides its type, default and description; part of a field's annotation.
+
+    Parameters
+    ----------
+    unit : str
+        Unit of the value, for the documentation.
+    identity : bool
+        Whether stored KV depends on it: chunks stored under another value are not found.
+    on_command_line : bool
+        Whether the value can be written as text.
+    short_flag : str or None
+        A second, shorter name on the command line.
+    variable : str or None
+        Environment variable that gives the value on the command line.
+    """
+
+    unit: str = ""
+    identity: bool = False
+    on_command_line: bool = True
+    short_flag: str | None = None
+    variable: str | None = None
+
+
+def _ratio(value: Any) -> Any:
+    return value if value == "auto" else check_ratio(value)
+
+
+def _size(value: Any, info: ValidationInfo) -> int | None:
+    return None if value is None else parse_bytes(value, info.field_name or "size")
+
+
+def _preprocessing(value: Any) -> Any:
+    if value not in ("similar", "none"):
+        raise ConfigError(f"preprocessing={value!r} is unknown: use 'similar' or 'none'")
+    return value
+
+
+def _neighbours(value: Any) -> Any:
+    if not is_whole(value) or value < 1:
+        raise ConfigError(f"num_neighbours={value!r} is not a whole number of at least 1")
+    return value
+
+
+class EngineConfig(BaseModel):
+    """The options of an engine, checked.
+
+    Names of models, selectors and policies are checked by those who look them up.
+
+    Raises
+    ------
+    ConfigError
+        If there is no option of a name, or a value cannot work.
+
+    Examples
+    --------
+    >>> from fused_kv_llm.config import EngineConfig
+    >>> EngineConfig(kv_dir="./kv", memory_bytes="4GB").memory_bytes
+    4000000000
+    """
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(
+        frozen=True, extra="forbid", hide_input_in_errors=True, use_attribute_docstrings=True
+    )
+
+    model: Annotated[str | Path | Any, Option(identity=True)] = Field(default=DEFAULT_MODEL, frozen=True)
+    """Alias ``"smollm2-135m"``, hub id, local folder, a transformers model in memory, or the result of
+    ``load_model``."""
+
+    tokenizer: Annotated[str | Path | Any | None, Option(identity=True)] = Field(default=None, frozen=True, repr=False)
+    """Hub id, local folder or a transformers tokenizer; None is the model's own."""
+
+    kv_dir: str | Path = Field(default="./kv", frozen=True)
+    """Folder of the chunk-KV store; processes, models and frameworks may share it."""
+
+    recompute_ratio: Annotated[
+        float | Literal["auto"], Option(unit="share of chunk tokens", short_flag="--ratio"), BeforeValidator(_ratio)
+    ] = DEFAULT_RATIO
+    """How many of the chunks' tokens are recomputed: 0 reuses everything, 1 is exactly full prefill. ``"auto"`` takes
+    the ratio and the selector that ``fused-kv calibrate`` found for this model and corpus."""
+
+    selector: str | Any = DEFAULT_SELECTOR
+    """Which tokens are recomputed: a key of ``selectors.SELECTORS``, or a selector object."""
+
+    dtype: Annotated[str | Any | None, Option(identity=True)] = Field(default=None, frozen=True)
+    """Dtype that the model computes in: float32, bfloat16 or float16, by name or as a ``torch.dtype``; None chooses by
+    the hardware."""
+
+    device: str | Any | None = Field(default=None, frozen=True)
+    """Device that the model is on, such as ``"cpu"`` or ``"cuda:0"``; None takes a GPU where there is one."""
+
+    memory_bytes: Annotated[int | str, Option(unit="bytes"), BeforeValidator(_size)] = Field(
+        default=2 * 2**30, frozen=True
+    )
+    """Budget of the store's memory tier: a number or a text such as ``"4GB"``; 0 keeps nothing in memory."""
+
+    disk_bytes: Annotated[int | str | None, Option(unit="bytes"), BeforeValidator(_size)] = Field(
+        default=None, frozen=True
+    )
+    """Budget of the store's files: a number or a text such as ``"200GB"``; None is as much as the disk holds. The
+    chunks of least value make room."""
+
+    policy: str = Field(default=DEFAULT_POLICY, frozen=True)
+    """Which chunks make room: lru, lfu, gdsf, pgdsf or reuse."""
+
+    kv_dtype: Annotated[str, Option(identity=True)] = Field(default="auto", frozen=True)
+    """Dtype in which keys and values are stored: auto (the model's), float32, bfloat16, float16, int8 or int4."""
+
+    remote: Annotated[str | None, Option(variable="FUSED_KV_REMOTE")] = Field(default=None, frozen=True, repr=False)
+    """URL of a remote tier, ``redis://host:6379/0``, ``s3://bucket/prefix`` or ``file:///mnt/share``: evicted chunks go
+    there and come back when they are needed."""
+
+    preprocessing: Annotated[Literal["similar", "none"], Option(identity=True), BeforeValidator(_preprocessing)] = (
+        Field(default=DEFAULT_PREPROCESSING, frozen=True)
+    )
+    """Whether every chunk is prefilled once more behind the chunks most similar to it (FusionRAG section 3.1): what
+    that changes is stored beside its KV and brings it closer to what it would be at a later place in a prompt."""
+
+    num_neighbours: Annotated[int, Option(unit="chunks", identity=True), BeforeValidator(_neighbours)] = Field(
+        default=DEFAULT_NEIGHBOURS, frozen=True
+    )
+    """How many similar chunks are used for that: three stand before a chunk at a time, and what they change is
+    averaged."""
+
+    embedder: Annotated[Any | None, Option(on_command_line=False)] = Field(
+        default=None, frozen=True, exclude=True, repr=False
+    )
+    """What finds similar chunks: LangChain ``Embeddings``, a LlamaIndex ``BaseEmbedding`` or a
+    ``SentenceTransformer``; None is all-MiniLM-L6-v2."""
+
+    tenant: Annotated[str, Option(identity=True)] = Field(default="", frozen=True)
+    """Name that keeps the KV of one tenant apart from that of others, even in one folder."""
+
+    store_misses: bool = Field(default=True, frozen=True)
+    """Whether retrieved chunks that a prompt contains and the store lacks are ingested after the request, in the
+    background."""
+
+    wrap_chat_template: Annotated[bool, Option(identity=True)] = Field(default=True, frozen=True)
+    """Whether a prompt given as a string becomes one user message of the model's chat template."""
+
+    if not TYPE_CHECKING:  # type checkers and editors are to see the signature that pydantic makes of the fields
+
+        def __init__(self, **options: Any) -> None:
+            try:
+                super().__init__(**options)
+            except ValidationError as error:
+                raise _refusal(type(self), error) from error
+
+    @classmethod
+    def _hint(cls, unknown: str) -> str:
+        """Return what to do about an option that does not exist."""
+        close = get_close_matches(unknown, cls.model_fields, n=1)
+        return f"did you mean {close[0]!r}?" if close else f"its options: {', '.join(cls.model_fields)}"
+
+
+def option_of(name: str) -> Option:
+    """Return what an option of ``EngineConfig`` is besides its type, default and description."""
+    return next((note for note in EngineConfig.model_fields[name].metadata if isinstance(note, Option)), Option())
+
+
+def _refusal(config: type[EngineConfig], error: ValidationError) -> FusedKVError:
+    """Return an error of this project that says what pydantic found."""
+    problems = []
+    for problem in error.errors():
+        found, name = problem.get("ctx", {}).get("error"), ".".join(map(str, problem["loc"]))
+        if isinstance(found, FusedKVError):
+            problems.append(found)
+        elif problem["type"] == "extra_forbidden":
+            problems.append(ConfigError(f"{config.__name__} has no option {name!r}; {config._hint(name)}"))
+        else:
+            field = config.model_fields.get(name)
+            # What is left out when a configuration is shown may be a password.
+            given = f"={problem['input']!r}" if field is None or field.repr else ""
+            problems.append(ConfigError(f"{name}{given} cannot work: {problem['msg']}"))
+    return problems[0] if len(problems) == 1 else ConfigError("; ".join(map(str, problems)))
