@@ -164,7 +164,11 @@ def draw(rows: list[dict[str, Any]], path: Path, title: str) -> None:
     """Draw TTFT against prompt length, one line a ratio."""
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     names = ["plain"] + [f"fused {ratio:g} warm" for ratio in reversed(RATIOS)]
-    labels = {"plain": "plain transformers (SDPA)", "fused 0 warm": "fused, full reuse"}
+    labels = {
+        "plain": "plain transformers (SDPA)",
+        "fused 0 warm": "fused, full reuse",
+        "fused 1 warm": "ratio 1: nothing reused, faster operators",
+    }
     for name, colour in zip(names, ["black", "#7f7f7f", "#d95f02", "#1b9e77", "#7570b3", "#e7298a"], strict=True):
         points = sorted((r["prompt_tokens"], r["ttft_s"]) for r in rows if r["what"] == name)
         ratio = name.removeprefix("fused ").removesuffix(" warm")
