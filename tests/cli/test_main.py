@@ -82,15 +82,19 @@ def test_ask_answers_and_reports(kv_dir: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "first token after" in result.output
     assert "2 chunks found" in result.output
+    sources = [line for line in result.output.splitlines() if line.startswith("  ")]
+    assert len(sources) == 2
+    assert sources[0].startswith("  harbour.txt: The lighthouse on Ulvane Point")
     reused = re.search(r"prompt tokens: (\d+) reused", result.output)
     assert reused is not None
     assert int(reused[1]) > 50
 
 
-def test_compare_shows_the_three_ways(kv_dir: Path) -> None:
+def test_compare_shows_every_way(kv_dir: Path) -> None:
     result = run("ask", "What do dogs cost?", "--kv-dir", kv_dir, "--max-tokens", "6", "--compare")
     assert result.exit_code == 0, result.output
-    for words in ("plain transformers", "full reuse (ratio 0)", "fused (ratio 0.15)", "speed-up"):
+    ways = ("plain transformers", "no stored KV (ratio 1)", "fused (ratio 0.15)", "full reuse (ratio 0)")
+    for words in (*ways, "cold", "warm", "x from stored KV"):
         assert words in result.output
 
 

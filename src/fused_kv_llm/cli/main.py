@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.panel import Panel
 
 from fused_kv_llm.cli.calibrate import calibrate_app
 from fused_kv_llm.cli.layers import add_layers_command
@@ -18,11 +15,11 @@ from fused_kv_llm.cli.options import DiskBytes, KvDtype, Policy, Remote
 from fused_kv_llm.cli.store import store_app
 from fused_kv_llm.cli.terminal import FriendlyGroup, out, quiet_libraries
 from fused_kv_llm.config import DEFAULT_SELECTOR
-from fused_kv_llm.errors import MissingExtraError
+from fused_kv_llm.demo import DEMO
 
 if TYPE_CHECKING:
-    from fused_kv_llm.demo import Rag, Row
-    from langchain_fused_kv import FusedKVLLM
+    from fused_kv_llm.demo import RagPrompt, Row
+    from fused_kv_llm.engine import FusedKVEngine
 
 __all__ = ["app"]
 
@@ -84,7 +81,7 @@ def ask(
     remote: Remote = None,
 ) -> None:
     """Answer a question from the ingested files."""
-    from fused_kv_llm.demo import MiniLM, PassageIndex, Rag
+    from fused_kv_llm.demo import MiniLM, PassageIndex, Rag, explain
 
     quiet_libraries()
     index = PassageIndex.open(kv_dir, MiniLM())
@@ -95,44 +92,59 @@ def ask(
         dtype,
         recompute_ratio=ratio,
         selector=selector,
-        max_tokens=max_tokens,
         kv_dtype=index.info.kv_dtype,
         disk_bytes=disk_bytes,
         policy=policy,
         remote=remote,
-    ) as llm:
-        _answer(Rag(index, llm, k=k), llm, question, compared=compare)
+    ) as engine:
+        prompt = Rag(index, engine, k=k, max_tokens=max_tokens).prompt(question)
+        _answer(engine, prompt, max_tokens=max_tokens)
+        if compare:
+            rows = _compare(engine, prompt, ratio, max_tokens=max_tokens)
+            out.print(explain(rows), highlight=False)
 
 
 @app.command()
 def demo(
     *,
     kv_dir: Annotated[Path | None, typer.Option(help="Defaults to the user's cache folder.")] = None,
-    k: Annotated[int, typer.Option(min=1, help="Passages per prompt.")] = 20,
-    questions: Annotated[int, typer.Option(min=1, max=12, help="How many questions to ask.")] = 3,
-    ratio: Ratio = 0.15,
-    max_tokens: MaxTokens = 48,
+    k: Annotated[int, typer.Option(min=1, help="Passages per prompt.")] = DEMO.passages,
+    questions: Annotated[int, typer.Option(min=1, max=36, help="How many questions to ask.")] = 3,
+    ratio: Ratio = DEMO.ratio,
+    max_tokens: MaxTokens = DEMO.max_tokens,
 ) -> None:
     """Ingest the handbook of a fictional ferry company and compare ways of asking about it.
 
-    Needs no network and takes some minutes on two CPU cores, most of it for the ways it is compared with.
+    Needs no network, and about two minutes on two CPU cores.
     """
-    from fused_kv_llm.demo import MiniLM, PassageIndex, Rag, handbook_questions
+    from fused_kv_llm.demo import (
+        MiniLM,
+        PassageIndex,
+        Rag,
+        explain,
+        handbook_folder,
+        handbook_questions,
+        medians,
+        times,
+    )
     from fused_kv_llm.paths import cache_folder
 
-    asked = handbook_questions()[:questions]
-    handbook = Path(str(files("fused_kv_llm.demo") / "handbook"))
     folder = kv_dir or cache_folder() / "demo-kv"
-    llm = _ingest([handbook], folder, _MODEL, None, 1000)
-    with llm:
-        llm.recompute_ratio, llm.max_tokens = ratio, max_tokens
-        rag = Rag(PassageIndex.open(folder, MiniLM()), llm, k=k)
+    with _ingest([handbook_folder()], folder, _MODEL, None, 1000) as engine:
+        rag = Rag(PassageIndex.open(folder, MiniLM()), engine, k=k, max_tokens=max_tokens)
+        limits: dict[str, Any] = {"max_tokens": max_tokens, "stop": DEMO.stop}
         compared = []
-        for entry in asked:
+        for entry in handbook_questions()[:questions]:
+            out.print()
             out.rule(escape(entry["question"]), align="left")
-            compared.append(_answer(rag, llm, entry["question"], compared=True))
-            out.print(f"[dim]In the handbook: {escape(entry['answer'])}[/]\n")
-    _summarise(compared)
+            prompt = rag.prompt(entry["question"])
+            _answer(engine, prompt, recompute_ratio=ratio, **limits)
+            compared.append(_compare(engine, prompt, ratio, **limits))
+            out.print(f"[dim]In the handbook: {escape(entry['answer'])}[/]", highlight=False)
+    middle = medians(compared)
+    out.print()
+    out.print(times(middle, f"Medians of {len(compared)} questions"))
+    out.print(explain(middle), highlight=False)
 
 
 def _ingest(
@@ -144,59 +156,52 @@ def _ingest(
     *,
     refresh: bool = False,
     **store: Any,
-) -> FusedKVLLM:
+) -> FusedKVEngine:
     from fused_kv_llm.demo import MiniLM, PassageIndex, read_passages
 
     quiet_libraries()
     passages = read_passages(paths, chunk_chars=chunk_chars)
     out.print(f"{len(passages)} passages, files read: {len({passage.source for passage in passages})}")
-    llm = _load(model, kv_dir, dtype, **store)
-    report = llm.build_kv_cache([passage.text for passage in passages], refresh=refresh)
+    engine = _load(model, kv_dir, dtype, **store)
+    report = engine.build_kv_cache([passage.text for passage in passages], refresh=refresh)
     out.print(report.summary(), highlight=False)
     with out.status("Embedding the passages"):
-        made = {"model": model, "dtype": llm.engine.dtype, "kv_dtype": llm.engine.kv_dtype}
+        made = {"model": model, "dtype": engine.dtype, "kv_dtype": engine.kv_dtype}
         index = PassageIndex.update(kv_dir, passages, embedder=MiniLM(), **made)
     out.print(f"{len(index.passages)} passages can be asked about: fused-kv ask QUESTION --kv-dir {kv_dir}")
-    return llm
+    return engine
 
 
-def _load(model: str, kv_dir: Path, dtype: str | None, **options: Any) -> FusedKVLLM:
-    try:
-        from langchain_fused_kv import FusedKVLLM
-    except ImportError as error:
-        raise MissingExtraError("langchain-core", "demo") from error
+def _load(model: str, kv_dir: Path, dtype: str | None, **options: Any) -> FusedKVEngine:
+    from fused_kv_llm.engine import FusedKVEngine
+
     with out.status(f"Loading {model}"):
-        llm = FusedKVLLM(model=model, kv_dir=kv_dir, dtype=dtype, **options)
-    out.print(f"[dim]{escape(model)}: {escape(llm.engine.choice)}[/]", highlight=False)
-    return llm
+        engine = FusedKVEngine(model, kv_dir=kv_dir, dtype=dtype, **options)
+    out.print(f"[dim]{escape(model)}: {escape(engine.choice)}[/]", highlight=False)
+    return engine
 
 
-def _answer(rag: Rag, llm: FusedKVLLM, question: str, *, compared: bool) -> list[Row]:
-    from fused_kv_llm.demo import as_table, compare, describe
+def _answer(engine: FusedKVEngine, prompt: RagPrompt, **options: Any) -> None:
+    """Print the sources, the answer as it is generated, and what the request did."""
+    from fused_kv_llm.demo import describe, sources
 
-    for piece in rag.chain.stream(question):
-        out.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
+    out.print(sources(prompt.sources), highlight=False)
+    if len(prompt.sources) < prompt.passages_wanted:
+        out.print(f"[dim]The model's context holds {len(prompt.sources)} passages of {prompt.passages_wanted}[/]")
     out.print()
-    if llm.last_report is not None:
-        out.print(f"[dim]{escape(describe(llm.last_report))}[/]", highlight=False, soft_wrap=True)
-    if rag.passages_used < rag.passages_wanted:
-        out.print(f"[dim]The model's context holds {rag.passages_used} passages of {rag.passages_wanted}[/]")
-    if not compared:
-        return []
-    prompt = rag.prompt.invoke(question).to_string()
-    used = llm.engine.recompute_ratio if llm.last_report is None else llm.last_report.recompute_ratio
-    ratios = dict.fromkeys((0.0, used))
-    with out.status("Answering again without stored KV"):
-        rows = compare(llm.engine, prompt, ratios=list(ratios), selector=llm.selector, max_tokens=llm.max_tokens)
-    out.print(as_table(rows))
+    for piece in engine.stream(prompt.text, **options):
+        out.print(piece.text, end="", markup=False, highlight=False, soft_wrap=True)
+        if piece.report is not None:
+            out.print(f"\n[dim]{escape(describe(piece.report))}[/]\n", highlight=False, soft_wrap=True)
+
+
+def _compare(engine: FusedKVEngine, prompt: RagPrompt, ratio: float, **limits: Any) -> list[Row]:
+    """Print the times and the answers of every way."""
+    from fused_kv_llm.demo import answers, compare, times
+
+    ratios = dict.fromkeys((1.0, ratio, 0.0))
+    with out.status("Answering again in other ways"):
+        rows = compare(engine, prompt.text, ratios=list(ratios), **limits)
+    out.print(times(rows, f"First token of a prompt of {rows[0].prompt_tokens:,} tokens"))
+    out.print(answers(rows), highlight=False)
     return rows
-
-
-def _summarise(compared: Sequence[Sequence[Row]]) -> None:
-    lines = []
-    for same_way in zip(*compared, strict=True):
-        ttft_s = statistics.median(row.ttft_s for row in same_way)
-        speedup = statistics.median(row.speedup for row in same_way)
-        lines.append(f"{same_way[0].name:<24} first token after {ttft_s:5.2f} s   {speedup:4.1f}x")
-    title = f"Medians of {len(compared)} questions"
-    out.print(Panel("\n".join(lines), title=title, title_align="left", expand=False), highlight=False)

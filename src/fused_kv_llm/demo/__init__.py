@@ -5,42 +5,58 @@ from __future__ import annotations
 import importlib
 import json
 from importlib.resources import files
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 if TYPE_CHECKING:
-    from fused_kv_llm.demo.comparison import Row, as_table, compare, describe
+    from fused_kv_llm.demo.comparison import Row, compare, medians
     from fused_kv_llm.demo.embedder import MiniLM
     from fused_kv_llm.demo.llama_embedder import MiniLMEmbedding
     from fused_kv_llm.demo.passages import read_passages
-    from fused_kv_llm.demo.rag import Rag
+    from fused_kv_llm.demo.rag import Rag, RagPrompt
     from fused_kv_llm.demo.retrieval import PassageIndex
+    from fused_kv_llm.demo.settings import DEMO
+    from fused_kv_llm.demo.show import answers, describe, explain, sources, times
 
 __all__ = [
+    "DEMO",
     "DemoQuestion",
     "MiniLM",
     "MiniLMEmbedding",
     "PassageIndex",
     "Rag",
+    "RagPrompt",
     "Row",
-    "as_table",
+    "answers",
     "compare",
     "describe",
+    "explain",
+    "handbook_folder",
     "handbook_passages",
     "handbook_questions",
+    "medians",
     "read_passages",
+    "sources",
+    "times",
 ]
 
 # Imported when first asked for: each needs a framework that the others do not.
 _MODULES = {
+    "DEMO": "settings",
     "MiniLM": "embedder",
     "MiniLMEmbedding": "llama_embedder",
     "PassageIndex": "retrieval",
     "Rag": "rag",
+    "RagPrompt": "rag",
     "Row": "comparison",
-    "as_table": "comparison",
+    "answers": "show",
     "compare": "comparison",
-    "describe": "comparison",
+    "describe": "show",
+    "explain": "show",
+    "medians": "comparison",
     "read_passages": "passages",
+    "sources": "show",
+    "times": "show",
 }
 
 
@@ -52,24 +68,26 @@ def __getattr__(name: str) -> Any:
 
 
 class DemoQuestion(TypedDict):
-    """A question about the handbook with its answer."""
+    """A question about one passage of the handbook, with the text in it that answers the question."""
 
     question: str
     answer: str
-    passages_needed: int
     file: str
+    passage: int
+
+
+def handbook_folder() -> Path:
+    """Return the folder of the handbook's text files."""
+    return Path(str(files(__package__) / "handbook"))
 
 
 def handbook_passages() -> list[str]:
     """Return the handbook's passages, in order; blank lines delimit them."""
-    folder = files(__package__) / "handbook"
-    texts = [
-        f.read_text(encoding="utf-8") for f in sorted(folder.iterdir(), key=lambda f: f.name) if f.name.endswith(".txt")
-    ]
+    texts = [path.read_text(encoding="utf-8") for path in sorted(handbook_folder().glob("*.txt"))]
     return [passage.strip() for text in texts for passage in text.split("\n\n") if passage.strip()]
 
 
 def handbook_questions() -> list[DemoQuestion]:
-    """Return questions with answers; the first three need one passage each."""
+    """Return 36 questions: one about the first passage of every file, then the second, then the third."""
     questions: list[DemoQuestion] = json.loads((files(__package__) / "questions.json").read_text(encoding="utf-8"))
     return questions

@@ -1,31 +1,34 @@
-"""One prompt, several ways: plain transformers, full reuse, selective recomputation."""
+"""Answer one prompt in several ways and time the first token: plain transformers, and the engine at several ratios."""
 
 from __future__ import annotations
 
+import os
+import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-from rich.markup import escape
-from rich.table import Table
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from fused_kv_llm.engine import FusedKVEngine
-from fused_kv_llm.report import FusionReport
 from fused_kv_llm.tuning import full_prefill
 
-__all__ = ["Row", "as_table", "compare", "describe"]
+__all__ = ["Row", "compare", "medians"]
+
+_PLAIN = "plain transformers"
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One way to answer.
+    """One way to answer a prompt.
 
     Parameters
     ----------
     name : str
-    ttft_s : float
-        Seconds to the first token.
+    cold_s : float or None
+        Seconds to the first token when the chunks' KV is read from the disk; None for a way without stored KV.
+    warm_s : float
+        Seconds to the first token when the chunks' KV is in memory.
     speedup : float
-        Plain transformers' time over this one's.
+        Plain transformers' time over `warm_s`.
     computed_tokens : int
         Prompt tokens that went through the model.
     prompt_tokens : int
@@ -33,32 +36,43 @@ class Row:
     """
 
     name: str
-    ttft_s: float
+    cold_s: float | None
+    warm_s: float
     speedup: float
     computed_tokens: int
     prompt_tokens: int
     answer: str
 
 
+def _name_of(ratio: float) -> str:
+    """Return what a recomputation ratio is called in tables."""
+    special = {0.0: "full reuse (ratio 0)", 1.0: "no stored KV (ratio 1)"}
+    return special.get(ratio, f"fused (ratio {ratio:g})")
+
+
 def compare(
     engine: FusedKVEngine,
     prompt: str,
     *,
-    ratios: Sequence[float] = (0.0, 0.15),
+    ratios: Sequence[float] = (1.0, 0.15, 0.0),
     selector: str | None = None,
     max_tokens: int = 64,
+    stop: Sequence[str] = (),
 ) -> list[Row]:
     """Answer one prompt greedily in several ways and measure the time to the first token.
 
     Parameters
     ----------
     engine : FusedKVEngine
+        Its memory tier is emptied before each cold measurement.
     prompt : str
     ratios : sequence of float
         Recomputation ratios, one row each after the row of plain transformers.
     selector : str or None
         None takes the engine's.
     max_tokens : int
+    stop : sequence of str
+        An answer ends before the first of these strings, in every row.
 
     Returns
     -------
@@ -66,46 +80,49 @@ def compare(
         The first is plain transformers.
     """
     plain = full_prefill(engine, prompt, max_tokens=max_tokens)
-    rows = [Row("plain transformers", plain.ttft_s, 1.0, plain.prompt_tokens, plain.prompt_tokens, plain.text)]
+    answer = plain.text[: min([plain.text.find(s) for s in stop if s in plain.text], default=None)]
+    rows = [Row(_PLAIN, None, plain.ttft_s, 1.0, plain.prompt_tokens, plain.prompt_tokens, answer)]
     for ratio in ratios:
-        made = engine.generate(prompt, max_tokens=max_tokens, recompute_ratio=ratio, selector=selector)
-        report = made.report
-        name = "full reuse (ratio 0)" if ratio == 0 else f"fused (ratio {ratio:g})"
-        speedup = plain.ttft_s / report.ttft_s
-        rows.append(Row(name, report.ttft_s, speedup, report.computed_tokens, report.prompt_tokens, made.text))
+        cold_s = None
+        if ratio < 1:
+            _forget_chunks(engine)
+            cold_s = engine.generate(prompt, max_tokens=1, recompute_ratio=ratio, selector=selector).report.ttft_s
+        made = engine.generate(prompt, max_tokens=max_tokens, stop=stop, recompute_ratio=ratio, selector=selector)
+        warm_s, computed = made.report.ttft_s, made.report.computed_tokens
+        name, speedup = _name_of(ratio), plain.ttft_s / warm_s
+        rows.append(Row(name, cold_s, warm_s, speedup, computed, plain.prompt_tokens, made.text))
     return rows
 
 
-def as_table(rows: Sequence[Row]) -> Table:
-    """Lay out a comparison for a terminal."""
-    table = Table(title=f"One prompt of {rows[0].prompt_tokens:,} tokens", title_justify="left")
-    table.add_column("")
-    table.add_column("first token", justify="right", no_wrap=True)
-    table.add_column("speed-up", justify="right")
-    table.add_column("tokens computed", justify="right")
-    table.add_column("answer", overflow="fold")
-    for row in rows:
-        table.add_row(
-            row.name,
-            f"{row.ttft_s:.2f} s",
-            f"{row.speedup:.1f}x",
-            f"{row.computed_tokens:,}",
-            escape(" ".join(row.answer.split())),
+def medians(compared: Sequence[Sequence[Row]]) -> list[Row]:
+    """Return one row a way: the medians of several prompts, without answers."""
+    rows = []
+    for same_way in zip(*compared, strict=True):
+        cold = [row.cold_s for row in same_way if row.cold_s is not None]
+        rows.append(
+            replace(
+                same_way[0],
+                cold_s=statistics.median(cold) if cold else None,
+                warm_s=statistics.median(row.warm_s for row in same_way),
+                speedup=statistics.median(row.speedup for row in same_way),
+                computed_tokens=round(statistics.median(row.computed_tokens for row in same_way)),
+                prompt_tokens=round(statistics.median(row.prompt_tokens for row in same_way)),
+                answer="",
+            )
         )
-    return table
+    return rows
 
 
-def describe(report: FusionReport) -> str:
-    """Return one line about a request for people."""
-    loaded = [f"{nbytes / 1e6:.0f} MB from {tier}" for tier, nbytes in report.bytes_loaded.items() if nbytes]
-    if beside := sum(report.sidecar_bytes_loaded.values()):
-        loaded.append(f"{beside / 1e6:.0f} MB of sidecars")
-    parts = [
-        f"first token after {report.ttft_s:.2f} s",
-        f"{report.prompt_tokens:,} prompt tokens: {report.cached_tokens:,} reused, "
-        f"{report.recomputed_tokens:,} recomputed, {report.fresh_tokens:,} fresh",
-        f"{report.chunks_found} chunks found" + (f" ({', '.join(loaded)})" if loaded else ""),
-    ]
-    if report.chunks_missed:
-        parts.append(f"{report.chunks_missed} could not be read")
-    return " | ".join(parts)
+def _forget_chunks(engine: FusedKVEngine) -> None:
+    """Empty the engine's memory tier, and where the system can, its cache of the store's files."""
+    engine.store.drop_memory()
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for path in Path(engine.store.kv_dir).rglob("*.safetensors"):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            # Pages that have not been written to the disk yet would stay.
+            os.fsync(handle)
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(handle)

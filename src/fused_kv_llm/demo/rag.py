@@ -1,87 +1,76 @@
-"""A LangChain chain over ingested passages: retrieve, fill the prompt, answer."""
+"""From a question to a prompt: retrieve passages and put them before the question."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
 
+from fused_kv_llm.demo.passages import Passage
 from fused_kv_llm.demo.retrieval import PassageIndex
-from fused_kv_llm.errors import MissingExtraError
+from fused_kv_llm.engine import FusedKVEngine
 
-if TYPE_CHECKING:
-    from langchain_core.documents import Document
-    from langchain_core.runnables import Runnable
+__all__ = ["TEMPLATE", "Rag", "RagPrompt"]
 
-    from langchain_fused_kv import FusedKVLLM
-
-__all__ = ["TEMPLATE", "Rag"]
-
-TEMPLATE = (
-    "{context}\n\nAnswer the following question from the passages above in one short sentence.\nQuestion: {question}"
-)
+# Small models follow an instruction before the passages better.
+TEMPLATE = "Answer the question from the context.\n\nContext:\n{context}\n\nQuestion: {question}\nAnswer briefly."
 _RESERVED_TOKENS = 128
 
 
+@dataclass(frozen=True, slots=True)
+class RagPrompt:
+    """A question with what was retrieved for it.
+
+    Parameters
+    ----------
+    text : str
+        The prompt: the passages, the nearest one last, and the question.
+    sources : tuple of Passage
+        The passages in the prompt, the nearest one first.
+    passages_wanted : int
+        How many passages there were to retrieve; more than `sources` where the model's context holds no more.
+    """
+
+    text: str
+    sources: tuple[Passage, ...]
+    passages_wanted: int
+
+
 class Rag:
-    """Retrieval-augmented answers from a passage index.
+    """Writes retrieval prompts for an engine, and lets it load the KV of what was retrieved ahead of the request.
 
     Parameters
     ----------
     index : PassageIndex
-    llm : FusedKVLLM
+    engine : FusedKVEngine
+        Counts tokens, and has the KV of the passages.
     k : int
         Passages to retrieve; fewer are used where the model's context does not hold them.
-
-    Attributes
-    ----------
-    prompt : Runnable
-        From a question to the prompt.
-    chain : Runnable
-        From a question to the answer; a plain LCEL chain.
-    passages_wanted, passages_used : int
-        Passages there are to retrieve, and those in the latest prompt.
-
-    Raises
-    ------
-    MissingExtraError
-        If ``langchain-core`` is not installed.
+    max_tokens : int
+        Room to leave for the answer.
     """
 
-    def __init__(self, index: PassageIndex, llm: FusedKVLLM, *, k: int) -> None:
-        try:
-            from langchain_core.prompts import PromptTemplate
-            from langchain_core.runnables import RunnableLambda, RunnablePassthrough
-
-            from langchain_fused_kv import FusedKVRetriever
-        except ImportError as error:
-            raise MissingExtraError("langchain-core", "langchain") from error
+    def __init__(self, index: PassageIndex, engine: FusedKVEngine, *, k: int, max_tokens: int) -> None:
         self._index = index
-        self._llm = llm
+        self._engine = engine
         self._k = k
-        self.passages_wanted = min(k, len(index.passages))
-        self.passages_used = 0
-        retriever = FusedKVRetriever(retriever=RunnableLambda(self._retrieve), llm=llm)
-        self.prompt: Runnable[str, Any] = {
-            "context": retriever | _join,
-            "question": RunnablePassthrough(),
-        } | PromptTemplate.from_template(TEMPLATE)
-        self.chain: Runnable[str, str] = self.prompt | llm
+        self._room = engine.context_length - max_tokens - _RESERVED_TOKENS
 
-    def _retrieve(self, question: str) -> list[Document]:
-        from langchain_core.documents import Document
+    def prompt(self, question: str) -> RagPrompt:
+        """Retrieve passages for a question and write the prompt."""
+        found = self._index.search(question, self._k)
+        sources = self._fitting(question, found)
+        texts = [passage.text for passage in sources]
+        self._engine.prefetch(texts)
+        # The nearest one last: a small model reads best what stands next to the question.
+        text = TEMPLATE.format(context="\n\n".join(reversed(texts)), question=question)
+        return RagPrompt(text, tuple(sources), len(found))
 
-        room = self._llm.engine.context_length - self._llm.max_tokens - _RESERVED_TOKENS
-        room -= self._llm.get_num_tokens(question)
-        found = []
-        for passage in self._index.search(question, self._k):
-            room -= self._llm.get_num_tokens(passage.text) + 2
+    def _fitting(self, question: str, found: Sequence[Passage]) -> list[Passage]:
+        room = self._room - len(self._engine.token_ids(question))
+        fitting = []
+        for passage in found:
+            room -= len(self._engine.token_ids(passage.text)) + 2
             if room < 0:
                 break
-            found.append(Document(passage.text, metadata={"source": passage.source}))
-        self.passages_used = len(found)
-        # The best one last: a small model reads best what stands next to the question.
-        return found[::-1]
-
-
-def _join(documents: Sequence[Document]) -> str:
-    return "\n\n".join(document.page_content for document in documents)
+            fitting.append(passage)
+        return fitting
