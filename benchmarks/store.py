@@ -34,8 +34,7 @@ from fused_kv_llm.catalog import ChunkCatalog
 from fused_kv_llm.chunk import ChunkKV, chunk_key
 from fused_kv_llm.online.read_ahead import layer_groups
 from fused_kv_llm.prompt.texthash import content_hash
-from fused_kv_llm.store import KVStore, StoredKV
-from fused_kv_llm.store.format.tensor_file import byte_view
+from fused_kv_llm.store import KVStore, StoredKV, byte_view
 
 TOKENS = 512
 IDENTITY = "0" * 64
@@ -82,6 +81,13 @@ def timed(call: Callable[[], object]) -> float:
     started = time.perf_counter()
     call()
     return time.perf_counter() - started
+
+
+def copy_layers(stored: StoredKV, start: int, stop: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Read layers and copy them to their place in a request's cache."""
+    layers = stored.read_stored(start, stop)
+    keys.copy_(layers.keys)
+    values.copy_(layers.values)
 
 
 class Loads:
@@ -136,7 +142,7 @@ class Loads:
         """The same, in the groups of layers of an engine, which computes with the first while the next are read."""
         with self.open(self.known, number) as stored:
             for (start, stop), (keys, values) in zip(self.groups, self.parts, strict=True):
-                stored.copy_layers(start, stop, keys, values)
+                copy_layers(stored, start, stop, keys, values)
 
     def into_cache_and_memory_tier(self, number: int) -> None:
         """The same, and the memory tier keeps the chunk for the next request."""
@@ -145,7 +151,7 @@ class Loads:
     def into_memory(self, number: int) -> None:
         """Have it in memory of the store's."""
         with self.open(self.known, number) as stored:
-            stored.load_layers(0, self.layers)
+            stored.read_stored(0, self.layers)
 
     def open(self, store: KVStore, number: int) -> StoredKV:
         """Open a chunk."""
@@ -157,7 +163,7 @@ class Loads:
 
     def _copy(self, store: KVStore, number: int) -> None:
         with self.open(store, number) as stored:
-            stored.copy_layers(0, self.layers, *self.places[1])
+            copy_layers(stored, 0, self.layers, *self.places[1])
 
 
 def load(folder: Path, shape: Shape, count: int = 12, rounds: int = 15) -> dict[str, Any]:
@@ -210,7 +216,7 @@ def several(loads: Loads, count: int) -> dict[str, dict[str, float]]:
 
     def read(slot: int, stored: StoredKV) -> None:
         with stored:
-            stored.copy_layers(0, loads.layers, *loads.places[slot])
+            copy_layers(stored, 0, loads.layers, *loads.places[slot])
 
     def open_and_read(slot: int, number: int) -> None:
         read(slot, loads.open(loads.known, number))
@@ -279,7 +285,7 @@ def get(folder: Path, count: int = 2000) -> dict[str, float]:
 def fill_rows(folder: Path, rows: int) -> None:
     """Make a store with rows and no files, as fast as SQLite takes them."""
     with KVStore(folder, memory_bytes=0) as store:
-        database = store._index._database
+        database = store._parts.index._database
         with database.transaction(), database.connection() as connection:
             ids = np.arange(32, dtype="<i4")
             for start in range(0, rows, 10_000):

@@ -59,7 +59,7 @@ def plain_s(model: Any, ids: list[int]) -> float:
 
 def move_to_device(engine: FusedKVEngine) -> None:
     """Let the memory tier's chunks lie on the model's device."""
-    for chunk in engine.store._memory._chunks.values():
+    for chunk in engine.store._parts.memory._chunks.values():
         for name, tensor in chunk.tensors.items():
             chunk.tensors[name] = tensor.to(engine.model.device)
 

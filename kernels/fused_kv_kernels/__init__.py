@@ -14,7 +14,7 @@ from .elementwise import gated_silu, rms_norm, rotate_rows_
 from .fit_shifts import fit_shifts
 from .kv_deviation import kv_deviation
 from .linears import few_row_linears
-from .native import MOST_SEGMENTS, SHORTEST_NBYTES, STRIPE_NBYTES, native_piece_reader, why_not_native
+from .native import why_not_native
 from .paged_rows import paged_row_attention
 from .pages import PageTable, SharedPages
 from .place_chunks import ChunkStack, place_chunks
@@ -25,9 +25,6 @@ from .token_scores import token_scores
 from .transfer import TransferPlan, transfer_deviation
 
 __all__ = [
-    "MOST_SEGMENTS",
-    "SHORTEST_NBYTES",
-    "STRIPE_NBYTES",
     "ChunkShift",
     "ChunkStack",
     "PageTable",
@@ -43,7 +40,6 @@ __all__ = [
     "fit_shifts",
     "gated_silu",
     "kv_deviation",
-    "native_piece_reader",
     "paged_row_attention",
     "place_chunks",
     "rerotate_keys",

@@ -97,7 +97,7 @@ def test_numbers_are_never_cut(tmp_path, monkeypatch, columns):
             chunk.put(store)
         store.describe(chunks[0].identity, "a/model-with-a-long-name, float32, similar preprocessing, stored in int8")
         for _ in range(1233):
-            store._uses.hit(chunks[0].key, "disk")
+            store._parts.uses.hit(chunks[0].key, "disk")
     monkeypatch.setattr(cli_store, "out", Console(width=columns))
     result = CliRunner().invoke(app, ["store", "stats", "--kv-dir", str(tmp_path / "kv")])
     assert result.exit_code == 0, result.output
@@ -125,7 +125,7 @@ def test_side_files_are_counted(kv_dir):
     assert f"({nbytes} bytes of it in 1 sidecars)" in run("stats", "--kv-dir", kv_dir).output
     with KVStore(kv_dir) as store:
         # All of it counts towards the budget.
-        assert store._index.ledger.total("disk_nbytes") == found["tiers"]["disk"][1]
+        assert store._parts.index.ledger.total("disk_nbytes") == found["tiers"]["disk"][1]
         store.sidecars.put(CHUNKS[0].key, "anchors-0.1", {"positions": torch.arange(3000)})
         assert store.stats().sidecars["disk"] == (1, side.stat().st_size)
         store.delete([CHUNKS[0].key])

@@ -21,12 +21,11 @@ from conftest import Chunk, build_chunk
 
 from fused_kv_llm.errors import FusedKVWarning, StoreFullError, StoreUnavailableError
 from fused_kv_llm.store import KVStore
-from fused_kv_llm.store.read import pieces
 
 CHUNKS = [build_chunk(number, tokens=4 + number % 13) for number in range(48)]
 KEPT = CHUNKS[:32]
 BUDGET = 120_000
-ORDINARY = pieces._SHARED_NBYTES, pieces._NATIVE_NBYTES
+NAME = "anchors-0.1"
 
 
 def verify(chunk: Chunk, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -44,15 +43,31 @@ def read(store: KVStore, chunk: Chunk, rng: random.Random) -> bool:
         if way < 0.3:
             verify(chunk, *stored.read_layers(0, 3))
         elif way < 0.6:
-            keys, values = torch.empty(2, 3, 2, 20, 8)[:, :, :, 2 : 2 + len(chunk.kv.token_ids)].unbind()
-            stored.copy_layers(0, 3, keys, values)
-            verify(chunk, keys, values)
+            layers = stored.read_stored(0, 3)
+            verify(chunk, layers.keys, layers.values)
         else:
             for layer in rng.sample(range(3), 3):
                 keys, values = stored.read_layers(layer, layer + 1)
                 if not (keys[0].equal(chunk.kv.keys[layer]) and values[0].equal(chunk.kv.values[layer])):
                     raise SystemExit(f"layer {layer} of chunk {chunk.key} is wrong")
     return True
+
+
+def read_sidecar(store: KVStore, chunk: Chunk, rng: random.Random) -> None:
+    """Read a chunk's sidecar, if there is one: all at once, or some rows at a time."""
+    ids = list(chunk.kv.token_ids)
+    if rng.random() < 0.5:
+        found = store.sidecars.read(chunk.key, NAME)
+        right = found is None or found["x"].tolist() == ids
+    else:
+        rows = store.sidecars.open(chunk.key, NAME)
+        middle = len(ids) // 2
+        spans = [] if rows is None else [rows.read(0, middle)["x"], rows.read(middle, len(ids))["x"]]
+        right = rows is None or torch.cat(spans).tolist() == ids
+        if rows is not None:
+            rows.close()
+    if not right:
+        raise SystemExit(f"the sidecar of {chunk.key} is wrong")
 
 
 def step(store: KVStore, rng: random.Random, put: set[str], counts: dict[str, int]) -> None:
@@ -66,18 +81,16 @@ def step(store: KVStore, rng: random.Random, put: set[str], counts: dict[str, in
     elif turn < 0.30:
         what = "side"
         if store.contains([chunk.key]) and chunk in KEPT:
-            store.sidecars.put(chunk.key, "anchors-0.1", {"x": torch.tensor(chunk.kv.token_ids)})
+            store.sidecars.put(chunk.key, NAME, {"x": torch.tensor(chunk.kv.token_ids)}, by_rows=True)
     elif turn < 0.40:
         what = "read side"
-        found = store.sidecars.read(chunk.key, "anchors-0.1")
-        if found is not None and found["x"].tolist() != list(chunk.kv.token_ids):
-            raise SystemExit(f"the sidecar of {chunk.key} is wrong")
+        read_sidecar(store, chunk, rng)
     elif turn < 0.44:
         what = "delete"
         store.delete([rng.choice(CHUNKS[len(KEPT) :]).key])
     elif turn < 0.48:
         what = "prefetch"
-        store.prefetch([c.key for c in rng.sample(CHUNKS, 8)])
+        store.prefetch([c.key for c in rng.sample(CHUNKS, 8)], sidecars=[NAME])
     elif turn < 0.50:
         what = "evict"
         store.evict(BUDGET // 2)
@@ -96,10 +109,6 @@ def work(kv_dir: Path, remote: str, seconds: float, seed: int) -> None:
     warnings.simplefilter("always", FusedKVWarning)
     warnings.showwarning = lambda message, *_, **__: noted.append(str(message))
     rng = random.Random(seed)
-    # Large chunks are read by two threads, by native code where there is a compiler: so are these by half of us.
-    pieces._SHARED_NBYTES, pieces._NATIVE_NBYTES = (
-        (0, 0) if seed % 4 == 0 else (0, 1 << 40) if seed % 4 == 1 else ORDINARY
-    )
     memory_bytes = 40_000 if seed % 3 else 0
     put: set[str] = set()
     counts: dict[str, int] = {}

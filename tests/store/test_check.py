@@ -12,7 +12,7 @@ import torch
 
 from fused_kv_llm.errors import FusedKVWarning, StoreUnavailableError
 from fused_kv_llm.store import Finding, KVStore, rebuild_index
-from fused_kv_llm.store.format import file_format
+from fused_kv_llm.store.format import codec
 
 pytestmark = pytest.mark.filterwarnings("error::fused_kv_llm.errors.FusedKVWarning")
 
@@ -40,7 +40,7 @@ def sql(kv_dir, statement, *values):
 def other_version(store, chunk, monkeypatch):
     store.delete([chunk.key])
     with monkeypatch.context() as patch:
-        patch.setattr(file_format, "FORMAT_VERSION", 99)
+        patch.setattr(codec, "FORMAT_VERSION", 99)
         chunk.put(store)
 
 
@@ -108,13 +108,13 @@ def test_index_rebuilt_from_the_files_alone(kv_dir, make_chunk):
             chunk.put(store)
         store.sidecars.put(chunks[0].key, "anchors-0.1", {"positions": torch.arange(3)})
         rows, stats = store.rows(c.key for c in chunks), store.stats()
-        hashes = {c.key: store._index.hashes(c.key) for c in chunks}
+        hashes = {c.key: store._parts.index.hashes(c.key) for c in chunks}
     rebuild_index(kv_dir)
     with KVStore(kv_dir) as store:
         assert store.stats().chunks == 0
         assert store.check(fix=True).by_kind == {"orphaned": 8, "wrong row": 1}
         assert store.rows(c.key for c in chunks) == rows
-        assert {c.key: store._index.hashes(c.key) for c in chunks} == hashes
+        assert {c.key: store._parts.index.hashes(c.key) for c in chunks} == hashes
         after = store.stats()
         assert (after.chunks, after.tokens, after.tiers) == (stats.chunks, stats.tokens, stats.tiers)
         assert_readable(store, chunks)
@@ -186,7 +186,7 @@ def test_what_cannot_be_opened_now_is_left_where_it_is(store, kv_dir, chunks, mo
     key = chunks[0].key
     store.sidecars.put(key, "anchors-0.1", {"positions": torch.arange(3)})
     before = sorted(kv_dir.rglob("*.safetensors"))
-    open_chunk = store._folder.open_chunk
+    open_chunk = store._parts.folder.open_chunk
 
     def refuse(asked, side=None):
         if (asked, side) == (key, name):
@@ -194,7 +194,7 @@ def test_what_cannot_be_opened_now_is_left_where_it_is(store, kv_dir, chunks, mo
         return open_chunk(asked, side)
 
     with monkeypatch.context() as patch:
-        patch.setattr(store._folder, "open_chunk", refuse)
+        patch.setattr(store._parts.folder, "open_chunk", refuse)
         report = store.check(fix=True)
     assert report.by_kind == {"unreadable": 1}
     assert (report.findings[0].left, report.left) == (True, 1)

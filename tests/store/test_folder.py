@@ -129,7 +129,7 @@ def test_index_without_room_takes_the_file_back(store, kv_dir, make_chunk, monke
         raise StoreFullError("no room for the index")
 
     with monkeypatch.context() as patch:
-        patch.setattr(store._index, "add", full)
+        patch.setattr(store._parts.index, "add", full)
         with pytest.raises(StoreFullError):
             make_chunk().put(store)
     assert files_under(kv_dir) == set()
@@ -171,7 +171,7 @@ def test_killed_between_file_and_row(store, kv_dir, make_chunk, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(store._index, "add", die)
+        patch.setattr(store._parts.index, "add", die)
         with pytest.raises(KeyboardInterrupt):
             chunk.put(store)
     assert chunk.path(kv_dir).exists()
@@ -272,7 +272,7 @@ def test_errors_of_sqlite_are_told_apart(kv_dir, make_chunk, code, text, kind, s
     error = sqlite3.OperationalError(text)
     error.sqlite_errorcode = getattr(sqlite3, code)
     with KVStore(kv_dir) as store:
-        database = store._index._database
+        database = store._parts.index._database
         with pytest.raises(kind, match=said) as caught, database.connection():
             raise error
     assert type(caught.value) is kind

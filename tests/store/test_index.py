@@ -88,4 +88,4 @@ def test_connections_of_ended_threads_are_closed(store, make_chunk):
         thread = threading.Thread(target=store.stats)
         thread.start()
         thread.join()
-    assert len(store._index._database._connections) <= 2
+    assert len(store._parts.index._database._connections) <= 2

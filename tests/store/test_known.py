@@ -13,8 +13,8 @@ from fused_kv_llm.store import KVStore
 @pytest.fixture
 def asked(diskonly, monkeypatch):
     """The keys that the index was asked for."""
-    found, place = [], diskonly._index.ledger.place
-    monkeypatch.setattr(diskonly._index.ledger, "place", lambda key: found.append(key) or place(key))
+    found, place = [], diskonly._parts.index.ledger.place
+    monkeypatch.setattr(diskonly._parts.index.ledger, "place", lambda key: found.append(key) or place(key))
     return found
 
 
@@ -71,4 +71,4 @@ def test_what_this_process_has_deleted_is_not_known(diskonly, make_chunk):
     chunk.put(diskonly)
     load(diskonly, chunk)
     diskonly.delete([chunk.key])
-    assert diskonly._reader.acquire_known(chunk.key) is None
+    assert diskonly._parts.reader.find(chunk.key) is None

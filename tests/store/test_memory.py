@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,23 +11,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fused_kv_llm.chunk import ContentHash
-from fused_kv_llm.errors import ConfigError
+from fused_kv_llm.errors import ConfigError, FusedKVWarning
 from fused_kv_llm.store import KVStore
-from fused_kv_llm.store.format.header import ChunkHeader
-from fused_kv_llm.store.format.tensor_file import Part
+from fused_kv_llm.store.folder import FileVersion
+from fused_kv_llm.store.format import FileHeader, Part, file_name
 from fused_kv_llm.store.index.policies import POLICIES
-from fused_kv_llm.store.read.memory import MemoryTier, ResidentChunk
+from fused_kv_llm.store.read import MemoryTier, ResidentFile
 
 pytestmark = pytest.mark.filterwarnings("error::fused_kv_llm.errors.FusedKVWarning")
 
 
-def resident(name: str, tokens: int) -> ResidentChunk:
+def resident(name: str, tokens: int) -> ResidentFile:
     shape = (1, 1, tokens, 1)
     parts = tuple(Part(part, torch.float32, shape, 0, ("",)) for part in "kv")
-    ids = (0,) * tokens
-    header = ChunkHeader(name, "", "", ContentHash(0, 0, 0), ids, 0, torch.float32, "float32", shape, parts)
-    return ResidentChunk(header, {part: torch.zeros(shape) for part in "kv"})
+    header = FileHeader(key=name * 64, parts=parts)
+    return ResidentFile(FileVersion(0, 0, 0, 0), header, {part: torch.zeros(shape) for part in "kv"})
 
 
 def test_chunk_is_promoted_when_all_layers_were_read_and_not_copied(store, make_chunk):
@@ -46,12 +45,26 @@ def test_chunk_is_promoted_when_all_layers_were_read_and_not_copied(store, make_
     assert torch.equal(values, chunk.kv.values)
 
 
-def test_memory_hit_touches_no_file(store, kv_dir, make_chunk):
+def test_memory_hit_opens_no_file(store, make_chunk, monkeypatch):
+    chunk = make_chunk()
+    chunk.put(store)
+    chunk.open(store).read_layers(0, 3)
+
+    def refuse(*_, **__):
+        raise AssertionError("a file was opened")
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert torch.equal(chunk.open(store).read_layers(1, 2)[0], chunk.kv.keys[1:2])
+
+
+def test_a_file_that_is_gone_is_not_served_from_memory(store, kv_dir, make_chunk):
     chunk = make_chunk()
     chunk.put(store)
     chunk.open(store).read_layers(0, 3)
     chunk.path(kv_dir).unlink()
-    assert torch.equal(chunk.open(store).read_layers(1, 2)[0], chunk.kv.keys[1:2])
+    with pytest.warns(FusedKVWarning, match="vanished"):
+        assert chunk.open(store) is None
+    assert store.stats().memory_bytes == 0
 
 
 def test_drop_memory(store, make_chunk):
@@ -124,7 +137,7 @@ def test_tier_behaves_like_a_list_ordered_by_use(budget, steps):
                 model.append((name, nbytes))
         else:
             entry = next((entry for entry in model if entry[0] == name), None)
-            assert (tier.get(name) is not None) == (entry is not None)
+            assert (tier.get(file_name(name * 64)) is not None) == (entry is not None)
             if entry is not None:
                 model.remove(entry)
                 model.append(entry)
@@ -139,14 +152,14 @@ def test_budget_holds_under_threads():
         rng = random.Random(seed)
         within = True
         for _ in range(300):
-            name = rng.choice("abcdefgh")
+            name = rng.choice("abcdef01")
             action = rng.random()
             if action < 0.6:
                 tier.put(resident(name, rng.randint(1, 20)))
             elif action < 0.8:
-                tier.discard(name)
+                tier.discard(file_name(name * 64))
             else:
-                tier.get(name)
+                tier.get(file_name(name * 64))
             within = within and tier.usage()[1] <= 400
         return within
 

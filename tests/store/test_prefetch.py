@@ -11,6 +11,7 @@ import torch
 
 from fused_kv_llm.errors import FusedKVWarning
 from fused_kv_llm.store import KVStore
+from fused_kv_llm.store.format import file_name
 
 pytestmark = pytest.mark.filterwarnings("error::fused_kv_llm.errors.FusedKVWarning")
 
@@ -78,7 +79,7 @@ def test_close_drops_what_is_queued(kv_dir, make_chunk, gate):
     assert gate.reached.wait(10)
     threading.Timer(0.05, gate.set).start()
     store.close()
-    assert store._memory.usage() == (0, 0)
+    assert store._parts.memory.usage() == (0, 0)
 
 
 def test_request_joins_a_prefetch(store, make_chunk, monkeypatch):
@@ -115,8 +116,41 @@ def test_prefetch_stops_at_the_budget(kv_dir, make_chunk):
         store.prefetch([chunk.key for chunk in chunks])
         wait_until(lambda: store.stats().memory_chunks == 2)
         # A second job that finds nothing ends after the first one has ended.
-        store._prefetcher._pool.executor().submit(lambda: None).result(10)
-        assert [chunk.key in store._memory for chunk in chunks] == [True, True, False, False]
+        store._parts.prefetcher._pool.executor().submit(lambda: None).result(10)
+        assert [file_name(chunk.key) in store._parts.memory for chunk in chunks] == [True, True, False, False]
+
+
+def test_prefetch_brings_the_sidecars_that_are_named(store, make_chunk):
+    chunks, rows = [make_chunk(seed) for seed in range(3)], torch.arange(12.0).view(6, 2)
+    for chunk in chunks:
+        chunk.put(store)
+        store.sidecars.put(chunk.key, "shift", {"x": rows}, by_rows=True)
+        store.sidecars.put(chunk.key, "other", {"x": rows}, by_rows=True)
+    store.drop_memory()
+    # A chunk need not have all of them.
+    store.prefetch([chunk.key for chunk in chunks], sidecars=["shift", "missing"])
+    store._parts.prefetcher._pool.executor().submit(lambda: None).result(10)
+    assert store.stats().memory_bytes == 3 * (chunks[0].kv.nbytes + rows.nbytes)
+    for chunk in chunks:
+        for name, in_memory in (("shift", True), ("other", False)):
+            sidecar = store.sidecars.open(chunk.key, name)
+            assert sidecar.in_memory == in_memory
+            assert torch.equal(sidecar.read(2, 6)["x"], rows[2:])
+            sidecar.close()
+
+
+def test_a_request_joins_the_prefetch_of_a_sidecar(store, make_chunk, gate):
+    chunk, rows = make_chunk(), torch.arange(12.0).view(6, 2)
+    chunk.put(store)
+    store.sidecars.put(chunk.key, "shift", {"x": rows}, by_rows=True)
+    store.prefetch([chunk.key], sidecars=["shift"])
+    assert gate.reached.wait(10)
+    gate.set()
+    sidecar = store.sidecars.open(chunk.key, "shift")
+    assert torch.equal(sidecar.read(0, 6)["x"], rows)
+    sidecar.close()
+    store._parts.prefetcher._pool.executor().submit(lambda: None).result(10)
+    assert store.stats().memory_bytes == chunk.kv.nbytes + rows.nbytes
 
 
 def test_prefetch_without_memory_does_nothing(diskonly, make_chunk):
@@ -147,6 +181,6 @@ def test_chunk_deleted_during_prefetch_does_not_come_back(store, make_chunk, gat
     assert gate.reached.wait(10)
     store.delete([chunk.key])
     gate.set()
-    store._prefetcher._pool.executor().submit(lambda: None).result(10)
+    store._parts.prefetcher._pool.executor().submit(lambda: None).result(10)
     assert store.stats().memory_chunks == 0
     assert chunk.open(store) is None

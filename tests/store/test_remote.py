@@ -105,9 +105,9 @@ def test_evictions_demote_and_reads_promote(remote, kv_dir, chunks, monkeypatch)
         assert list((kv_dir / "chunks").rglob("*.safetensors")) == []
         assert store.contains(c.key for c in chunks) == {c.key for c in chunks}
         calls = []
-        get = store._promoter.remote.get
+        get = store._parts.promoter.remote.get
         monkeypatch.setattr(
-            store._promoter.remote, "get", lambda names, *rest: calls.append(names) or get(names, *rest)
+            store._parts.promoter.remote, "get", lambda names, *rest: calls.append(names) or get(names, *rest)
         )
         # A batch is one call.
         assert store.fetch([c.key for c in chunks[:4]]) == {c.key for c in chunks[:4]}
@@ -180,7 +180,7 @@ def test_damage_on_the_remote_tier(remote, kv_dir, chunks, damage):
     with remote.store(kv_dir) as store:
         fill(store, chunks)
         store.evict(0)
-        tier, name = store._promoter.remote, f"{chunks[1].key}.safetensors"
+        tier, name = store._parts.promoter.remote, f"{chunks[1].key}.safetensors"
         raw = bytearray(tier.get([name])[name])
         raw[-5] ^= 4
         bad = {
@@ -291,7 +291,7 @@ def test_a_connection_that_cannot_be_closed_does_not_keep_the_index_open(kv_dir,
     store = KVStore(kv_dir, remote="redis://here")
     with pytest.raises(OSError, match="reset"):
         store.close()
-    assert not store._index._database._connections
+    assert not store._parts.index._database._connections
 
 
 def test_addresses_that_cannot_work(kv_dir):

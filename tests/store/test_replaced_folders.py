@@ -68,7 +68,7 @@ CHANGES: dict[str, Callable] = {
     "discard": lambda store, old, new: discard(store, old),
     "mend": lambda store, old, new: store.check(fix=True),
     "collect garbage": lambda store, old, new: store.collect_garbage(),
-    "sweep": lambda store, old, new: store._folder.staging.sweep(),
+    "sweep": lambda store, old, new: store._parts.folder.staging.sweep(),
 }
 
 

@@ -28,12 +28,8 @@ from .operators import (
     supports_int8_rows,
     supports_rows,
 )
-from .piece_reader import MOST_SEGMENTS, SHORTEST_NBYTES, STRIPE_NBYTES, native_piece_reader
 
 __all__ = [
-    "MOST_SEGMENTS",
-    "SHORTEST_NBYTES",
-    "STRIPE_NBYTES",
     "Table",
     "chunk_table",
     "int8_chunk_table",
@@ -45,7 +41,6 @@ __all__ = [
     "native_heads",
     "native_library",
     "native_linears",
-    "native_piece_reader",
     "native_place_chunks",
     "native_rms_norm",
     "native_rotate_rows",

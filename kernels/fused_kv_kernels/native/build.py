@@ -22,7 +22,6 @@ __all__ = ["build", "compile_library"]
 
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC")
 _HERE = ("-march=native",)
-_NEED_NO_SHARED_SOURCES = frozenset({"reading"})
 _BUILD_SECONDS = 120
 
 
@@ -97,8 +96,7 @@ def _compiler() -> str:
 
 
 def _folders(folder: str) -> list[Path]:
-    names = (folder,) if folder in _NEED_NO_SHARED_SOURCES else (folder, "shared")
-    return [Path(__file__).parent / name for name in names]
+    return [Path(__file__).parent / name for name in (folder, "shared")]
 
 
 def _sources(folder: str) -> list[Path]:

@@ -35,7 +35,7 @@ _AMX = Level(
     _BFLOAT16 | {"amx_tile", "amx_bf16"},
 )
 
-LEVELS = {"bfloat16": (_AMX, _AVX512_BF16), "float32": (_AVX512, _AVX2), "reading": (_AVX512, _AVX2)}
+LEVELS = {"bfloat16": (_AMX, _AVX512_BF16), "float32": (_AVX512, _AVX2)}
 """The levels for which each folder of sources is compiled into the wheel, best first."""
 
 

@@ -11,18 +11,16 @@ from __future__ import annotations
 import os
 import secrets
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from fused_kv_llm.errors import ChunkDamagedError, ConfigError, StoreFullError, StoreUnavailableError
-from fused_kv_llm.store.folder import StoreFolder
-from fused_kv_llm.store.format import Cipher, parse_name
-from fused_kv_llm.store.index import ChunkIndex, ChunkRow
-from fused_kv_llm.store.read import as_file, verify_chunk
-from fused_kv_llm.store.sidecars import read_sidecar_file
-from fused_kv_llm.store.writer import ChunkWriter
+from fused_kv_llm.store.format import file_name, parse_name
+from fused_kv_llm.store.index import ChunkRow
+from fused_kv_llm.store.parts import StoreParts
+from fused_kv_llm.store.read import as_file, verify_chunk, verify_sidecar
 
 __all__ = ["Archive", "ExportReport", "ImportReport"]
 
@@ -75,31 +73,12 @@ class Archive:
 
     Parameters
     ----------
-    folder, index, writer : StoreFolder, ChunkIndex, ChunkWriter
+    parts : StoreParts
         The store's.
-    cipher : Cipher or None
-        Decrypts the files, to verify them.
-    fetch : callable
-        Brings chunks from the remote tier.
-    check_writable : callable
-        Raises if the store is closed or read-only.
     """
 
-    def __init__(
-        self,
-        folder: StoreFolder,
-        index: ChunkIndex,
-        writer: ChunkWriter,
-        cipher: Cipher | None,
-        fetch: Callable[[Sequence[str]], set[str]],
-        check_writable: Callable[[], None],
-    ) -> None:
-        self._folder = folder
-        self._index = index
-        self._writer = writer
-        self._cipher = cipher
-        self._fetch = fetch
-        self._check_writable = check_writable
+    def __init__(self, parts: StoreParts) -> None:
+        self._parts = parts
 
     def export(
         self, path: str | Path, *, identity: str | None = None, progress: Progress | None = None
@@ -134,7 +113,7 @@ class Archive:
                 with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as archive:
                     for start in range(0, len(keys), _BATCH):
                         batch = keys[start : start + _BATCH]
-                        self._fetch(batch)
+                        self._parts.fetch(batch)
                         for key in batch:
                             self._export(archive, key, report)
                         if progress is not None:
@@ -150,21 +129,21 @@ class Archive:
         return report
 
     def _keys(self, identity: str | None) -> list[str]:
-        names = [totals.identity for totals in self._index.totals()] if identity is None else [identity]
-        return [key for name in names for key in self._index.content_rows(name, 0)[1]]
+        names = [totals.identity for totals in self._parts.index.totals()] if identity is None else [identity]
+        return [key for name in names for key in self._parts.index.content_rows(name, 0)[1]]
 
     def _export(self, archive: tarfile.TarFile, key: str, report: ExportReport) -> None:
-        for name in (None, *self._index.ledger.sidecars(key)):
+        for name in (None, *self._parts.index.ledger.sidecars(key)):
             try:
                 # Held while it is copied, so that eviction passes over it.
-                fd = self._folder.open_file(key, name)
+                fd = self._parts.folder.open_file(key, name)
             except (ChunkDamagedError, OSError):
                 if name is None:
                     report.missed.append(key)
                     return
                 continue
             with open(fd, "rb") as file:
-                member = tarfile.TarInfo(os.path.basename(self._folder.chunk_path(key, name)))
+                member = tarfile.TarInfo(file_name(key, name))
                 member.size, member.mode = os.fstat(fd).st_size, 0o600
                 archive.addfile(member, file)
                 report.nbytes += member.size
@@ -191,7 +170,7 @@ class Archive:
         StoreFullError
             The disk or the budget is full; what came before is kept, and loading again goes on there.
         """
-        self._check_writable()
+        self._parts.check_writable()
         source = Path(path).expanduser()
         report = ImportReport()
         try:
@@ -227,20 +206,20 @@ class Archive:
         report.nbytes += len(data) * taken
 
     def _take_chunk(self, key: str, data: memoryview) -> bool:
-        with self._writer.lock(key):
-            if self._writer.is_stored(key):
+        with self._parts.writer.lock(key):
+            if self._parts.writer.is_stored(key):
                 return False
             with as_file(data) as fd:
-                header = verify_chunk(fd, key, self._cipher)
+                header = verify_chunk(self._parts.codec, fd, key)
             row = ChunkRow(key, header.identity, header.text, header.token_ids, header.position, len(data))
-            return self._writer.write(row, header.content, [data], float(header.num_tokens))
+            return self._parts.writer.write(row, header.content, [data], float(header.num_tokens))
 
     def _take_sidecar(self, key: str, name: str, data: memoryview) -> bool:
-        if name in self._index.ledger.sidecars(key):
+        if name in self._parts.index.ledger.sidecars(key):
             return False
         with as_file(data) as fd:
-            read_sidecar_file(fd, key, name, self._cipher)
-        return self._writer.write_sidecar(key, name, [data]) is not None
+            verify_sidecar(self._parts.codec, fd, key, name)
+        return self._parts.writer.write_sidecar(key, name, [data]) is not None
 
 
 def _members(source: Path) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:

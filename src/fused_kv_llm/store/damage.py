@@ -7,7 +7,8 @@ import warnings
 from fused_kv_llm.errors import FusedKVWarning, StoreError
 from fused_kv_llm.store.folder import StoreFolder
 from fused_kv_llm.store.index import ChunkIndex, Place
-from fused_kv_llm.store.read import ChunkReader
+from fused_kv_llm.store.read import FileReader
+from fused_kv_llm.store.uses import UseLog
 
 __all__ = ["DamageControl", "warn"]
 
@@ -19,25 +20,30 @@ class DamageControl:
 
     Parameters
     ----------
-    folder, index, reader : StoreFolder, ChunkIndex, ChunkReader
+    folder, index, reader, uses : StoreFolder, ChunkIndex, FileReader, UseLog
         The parts of the store that know the chunk.
-    ignored : set of str
-        Gets the damaged chunks that could not be moved away.
     read_only : bool
         Move and drop nothing, just stop using the chunk.
+
+    Attributes
+    ----------
+    ignored : set of str
+        Damaged chunks that could not be moved away: they count as not stored until they are written again.
     """
 
     def __init__(
-        self, folder: StoreFolder, index: ChunkIndex, reader: ChunkReader, ignored: set[str], *, read_only: bool
+        self, folder: StoreFolder, index: ChunkIndex, reader: FileReader, uses: UseLog, *, read_only: bool
     ) -> None:
         self._folder = folder
         self._index = index
         self._reader = reader
+        self._uses = uses
         self._read_only = read_only
-        self.ignored = ignored
+        self.ignored: set[str] = set()
 
     def discard(self, key: str, reason: str) -> bool:
         """Take a chunk out of the store and warn; returns False, silently, if there was nothing."""
+        self._uses.add(damaged=1)
         path = self._folder.chunk_path(key)
         try:
             done = self._ignore(key) if self._read_only else self._quarantine(key)
@@ -66,6 +72,7 @@ class DamageControl:
                 self._index.ledger.move(key, Place(on_disk=False, on_remote=True))
             else:
                 self._index.remove([key])
+        self._uses.add(damaged=1)
         self._reader.forget(key)
         where = self._folder.chunk_path(key)
         done = "the remote tier still has it" if place.on_remote else "its row was dropped. It is computed afresh"

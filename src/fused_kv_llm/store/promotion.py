@@ -7,24 +7,18 @@ from collections.abc import Iterable, Sequence
 from fused_kv_llm.errors import ChunkDamagedError, ChunkKeyError, StoreError
 from fused_kv_llm.store.damage import warn
 from fused_kv_llm.store.folder import StoreFolder
-from fused_kv_llm.store.format import ChunkHeader, Cipher, read_header
+from fused_kv_llm.store.format import ChunkHeader, FileCodec, file_name, parse_name
 from fused_kv_llm.store.index import ChunkIndex, ChunkRow, Place
 from fused_kv_llm.store.read import as_file, verify_chunk
 from fused_kv_llm.store.remote import RemoteTier
 from fused_kv_llm.store.uses import UseLog
 from fused_kv_llm.store.writer import ChunkWriter
 
-__all__ = ["Promoter", "demote", "remote_name"]
+__all__ = ["Promoter", "demote"]
 
-_SUFFIX = ".safetensors"
 _LEARNT_AT_ONCE = 256
 # Texts and token ids of chunks of several thousand tokens fit in.
 _HEADER_NBYTES = 256 * 1024
-
-
-def remote_name(key: str, name: str | None = None) -> str:
-    """Return the name of a chunk's object, or of its sidecar's."""
-    return f"{key}{'' if name is None else f'.{name}'}{_SUFFIX}"
 
 
 def demote(remote: RemoteTier | None, folder: StoreFolder, index: ChunkIndex, uses: UseLog, key: str) -> bool:
@@ -35,7 +29,7 @@ def demote(remote: RemoteTier | None, folder: StoreFolder, index: ChunkIndex, us
         for name in (None, *index.ledger.sidecars(key)):
             fd = folder.open_file(key, name)
             with open(fd, "rb") as file:
-                remote.put(remote_name(key, name), [memoryview(file.read())])
+                remote.put(file_name(key, name), [memoryview(file.read())])
     except FileNotFoundError:
         # Another process was faster: it evicted the chunk, or deleted it.
         return False
@@ -54,8 +48,8 @@ class Promoter:
     remote : RemoteTier
     folder, index, writer, uses : StoreFolder, ChunkIndex, ChunkWriter, UseLog
         The store's.
-    cipher : Cipher or None
-        Decrypts the files, to verify them.
+    codec : FileCodec
+        Decodes the files, to verify them.
     """
 
     def __init__(
@@ -65,14 +59,14 @@ class Promoter:
         index: ChunkIndex,
         writer: ChunkWriter,
         uses: UseLog,
-        cipher: Cipher | None,
+        codec: FileCodec,
     ) -> None:
         self.remote = remote
         self._folder = folder
         self._index = index
         self._writer = writer
         self._uses = uses
-        self._cipher = cipher
+        self._codec = codec
 
     def fetch(self, keys: Sequence[str]) -> set[str]:
         """Bring those chunks to the disk that are only on the remote tier, in one call; return their keys.
@@ -87,10 +81,10 @@ class Promoter:
         wanted = {key: (None, *self._index.ledger.sidecars(key)) for key in away}
         if not wanted:
             return set()
-        data = self.remote.get([remote_name(key, name) for key, names in wanted.items() for name in names])
+        data = self.remote.get([file_name(key, name) for key, names in wanted.items() for name in names])
         fetched: set[str] = set()
         for key, names in wanted.items():
-            files = {n: memoryview(data[remote_name(key, n)]) for n in names if remote_name(key, n) in data}
+            files = {n: memoryview(data[file_name(key, n)]) for n in names if file_name(key, n) in data}
             if self._keep(key, files, away[key]):
                 fetched.add(key)
         self._uses.add(promoted=len(fetched))
@@ -105,20 +99,21 @@ class Promoter:
             The remote tier cannot be used.
         """
         sizes = self.remote.sizes()
-        keys = [name.removesuffix(_SUFFIX) for name in sizes if len(name) == 64 + len(_SUFFIX)]
+        parsed = [parse_name(name) for name in sizes]
+        keys = [found[0] for found in parsed if found is not None and found[1] is None]
         known = self._index.present(keys)
         new = [key for key in keys if key not in known]
         added = 0
         for start in range(0, len(new), _LEARNT_AT_ONCE):
             batch = new[start : start + _LEARNT_AT_ONCE]
-            beginnings = self.remote.get([remote_name(key) for key in batch], _HEADER_NBYTES)
+            beginnings = self.remote.get([file_name(key) for key in batch], _HEADER_NBYTES)
             for key in batch:
-                name = remote_name(key)
+                name = file_name(key)
                 if name not in beginnings:
                     continue
                 with as_file(beginnings[name]) as fd:
                     try:
-                        header = read_header(fd, key, sizes[name], self._cipher)
+                        header = self._codec.read_chunk_header(fd, key, sizes[name])
                     except ChunkDamagedError as error:
                         self._report(key, error.reason)
                     else:
@@ -146,12 +141,12 @@ class Promoter:
     def _is_whole(self, key: str, data: memoryview) -> bool:
         with as_file(data) as fd:
             try:
-                verify_chunk(fd, key, self._cipher)
+                verify_chunk(self._codec, fd, key)
             except ChunkDamagedError as error:
                 self._drop(key, error.reason)
                 # What another key opens is somebody else's, and whole.
                 if not isinstance(error, ChunkKeyError):
-                    self.remote.delete([remote_name(key)])
+                    self.remote.delete([file_name(key)])
                 return False
         return True
 
@@ -170,5 +165,5 @@ class Promoter:
 
     def forget(self, keys: Iterable[str]) -> None:
         """Delete chunks from the remote tier; those that are not there do not matter."""
-        names = [remote_name(key, name) for key in keys for name in (None, *self._index.ledger.sidecars(key))]
+        names = [file_name(key, name) for key in keys for name in (None, *self._index.ledger.sidecars(key))]
         self.remote.delete(names)

@@ -21,7 +21,7 @@ class StoreStats:
     bytes_on_disk : int
         Size of the chunks' files without their sidecars, on the disk or the remote tier.
     memory_chunks, memory_bytes : int
-        Chunks in this process's memory tier and the bytes of their keys and values.
+        Chunks in this process's memory tier, and the bytes of all that it holds, sidecars included.
     by_identity : dict of str to int
         Chunks by identity digest.
     tiers : dict of str to tuple of int

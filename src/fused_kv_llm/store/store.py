@@ -2,47 +2,52 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from fused_kv_llm.chunk import ChunkKV, ContentHash
-from fused_kv_llm.errors import ChunkDamagedError
-from fused_kv_llm.store.damage import warn
-from fused_kv_llm.store.format import check_key, encode_chunk
-from fused_kv_llm.store.index import ChunkRow, ContentRows
-from fused_kv_llm.store.read import ChunkLoader, ResidentChunk, StoredKV
+from fused_kv_llm.store.archive import Archive
+from fused_kv_llm.store.audit import CheckReport, Progress
+from fused_kv_llm.store.format import check_key, check_kv_dtype, check_name
+from fused_kv_llm.store.index import DEFAULT_POLICY, ChunkRow, ContentRows
+from fused_kv_llm.store.opening import open_chunk
+from fused_kv_llm.store.parts import StoreParts
+from fused_kv_llm.store.read import StoredKV
+from fused_kv_llm.store.sidecars import Sidecars
+from fused_kv_llm.store.stats import StoreStats
 from fused_kv_llm.store.upkeep import StoreUpkeep
+from fused_kv_llm.store.uses import StoreCounters
 
 __all__ = ["KVStore"]
 
 
-class KVStore(StoreUpkeep):
+class KVStore:
     """Chunk KV in a folder; thread-safe, and safe for several processes on the same folder.
 
-    A damaged, foreign or outdated file is a miss: it is moved to ``kv_dir/quarantine``, its row is dropped
-    and a ``FusedKVWarning`` says so. It is never a wrong tensor and never a crash.
+    A damaged, foreign or outdated file is a miss: it is moved to ``kv_dir/quarantine``, its row is dropped, and a
+    ``FusedKVWarning`` says so. It is never a wrong tensor and never a crash.
 
     Parameters
     ----------
     kv_dir : str or Path
-        The folder, created (with mode 0700) if it does not exist. On a local POSIX disk.
+        The folder, created (with mode 0700) if it does not exist. It belongs on a local POSIX disk.
     memory_bytes : int or str
-        Most bytes of keys and values kept in memory, such as ``"4GB"``; 0 keeps none. Sidecars that were read get
-        half as much again.
+        Most bytes of tensors kept in memory, of chunks and sidecars together, such as ``"4GB"``; 0 keeps none.
     disk_bytes : int, str or None
-        Most bytes of chunk files and sidecars on the disk; when they are used up, the chunks that `policy` values
-        least make room. None: as many as the disk holds. Files being written come on top, one a writing thread.
+        Most bytes of chunk files and sidecars on the disk; when they are used up, the chunks that `policy` values least
+        make room. None: as many as the disk holds. Files being written come on top, one for each writing thread.
     policy : str
-        Which chunks go first, in memory and on the disk: a key of ``policies.POLICIES``.
+        What goes first, in memory and on the disk: a key of ``POLICIES``.
     kv_dtype : str
-        Dtype in which keys and values are stored: ``"auto"`` keeps theirs; see ``quantize.STORAGE_DTYPES``.
+        Dtype in which keys and values are stored, one of ``STORAGE_DTYPES``; ``"auto"`` keeps theirs.
     encryption_key : str, bytes or None
-        Encrypts everything that is written; 32 bytes, 64 hexadecimal digits or base64. None takes the
-        environment's ``FUSED_KV_ENCRYPTION_KEY``, if there is one. It is stored nowhere.
+        Encrypts everything that is written; 32 bytes, 64 hexadecimal digits or base64. None takes the environment's
+        ``FUSED_KV_ENCRYPTION_KEY``, if there is one. The key is stored nowhere.
     remote : str or None
-        URL of a remote tier, see ``remote.open_remote``. Evicted chunks go there, and come back when they are
-        needed; chunks that other machines have put there are found when the store is opened.
+        URL of a remote tier, see ``open_remote``. Evicted chunks go there, and come back when they are needed; chunks
+        that other machines have put there are found when the store is opened.
     remote_options : dict or None
         Further arguments of the remote tier's backend.
     read_only : bool
@@ -62,6 +67,35 @@ class KVStore(StoreUpkeep):
     StoreUnavailableError
         The folder or the remote tier cannot be used, the index is damaged, or the encryption key is another one.
     """
+
+    def __init__(
+        self,
+        kv_dir: str | Path,
+        *,
+        memory_bytes: int | str = 2 << 30,
+        disk_bytes: int | str | None = None,
+        policy: str = DEFAULT_POLICY,
+        kv_dtype: str = "auto",
+        encryption_key: str | bytes | None = None,
+        remote: str | None = None,
+        remote_options: dict[str, Any] | None = None,
+        read_only: bool = False,
+    ) -> None:
+        self.kv_dir = Path(kv_dir).expanduser()
+        self.kv_dtype = check_kv_dtype(kv_dtype)
+        self._parts = StoreParts(
+            self.kv_dir,
+            memory_bytes=memory_bytes,
+            disk_bytes=disk_bytes,
+            policy=policy,
+            encryption_key=encryption_key,
+            remote=remote,
+            remote_options=remote_options,
+            read_only=read_only,
+        )
+        self._upkeep = StoreUpkeep(self._parts)
+        self.sidecars = Sidecars(self._parts)
+        self.archive = Archive(self._parts)
 
     # -- writing ---------------------------------------------------------------------------------------------
 
@@ -100,38 +134,38 @@ class KVStore(StoreUpkeep):
         StoreUnavailableError
             The store is closed, read-only or cannot be written; it is as it was.
         """
-        self._check_writable()
+        self._parts.check_writable()
         check_key(key)
-        with self._writer.lock(key):
-            if self._writer.is_stored(key):
+        with self._parts.writer.lock(key):
+            if self._parts.writer.is_stored(key):
                 return 0
-            parts = encode_chunk(key, identity, text, content, kv, self.kv_dtype, self._cipher)
+            parts = self._parts.codec.encode_chunk(key, identity, text, content, kv, self.kv_dtype)
             nbytes = sum(len(part) for part in parts)
             row = ChunkRow(key, identity, text, tuple(kv.token_ids), kv.position, nbytes)
-            return nbytes if self._writer.write(row, content, parts, cost or float(len(kv.token_ids))) else 0
+            return nbytes if self._parts.writer.write(row, content, parts, cost or float(len(kv.token_ids))) else 0
 
     # -- looking up ------------------------------------------------------------------------------------------
 
     def contains(self, keys: Iterable[str]) -> set[str]:
         """Return those of ``keys`` that are stored."""
-        self._check_open()
-        return self._index.present(check_key(key) for key in keys) - self._damage.ignored
+        self._parts.check_open()
+        return self._parts.index.present(check_key(key) for key in keys) - self._parts.damage.ignored
 
     def rows(self, keys: Iterable[str]) -> dict[str, ChunkRow]:
         """Return what the index knows about those of ``keys`` that are stored."""
-        self._check_open()
-        rows, damaged = self._index.rows(check_key(key) for key in keys if key not in self._damage.ignored)
+        self._parts.check_open()
+        rows, damaged = self._parts.index.rows(check_key(key) for key in keys if key not in self._parts.damage.ignored)
         for key in damaged:
-            self.discard(key, "its row in the index cannot be understood")
+            self._parts.damage.discard(key, "its row in the index cannot be understood")
         return rows
 
     def rows_by_rowid(self, rowids: Iterable[int]) -> dict[int, ChunkRow]:
         """Return what the index knows about those of ``rowids`` (see `content_hashes`) that are stored."""
-        self._check_open()
-        rows, damaged = self._index.rows_by_rowid(rowids)
+        self._parts.check_open()
+        rows, damaged = self._parts.index.rows_by_rowid(rowids)
         for key in damaged:
-            self.discard(key, "its row in the index cannot be understood")
-        return {rowid: row for rowid, row in rows.items() if row.key not in self._damage.ignored}
+            self._parts.damage.discard(key, "its row in the index cannot be understood")
+        return {rowid: row for rowid, row in rows.items() if row.key not in self._parts.damage.ignored}
 
     def content_hashes(self, identity: str, after_rowid: int = 0) -> Iterator[ContentRows]:
         """Yield content hashes of an identity's chunks that were added after a ``rowid``, part by part, ascending.
@@ -148,8 +182,8 @@ class KVStore(StoreUpkeep):
         ContentRows
             Arrays ``rowid, prefix, full, length``.
         """
-        self._check_open()
-        while (found := self._index.content_hashes(identity, after_rowid)) is not None:
+        self._parts.check_open()
+        while (found := self._parts.index.content_hashes(identity, after_rowid)) is not None:
             yield found
             after_rowid = int(found.rowid[-1])
 
@@ -170,8 +204,8 @@ class KVStore(StoreUpkeep):
         keys : list of str
             The chunks' keys, in the same order.
         """
-        self._check_open()
-        return self._index.content_rows(identity, after_rowid)
+        self._parts.check_open()
+        return self._parts.index.content_rows(identity, after_rowid)
 
     def open(self, key: str, token_ids: Sequence[int]) -> StoredKV | None:
         """Open a chunk's KV for reading.
@@ -188,50 +222,14 @@ class KVStore(StoreUpkeep):
         StoredKV or None
             None if the chunk is not stored, or not usable (with a ``FusedKVWarning``).
         """
-        self._check_open()
+        self._parts.check_open()
         check_key(key)
-        stored = None if key in self._damage.ignored else self._open(key, tuple(token_ids))
+        stored = None if key in self._parts.damage.ignored else open_chunk(self._parts, key, tuple(token_ids))
         if stored is None:
-            self._uses.add(misses=1)
-        elif self._uses.hit(key, stored.tier) and not self._read_only:
-            self._prefetcher.run(self._flush_uses)
+            self._parts.uses.add(misses=1)
+        elif self._parts.uses.hit(key, stored.tier) and not self._parts.read_only:
+            self._parts.prefetcher.run(self._parts.budget.flush_uses)
         return stored
-
-    def _open(self, key: str, token_ids: tuple[int, ...]) -> StoredKV | None:
-        source: ResidentChunk | ChunkLoader | None = self._reader.acquire_known(key)
-        fetched = False
-        if source is None:
-            place = self._index.ledger.place(key)
-            if place is None:
-                # Another process may have deleted it, and this one's memory must not serve it any more.
-                self._reader.forget(key)
-                return None
-            fetched = not place.on_disk and key not in self._memory and key in self.fetch([key])
-            source = self._acquire(key)
-        if source is None:
-            return None
-        if source.header.token_ids != token_ids:
-            source.release()
-            self.discard(key, f"its {source.header.num_tokens} token ids are not those expected")
-            return None
-        if not isinstance(source, ChunkLoader):
-            return StoredKV("memory", source)
-        return StoredKV("remote" if fetched else "disk", source)
-
-    def _acquire(self, key: str) -> ResidentChunk | ChunkLoader | None:
-        try:
-            return self._reader.acquire(key)
-        except FileNotFoundError:
-            if self._damage.vanished(key):
-                self._uses.add(damaged=1)
-        except ChunkDamagedError as error:
-            self.discard(key, error.reason)
-        except OSError as error:
-            if error.errno in (errno.ELOOP, errno.ENXIO):
-                self.discard(key, "it is not a regular file")
-            else:
-                warn(f"The stored KV of chunk {key} cannot be read now ({error}). It is computed afresh.")
-        return None
 
     def discard(self, key: str, reason: str) -> bool:
         """Take a damaged chunk out of the store and warn about it.
@@ -249,18 +247,87 @@ class KVStore(StoreUpkeep):
         bool
             Whether there was anything to take out; only then it warns.
         """
-        self._check_open()
-        self._uses.add(damaged=1)
-        return self._damage.discard(check_key(key), reason)
+        self._parts.check_open()
+        return self._parts.damage.discard(check_key(key), reason)
 
-    def prefetch(self, keys: Iterable[str]) -> None:
+    def prefetch(self, keys: Iterable[str], sidecars: Iterable[str] = ()) -> None:
         """Start loading chunks into the memory tier and return at once.
 
         Stops at the memory tier's budget. Chunks that are missing or damaged are left for ``open`` to report.
+
+        Parameters
+        ----------
+        keys : iterable of str
+            The chunks.
+        sidecars : iterable of str
+            Names of sidecars to load with every chunk; a chunk need not have them.
         """
-        self._check_open()
-        wanted = [check_key(key) for key in keys if key not in self._damage.ignored]
-        self._prefetcher.submit(wanted, self.fetch)
+        self._parts.check_open()
+        wanted = [check_key(key) for key in keys if key not in self._parts.damage.ignored]
+        self._parts.prefetcher.submit(wanted, [check_name(name) for name in sidecars], self.fetch)
+
+    def fetch(self, keys: Sequence[str]) -> set[str]:
+        """Bring chunks from the remote tier to the disk, all in one call.
+
+        Parameters
+        ----------
+        keys : sequence of str
+            Those that are on the disk already, or nowhere, do not matter.
+
+        Returns
+        -------
+        set of str
+            The keys of the chunks that were brought. If the remote tier or the disk cannot be used, there are
+            none, and a ``FusedKVWarning`` says why.
+        """
+        return self._parts.fetch(keys)
+
+    # -- upkeep, see ``StoreUpkeep`` -----------------------------------------------------------------------------
+
+    def delete(self, keys: Iterable[str]) -> int:
+        """Delete chunks from every tier; returns how many were stored."""
+        return self._upkeep.delete(keys)
+
+    def evict(self, disk_bytes: int | str) -> int:
+        """Evict the chunks of least value until the files take at most so many bytes; returns how many went."""
+        return self._upkeep.evict(disk_bytes)
+
+    def check(
+        self, *, fix: bool = False, take_other_keys: bool = False, progress: Progress | None = None
+    ) -> CheckReport:
+        """Read every file and compare it with its row; see ``StoreUpkeep.check``."""
+        return self._upkeep.check(fix=fix, take_other_keys=take_other_keys, progress=progress)
+
+    def collect_garbage(self) -> tuple[int, int]:
+        """Delete quarantined files and what dead writers left, compact the index; returns files and bytes freed."""
+        return self._upkeep.collect_garbage()
+
+    def describe(self, identity: str, name: str) -> None:
+        """Say what people call an identity: ``stats()`` shows it."""
+        self._upkeep.describe(identity, name)
+
+    def drop_memory(self) -> None:
+        """Empty the memory tier, so that every file is read from the disk again."""
+        self._parts.reader.forget_all()
+
+    def stats(self) -> StoreStats:
+        """Return what the store holds."""
+        return self._upkeep.stats()
+
+    def counters(self) -> StoreCounters:
+        """Return what this process has done with the store."""
+        return self._upkeep.counters()
+
+    def free_bytes(self, spare_bytes: int = 0) -> int:
+        """Return how many bytes of new chunks the store can hold, leaving spare bytes on the disk."""
+        return self._upkeep.free_bytes(spare_bytes)
+
+    def close(self) -> None:
+        """Stop prefetching, wait for its thread, close the index and empty the memory tier.
+
+        Chunks that are open stay readable. Closing twice is harmless.
+        """
+        self._parts.close()
 
     def __enter__(self) -> KVStore:
         return self

@@ -19,24 +19,33 @@ __all__ = ["StoreUpkeep"]
 _HOTTEST = 10
 
 
-class StoreUpkeep(StoreParts):
-    """What operators do with a store; ``KVStore`` is one."""
+class StoreUpkeep:
+    """What operators do with a store; ``KVStore`` has methods of the same names.
+
+    Parameters
+    ----------
+    parts : StoreParts
+        The store's.
+    """
+
+    def __init__(self, parts: StoreParts) -> None:
+        self._parts = parts
 
     def delete(self, keys: Iterable[str]) -> int:
         """Delete chunks from every tier; returns how many were stored."""
-        self._check_writable()
+        self._parts.check_writable()
         wanted = [check_key(key) for key in keys]
-        if self._promoter is not None:
-            self._promoter.forget(wanted)
-        with self._index.transaction():
-            sidecars = {key: self._index.ledger.sidecars(key) for key in wanted}
-            deleted = self._index.remove(wanted)
-            deleted.update(key for key in wanted if self._folder.remove(key))
+        if self._parts.promoter is not None:
+            self._parts.promoter.forget(wanted)
+        with self._parts.index.transaction():
+            sidecars = {key: self._parts.index.ledger.sidecars(key) for key in wanted}
+            deleted = self._parts.index.remove(wanted)
+            deleted.update(key for key in wanted if self._parts.folder.remove(key))
             for key, names in sidecars.items():
                 for name in names:
-                    self._folder.remove(key, name)
-        for key in wanted:
-            self._reader.forget(key)
+                    self._parts.folder.remove(key, name)
+        for key, names in sidecars.items():
+            self._parts.reader.forget(key, *names)
         return len(deleted)
 
     def evict(self, disk_bytes: int | str) -> int:
@@ -47,8 +56,8 @@ class StoreUpkeep(StoreParts):
         StoreFullError
             The chunks that remain are being read.
         """
-        self._check_writable()
-        return self._budget.shrink_to(parse_bytes(disk_bytes, "disk_bytes"))
+        self._parts.check_writable()
+        return self._parts.budget.shrink_to(parse_bytes(disk_bytes, "disk_bytes"))
 
     def check(
         self, *, fix: bool = False, take_other_keys: bool = False, progress: Progress | None = None
@@ -80,19 +89,24 @@ class StoreUpkeep(StoreParts):
         if take_other_keys and not fix:
             raise ConfigError("take_other_keys moves files: give fix=True (--fix) too.")
         if fix:
-            self._check_writable()
+            self._parts.check_writable()
         else:
-            self._check_open()
+            self._parts.check_open()
         return check_store(
-            self._folder, self._index, self._cipher, fix=fix, take_other_keys=take_other_keys, progress=progress
+            self._parts.folder,
+            self._parts.index,
+            self._parts.codec,
+            fix=fix,
+            take_other_keys=take_other_keys,
+            progress=progress,
         )
 
     def collect_garbage(self) -> tuple[int, int]:
         """Delete quarantined files and what dead writers left, compact the index; returns files and bytes freed."""
-        self._check_writable()
-        swept = self._folder.staging.sweep()
-        files, nbytes = self._folder.kept.empty()
-        self._index.compact()
+        self._parts.check_writable()
+        swept = self._parts.folder.staging.sweep()
+        files, nbytes = self._parts.folder.kept.empty()
+        self._parts.index.compact()
         return swept + files, nbytes
 
     def describe(self, identity: str, name: str) -> None:
@@ -105,24 +119,19 @@ class StoreUpkeep(StoreParts):
         name : str
             Its model, dtype and preprocessing. It is not encrypted.
         """
-        self._check_open()
-        if not self._read_only:
+        self._parts.check_open()
+        if not self._parts.read_only:
             # Without room for the name the store can still be read.
             with suppress(StoreFullError):
-                self._index.ledger.describe(identity, name)
-
-    def drop_memory(self) -> None:
-        """Empty the memory tier, so that every chunk is read from the disk again."""
-        self._reader.forget_all()
-        self._side_memory.forget_all()
+                self._parts.index.ledger.describe(identity, name)
 
     def stats(self) -> StoreStats:
         """Return what the store holds."""
-        self._check_open()
-        if not self._read_only:
-            self._flush_uses()
-        totals = self._index.totals()
-        memory_chunks, memory_bytes = self._memory.usage()
+        self._parts.check_open()
+        if not self._parts.read_only:
+            self._parts.budget.flush_uses()
+        totals = self._parts.index.totals()
+        memory_chunks, memory_bytes = self._parts.memory.usage()
         return StoreStats(
             chunks=sum(row.chunks for row in totals),
             tokens=sum(row.tokens for row in totals),
@@ -130,18 +139,18 @@ class StoreUpkeep(StoreParts):
             memory_chunks=memory_chunks,
             memory_bytes=memory_bytes,
             by_identity={row.identity: row.chunks for row in totals},
-            tiers=self._index.ledger.tiers(),
-            sidecars=self._index.ledger.sidecar_tiers(),
-            disk_bytes=self._budget.limit_nbytes,
-            hottest=self._index.ledger.hottest(_HOTTEST),
+            tiers=self._parts.index.ledger.tiers(),
+            sidecars=self._parts.index.ledger.sidecar_tiers(),
+            disk_bytes=self._parts.budget.limit_nbytes,
+            hottest=self._parts.index.ledger.hottest(_HOTTEST),
             identities=totals,
-            lifetime=StoreCounters.from_counts(self._index.ledger.counts()),
+            lifetime=StoreCounters.from_counts(self._parts.index.ledger.counts()),
         )
 
     def counters(self) -> StoreCounters:
         """Return what this process has done with the store."""
-        counters = self._uses.counters()
-        counters.evicted_memory = self._memory.evictions
+        counters = self._parts.uses.counters()
+        counters.evicted_memory = self._parts.memory.evictions
         return counters
 
     def free_bytes(self, spare_bytes: int = 0) -> int:
@@ -155,5 +164,5 @@ class StoreUpkeep(StoreParts):
         StoreUnavailableError
             The disk does not say.
         """
-        free, limit = max(0, free_bytes(self._folder.root) - spare_bytes), self._budget.limit_nbytes
-        return min(free, limit) if limit is not None and self._promoter is None else free
+        free, limit = max(0, free_bytes(self._parts.folder.root) - spare_bytes), self._parts.budget.limit_nbytes
+        return min(free, limit) if limit is not None and self._parts.promoter is None else free

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from fused_kv_llm.errors import ChunkDamagedError, ChunkKeyError
 from fused_kv_llm.store.audit.findings import CheckReport, Finding
 from fused_kv_llm.store.folder import StoreFolder
-from fused_kv_llm.store.format import Cipher
+from fused_kv_llm.store.format import FileCodec
 from fused_kv_llm.store.index import ChunkIndex
 
 __all__ = ["Audit"]
@@ -20,8 +20,8 @@ class Audit:
     ----------
     folder, index : StoreFolder, ChunkIndex
         The store's.
-    cipher : Cipher or None
-        Decrypts the files.
+    codec : FileCodec
+        Decodes the files.
     fix : bool
         Whether to mend.
     take_other_keys : bool
@@ -29,11 +29,11 @@ class Audit:
     """
 
     def __init__(
-        self, folder: StoreFolder, index: ChunkIndex, cipher: Cipher | None, *, fix: bool, take_other_keys: bool
+        self, folder: StoreFolder, index: ChunkIndex, codec: FileCodec, *, fix: bool, take_other_keys: bool
     ) -> None:
         self.folder = folder
         self.index = index
-        self.cipher = cipher
+        self.codec = codec
         self.fix = fix
         self.report = CheckReport(fixed=fix)
         self._take_other_keys = take_other_keys

@@ -20,7 +20,7 @@ from fused_kv_llm.store.audit.chunks import ChunkAudit
 from fused_kv_llm.store.audit.findings import CheckReport, Progress
 from fused_kv_llm.store.audit.sidecars import SidecarAudit
 from fused_kv_llm.store.folder import STAGING, StoreFolder, check_files_key
-from fused_kv_llm.store.format import Cipher
+from fused_kv_llm.store.format import FileCodec
 from fused_kv_llm.store.index import ChunkIndex
 
 __all__ = ["check_store"]
@@ -29,7 +29,7 @@ __all__ = ["check_store"]
 def check_store(
     folder: StoreFolder,
     index: ChunkIndex,
-    cipher: Cipher | None,
+    codec: FileCodec,
     *,
     fix: bool,
     take_other_keys: bool = False,
@@ -41,8 +41,8 @@ def check_store(
     ----------
     folder, index : StoreFolder, ChunkIndex
         The store's.
-    cipher : Cipher or None
-        Decrypts the files.
+    codec : FileCodec
+        Decodes the files.
     fix : bool
         Whether to mend.
     take_other_keys : bool
@@ -60,8 +60,8 @@ def check_store(
         It should be mended, and no file was written with this key: each would be taken for damaged.
     """
     if fix:
-        check_files_key(folder, cipher)
-    audit = Audit(folder, index, cipher, fix=fix, take_other_keys=take_other_keys)
+        check_files_key(folder, codec)
+    audit = Audit(folder, index, codec, fix=fix, take_other_keys=take_other_keys)
     chunks, sidecars = ChunkAudit(audit), SidecarAudit(audit)
     files = sorted(folder.walk(), key=lambda file: file.path)
     tell = _teller(progress, len(files))

@@ -41,7 +41,7 @@ class ChunkAudit:
             self._audit.unusable(key, None, error)
             return
         try:
-            header = verify_chunk(fd, key, self._audit.cipher, self._scratch)
+            header = verify_chunk(self._audit.codec, fd, key, self._scratch)
             nbytes = os.fstat(fd).st_size
         except ChunkDamagedError as error:
             self._audit.unusable(key, None, error)

@@ -7,7 +7,7 @@ from functools import partial
 
 from fused_kv_llm.errors import ChunkDamagedError
 from fused_kv_llm.store.audit.audit import Audit
-from fused_kv_llm.store.sidecars import read_sidecar_file
+from fused_kv_llm.store.read import verify_sidecar
 
 __all__ = ["SidecarAudit"]
 
@@ -37,7 +37,7 @@ class SidecarAudit:
             self._audit.unusable(key, name, error)
             return
         try:
-            read_sidecar_file(fd, key, name, self._audit.cipher)
+            verify_sidecar(self._audit.codec, fd, key, name)
             nbytes = os.fstat(fd).st_size
         except ChunkDamagedError as error:
             self._audit.unusable(key, name, error)

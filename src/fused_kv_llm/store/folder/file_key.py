@@ -9,15 +9,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from fused_kv_llm.chunk import FORMAT_VERSION
 from fused_kv_llm.errors import ChunkDamagedError, ChunkKeyError, StoreUnavailableError
 from fused_kv_llm.store.folder.layout import StoreFolder
-from fused_kv_llm.store.format import KEY_VARIABLE, Cipher, find_key, read_tensor_file
+from fused_kv_llm.store.format import KEY_VARIABLE, FileCodec, open_cipher
 
 __all__ = ["check_files_key", "check_folder_key"]
 
 
-def check_files_key(folder: StoreFolder, cipher: Cipher | None) -> None:
+def check_files_key(folder: StoreFolder, codec: FileCodec) -> None:
     """Refuse a key that opens none of a store's files, though there are some that another one may open.
 
     Reads headers until one can be opened. One file that cannot proves nothing, because its header may be altered.
@@ -26,7 +25,7 @@ def check_files_key(folder: StoreFolder, cipher: Cipher | None) -> None:
     ----------
     folder : StoreFolder
         The store's.
-    cipher : Cipher or None
+    codec : FileCodec
         Of the key that was given.
 
     Raises
@@ -43,7 +42,7 @@ def check_files_key(folder: StoreFolder, cipher: Cipher | None) -> None:
         except (ChunkDamagedError, OSError):
             continue
         try:
-            read_tensor_file(fd, file.key, os.fstat(fd).st_size, str(FORMAT_VERSION), cipher)
+            codec.read(fd, file.key, os.fstat(fd).st_size)
         except ChunkKeyError as error:
             refused.append(error)
         except (ChunkDamagedError, OSError):
@@ -54,7 +53,7 @@ def check_files_key(folder: StoreFolder, cipher: Cipher | None) -> None:
         finally:
             os.close(fd)
     if refused:
-        raise StoreUnavailableError(_refusal(folder, cipher, refused)) from refused[0]
+        raise StoreUnavailableError(_refusal(folder, codec, refused)) from refused[0]
 
 
 def check_folder_key(kv_dir: str | Path, encryption_key: str | bytes | None = None) -> None:
@@ -72,13 +71,12 @@ def check_folder_key(kv_dir: str | Path, encryption_key: str | bytes | None = No
     StoreUnavailableError
         It is not the files' key, or the folder cannot be used.
     """
-    key = find_key(encryption_key)
-    cipher = None if key is None else Cipher(key)
-    check_files_key(StoreFolder(Path(kv_dir).expanduser(), read_only=False), cipher)
+    codec = FileCodec(open_cipher(encryption_key))
+    check_files_key(StoreFolder(Path(kv_dir).expanduser(), read_only=False), codec)
 
 
-def _refusal(folder: StoreFolder, cipher: Cipher | None, refused: list[ChunkKeyError]) -> str:
-    if cipher is None:
+def _refusal(folder: StoreFolder, codec: FileCodec, refused: list[ChunkKeyError]) -> str:
+    if not codec.is_encrypted:
         state, advice = "are encrypted", f"give their encryption_key, or set {KEY_VARIABLE}"
     elif all(error.plain for error in refused):
         state, advice = "are not encrypted", f"give no encryption_key, and unset {KEY_VARIABLE}"

@@ -30,10 +30,11 @@ from typing import NamedTuple
 from fused_kv_llm.errors import ChunkDamagedError, StoreUnavailableError
 from fused_kv_llm.store.folder.disk import write_errors
 from fused_kv_llm.store.folder.durable import lock_file
+from fused_kv_llm.store.folder.file_version import FileVersion, file_version
 from fused_kv_llm.store.folder.no_follow import beneath, refuse_link
 from fused_kv_llm.store.folder.quarantine import QUARANTINE, Quarantine
 from fused_kv_llm.store.folder.staging import STAGING, Staging
-from fused_kv_llm.store.format import check_key, check_name, parse_name
+from fused_kv_llm.store.format import file_name, parse_name
 
 __all__ = ["Found", "StoreFolder"]
 
@@ -119,7 +120,7 @@ class StoreFolder:
 
     def chunk_path(self, key: str, name: str | None = None) -> str:
         """Return where the file of a chunk belongs, or its sidecar of that name."""
-        return f"{self._chunks}/{key[:2]}/{_file_name(key, name)}"
+        return f"{self._chunks}/{key[:2]}/{file_name(key, name)}"
 
     def has(self, key: str, name: str | None = None) -> bool:
         """Whether a chunk's file, or a sidecar, exists and is a file.
@@ -129,7 +130,7 @@ class StoreFolder:
         StoreUnavailableError
             That cannot be found out.
         """
-        file = _file_name(key, name)
+        file = file_name(key, name)
         try:
             # A link in place of the folder leads to nothing of ours.
             with suppress(FileNotFoundError, NotADirectoryError), _way(f"{self._chunks}/{key[:2]}") as shard:
@@ -139,6 +140,16 @@ class StoreFolder:
                 f"{self.chunk_path(key, name)} cannot be looked at: {error}. Check its permissions."
             ) from error
         return False
+
+    def version(self, key: str, name: str | None = None) -> FileVersion:
+        """Return the version of a chunk's file, or of a sidecar.
+
+        Raises
+        ------
+        OSError
+            There is none (FileNotFoundError), or it cannot be looked at.
+        """
+        return file_version(os.stat(self.chunk_path(key, name), follow_symlinks=False))
 
     def open_chunk(self, key: str, name: str | None = None) -> int:
         """Open what is in the place of a chunk's file, or of a sidecar, for reading and hold it.
@@ -156,7 +167,7 @@ class StoreFolder:
             It cannot be opened; ``NotADirectoryError`` where its folder was replaced by a link.
         """
         # Opened in two steps, and not by `beneath`: most of what reading a small chunk costs is opening it.
-        file = _file_name(key, name)
+        file = file_name(key, name)
         shard = os.open(f"{self._chunks}/{key[:2]}", _WAY_FLAGS)
         try:
             fd = os.open(file, _READ_FLAGS, dir_fd=shard)
@@ -228,7 +239,7 @@ class StoreFolder:
 
     def publish(self, staged: str, key: str, name: str | None = None) -> None:
         """Give a staged file its place, even if the power fails; raises as ``Staging.staged``."""
-        file = _file_name(key, name)
+        file = file_name(key, name)
         with (
             write_errors(self.root),
             beneath(self.root, STAGING) as temp,
@@ -247,7 +258,7 @@ class StoreFolder:
 
         A folder in its place is moved to quarantine: it holds what somebody else has put there.
         """
-        file = _file_name(key, name)
+        file = file_name(key, name)
         try:
             with self._beneath(key[:2]) as shard:
                 if stat.S_ISDIR(os.stat(file, dir_fd=shard, follow_symlinks=False).st_mode):
@@ -262,7 +273,7 @@ class StoreFolder:
 
     def evict(self, key: str) -> bool:
         """Delete a chunk's file unless somebody reads it, in any process; False if somebody does."""
-        file = _file_name(key)
+        file = file_name(key)
         try:
             with self._beneath(key[:2]) as shard:
                 fd = os.open(file, _READ_FLAGS, dir_fd=shard)
@@ -308,11 +319,6 @@ class StoreFolder:
 
     def _beneath(self, *shard: str, make: bool = False) -> AbstractContextManager[int]:
         return beneath(self.root, _CHUNKS, *shard, make=make)
-
-
-def _file_name(key: str, name: str | None = None) -> str:
-    check_key(key)
-    return f"{key}.safetensors" if name is None else f"{key}.{check_name(name)}.safetensors"
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from fused_kv_llm.errors import ConfigError, MissingExtraError
 
-__all__ = ["KEY_VARIABLE", "TAG_NBYTES", "Cipher", "FileCipher", "find_key"]
+__all__ = ["KEY_VARIABLE", "TAG_NBYTES", "Cipher", "FileCipher", "open_cipher"]
 
 KEY_VARIABLE = "FUSED_KV_ENCRYPTION_KEY"
 TAG_NBYTES = 16
@@ -28,8 +28,8 @@ _LABEL = "AES-256-GCM:"
 _TEXT_MESSAGE = (1 << 64) - 1
 
 
-def find_key(given: str | bytes | None) -> bytes | None:
-    """Return the 32 bytes of an encryption key, from the caller or from ``FUSED_KV_ENCRYPTION_KEY``.
+def open_cipher(given: str | bytes | None) -> Cipher | None:
+    """Return the cipher of an encryption key, from the caller or from ``FUSED_KV_ENCRYPTION_KEY``.
 
     Parameters
     ----------
@@ -38,13 +38,15 @@ def find_key(given: str | bytes | None) -> bytes | None:
 
     Returns
     -------
-    bytes or None
+    Cipher or None
         None if there is no key, here or in the environment.
 
     Raises
     ------
     ConfigError
         It is not such a key.
+    MissingExtraError
+        The package ``cryptography`` is not installed.
     """
     value = os.environ.get(KEY_VARIABLE) or None if given is None else given
     if value is None:
@@ -56,7 +58,7 @@ def find_key(given: str | bytes | None) -> bytes | None:
             f"An encryption key is {_KEY_NBYTES} bytes, as 64 hexadecimal digits or base64: make one with "
             "python -c 'import secrets; print(secrets.token_hex(32))', and keep it."
         )
-    return key
+    return Cipher(key)
 
 
 def _decode(text: str) -> bytes | None:

@@ -1,7 +1,7 @@
-"""What the header of a chunk's file says about the chunk, and why it can be believed.
+"""What the header of a file says, and why it can be believed.
 
-The file's own checksums are ``tensor_file``'s business. Here the claims of a header that is whole are checked
-against each other, because a file that is whole may come from elsewhere. Everything an index needs is in it, so
+A file's own checksums are ``tensor_file``'s business. Here the claims of an undamaged header are checked against each
+other, because an undamaged file may come from elsewhere. A chunk's header holds everything that its index row holds, so
 that an index can be rebuilt from the files alone.
 """
 
@@ -12,26 +12,76 @@ from typing import Any
 
 import torch
 
-from fused_kv_llm.chunk import FORMAT_VERSION, ContentHash
+from fused_kv_llm.chunk import ContentHash
 from fused_kv_llm.errors import ChunkDamagedError
-from fused_kv_llm.store.format.cipher import Cipher, FileCipher
+from fused_kv_llm.store.format.names import file_name
+from fused_kv_llm.store.format.part import Part
 from fused_kv_llm.store.format.quantize import STORAGE_DTYPES
-from fused_kv_llm.store.format.tensor_file import Part, read_tensor_file
+from fused_kv_llm.store.format.tensor_file import TensorFile, check_natural, check_text
 
-__all__ = ["COMPUTE_DTYPES", "FORMAT", "ChunkHeader", "read_header"]
+__all__ = [
+    "CHUNK_FORMAT",
+    "COMPUTE_DTYPES",
+    "SIDECAR_FORMAT",
+    "ChunkHeader",
+    "FileHeader",
+    "chunk_header",
+    "sidecar_header",
+]
 
-FORMAT = "fused_kv_llm"
+CHUNK_FORMAT, SIDECAR_FORMAT = "fused_kv_llm", "fused_kv_llm.side"
 COMPUTE_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkHeader:
-    """What the header of a chunk's file says.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileHeader:
+    """What the header of every file says; all that a sidecar's says.
 
     Parameters
     ----------
     key : str
         The chunk's key.
+    name : str or None
+        The sidecar's name; None in a chunk's own file.
+    parts : tuple of Part
+        The tensors in the file, at least one, all of as many pieces: a chunk's layers, a sidecar's rows.
+    """
+
+    key: str
+    name: str | None = None
+    parts: tuple[Part, ...]
+
+    @property
+    def file_name(self) -> str:
+        """Name of the file, unique in the store."""
+        return file_name(self.key, self.name)
+
+    @property
+    def num_pieces(self) -> int:
+        """Number of pieces of every tensor."""
+        return len(self.parts[0].digests)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, as they are stored."""
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def is_by_rows(self) -> bool:
+        """Whether a piece is a row of every tensor's first axis, so that rows can be read by themselves."""
+        return all(part.shape and part.shape[0] == len(part.digests) for part in self.parts)
+
+    def piece(self, number: int) -> str:
+        """Return what a message calls a piece."""
+        return f"layer {number}" if self.name is None else f"row {number} of its sidecar {self.name!r}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkHeader(FileHeader):
+    """What the header of a chunk's file says; a piece is a layer.
+
+    Parameters
+    ----------
     identity : str
         Digest of the identity for which the KV is valid.
     text : str
@@ -48,13 +98,8 @@ class ChunkHeader:
         Dtype that they have in the file.
     shape : tuple of int
         ``(layers, kv_heads, tokens, head_dim)`` of the keys, and of the values.
-    parts : tuple of Part
-        The tensors in the file; a piece is a layer.
-    cipher : FileCipher or None
-        What decrypts the pieces.
     """
 
-    key: str
     identity: str
     text: str
     content: ContentHash
@@ -63,8 +108,6 @@ class ChunkHeader:
     dtype: torch.dtype
     storage: str
     shape: tuple[int, int, int, int]
-    parts: tuple[Part, ...]
-    cipher: FileCipher | None = None
 
     @property
     def num_layers(self) -> int:
@@ -76,43 +119,26 @@ class ChunkHeader:
         """Number of tokens."""
         return self.shape[2]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all keys and values as they are stored."""
-        return sum(part.nbytes for part in self.parts)
 
-
-def read_header(fd: int, key: str, file_nbytes: int, cipher: Cipher | None = None) -> ChunkHeader:
-    """Read and verify the header of an open file.
+def chunk_header(file: TensorFile, key: str) -> ChunkHeader:
+    """Return what the header of a chunk's file says.
 
     Parameters
     ----------
-    fd : int
-        The file, open for reading.
+    file : TensorFile
+        The verified file.
     key : str
-        The chunk the file should hold.
-    file_nbytes : int
-        The file's actual size.
-    cipher : Cipher or None
-        What decrypts it.
-
-    Returns
-    -------
-    ChunkHeader
-        The header; its tensors fill the file exactly.
+        The chunk that it should hold.
 
     Raises
     ------
     ChunkDamagedError
-        The file is truncated, altered, foreign, of another format version, or another chunk's.
-    OSError
-        The file cannot be read.
+        It is foreign, another chunk's, or its claims contradict each other.
     """
-    file = read_tensor_file(fd, key, file_nbytes, str(FORMAT_VERSION), cipher)
     try:
-        if file.metadata["format"] != FORMAT:
+        if file.metadata["format"] != CHUNK_FORMAT:
             raise ChunkDamagedError(key, "it is not a chunk-KV file")
-        header = _parse(file.metadata, file.parts, file.cipher)
+        header = _parse(file)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ChunkDamagedError(key, f"its header cannot be understood ({error!r})") from error
     if header.key != key:
@@ -120,29 +146,37 @@ def read_header(fd: int, key: str, file_nbytes: int, cipher: Cipher | None = Non
     return header
 
 
-def _parse(about: dict[str, Any], parts: tuple[Part, ...], cipher: FileCipher | None) -> ChunkHeader:
+def sidecar_header(file: TensorFile, key: str, name: str) -> FileHeader:
+    """Return what the header of a sidecar says; takes and raises what ``chunk_header`` does."""
+    if [file.metadata.get(field) for field in ("format", "key", "name")] != [SIDECAR_FORMAT, key, name]:
+        raise ChunkDamagedError(key, f"its sidecar {name!r} is another one's")
+    if len({len(part.digests) for part in file.parts}) != 1:
+        raise ChunkDamagedError(key, f"the tensors of its sidecar {name!r} are not cut into equally many pieces")
+    return FileHeader(key=key, name=name, parts=file.parts)
+
+
+def _parse(file: TensorFile) -> ChunkHeader:
+    about: dict[str, Any] = file.metadata
     layers, heads, tokens, dim = about["shape"]
     prefix, full, length = about["content"]
     header = ChunkHeader(
-        key=_text(about["key"]),
-        identity=_text(about["identity"]),
-        text=_text(about["text"]),
-        content=ContentHash(_natural(prefix), _natural(full), _natural(length)),
+        key=check_text(about["key"]),
+        parts=file.parts,
+        identity=check_text(about["identity"]),
+        text=check_text(about["text"]),
+        content=ContentHash(check_natural(prefix), check_natural(full), check_natural(length)),
         token_ids=_naturals(about["token_ids"]),
-        position=_natural(about["position"]),
+        position=check_natural(about["position"]),
         dtype=COMPUTE_DTYPES[about["dtype"]],
         storage=about["storage"],
         shape=(_positive(layers), _positive(heads), _positive(tokens), _positive(dim)),
-        parts=parts,
-        cipher=cipher,
     )
     if header.storage not in STORAGE_DTYPES:
         raise ValueError(f"storage dtype {header.storage!r}")
     if len(header.token_ids) != tokens:
         raise ValueError(f"{len(header.token_ids)} token ids for {tokens} tokens")
-    expected = _layout(header)
-    found = {part.name: (part.dtype, part.shape, len(part.digests)) for part in parts}
-    if found != {name: (dtype, shape, layers) for name, (dtype, shape) in expected.items()}:
+    found = {part.name: (part.dtype, part.shape, len(part.digests)) for part in file.parts}
+    if found != {name: (dtype, shape, layers) for name, (dtype, shape) in _layout(header).items()}:
         raise ValueError("its tensors are not those of a chunk's keys and values")
     return header
 
@@ -172,18 +206,6 @@ def _layout(header: ChunkHeader) -> dict[str, tuple[torch.dtype, tuple[int, ...]
     }
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} is not a string")
-    return value
-
-
-def _natural(number: Any) -> int:
-    if type(number) is not int or number < 0:
-        raise ValueError(f"{number!r} is not a natural number")
-    return number
-
-
 def _naturals(numbers: Any) -> tuple[int, ...]:
     # All at once: one by one it would take a third of the time that reading a header takes.
     found = tuple(numbers)
@@ -193,6 +215,6 @@ def _naturals(numbers: Any) -> tuple[int, ...]:
 
 
 def _positive(number: Any) -> int:
-    if _natural(number) == 0:
+    if check_natural(number) == 0:
         raise ValueError("a dimension is 0")
     return int(number)

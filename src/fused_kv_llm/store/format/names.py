@@ -6,7 +6,7 @@ import re
 
 from fused_kv_llm.errors import ConfigError
 
-__all__ = ["check_key", "check_name", "parse_name"]
+__all__ = ["check_key", "check_name", "file_name", "parse_name"]
 
 _KEY = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
@@ -37,6 +37,18 @@ def check_name(name: str) -> str:
     if not isinstance(name, str) or _NAME.fullmatch(name) is None:
         raise ConfigError(f"A sidecar's name is up to 100 letters, digits, '_', '-' and '.', not {name!r}.")
     return name
+
+
+def file_name(key: str, name: str | None = None) -> str:
+    """Return the name of a chunk's file, or of its sidecar of that name, on the disk and on the remote tier.
+
+    Raises
+    ------
+    ConfigError
+        As ``check_key`` and ``check_name``.
+    """
+    check_key(key)
+    return f"{key}.safetensors" if name is None else f"{key}.{check_name(name)}.safetensors"
 
 
 def parse_name(filename: str) -> tuple[str, str | None] | None:

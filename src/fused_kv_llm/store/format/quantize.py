@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fused_kv_llm.errors import ConfigError
 
-__all__ = ["STORAGE_DTYPES", "check_kv_dtype", "compress", "expand", "expand_into", "stored_bytes_per_token"]
+__all__ = ["STORAGE_DTYPES", "check_kv_dtype", "compress", "expand", "stored_bytes_per_token"]
 
 _PLAIN = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _GROUP = 32
@@ -72,8 +72,8 @@ def compress(keys: Tensor, values: Tensor, storage: str) -> dict[str, Tensor]:
     return {"k": k, "k_scale": k_scale, "k_least": k_least, "v": v, "v_scale": v_scale, "v_least": v_least}
 
 
-def expand_into(parts: Mapping[str, Tensor], storage: str, tokens: slice, keys: Tensor, values: Tensor) -> None:
-    """Write layers' stored keys and values where they belong, in whatever dtype that has.
+def expand(parts: Mapping[str, Tensor], storage: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return layers' keys and values in a dtype; views of what is stored where it has that dtype already.
 
     Parameters
     ----------
@@ -81,36 +81,23 @@ def expand_into(parts: Mapping[str, Tensor], storage: str, tokens: slice, keys: 
         What ``compress`` returned, or layers of it.
     storage : str
         The storage dtype.
-    tokens : slice
-        Which of the chunk's tokens.
+    dtype : torch.dtype
+        Floating point. Integers are multiplied by their scales in float32 and rounded once.
+
+    Returns
+    -------
     keys, values : Tensor
-        ``[layers, kv_heads, tokens, head_dim]``, any device and floating dtype, not necessarily contiguous.
+        ``[layers, kv_heads, tokens, head_dim]``.
     """
     if storage in _PLAIN:
-        keys.copy_(parts["k"][:, :, tokens])
-        values.copy_(parts["v"][:, :, tokens])
-        return
-    if storage == "int8":
-        _scale_into(parts["k"][:, :, tokens], parts["k_scale"], keys)
-        _scale_into(parts["v"][:, :, tokens], parts["v_scale"][:, :, tokens], values)
-        return
-    count = parts["v"].shape[2]
-    whole = _from_int4(parts["k"], parts["k_scale"], parts["k_least"], count).transpose(2, 3)
-    keys.copy_(whole[:, :, tokens])
-    v, scale, least = (parts[name][:, :, tokens] for name in ("v", "v_scale", "v_least"))
-    values.copy_(_from_int4(v, scale, least, values.shape[3]))
-
-
-def expand(parts: Mapping[str, Tensor], storage: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return layers' keys and values in a dtype; views of what is stored where it has that dtype already."""
-    if storage in _PLAIN:
         return parts["k"].to(dtype), parts["v"].to(dtype)
-    layers, heads, tokens = parts["v"].shape[:3]
-    dim = parts["k"].shape[3] if storage == "int8" else parts["k"].shape[2]
-    keys = torch.empty((layers, heads, tokens, dim), dtype=dtype)
-    values = torch.empty_like(keys)
-    expand_into(parts, storage, slice(None), keys, values)
-    return keys, values
+    if storage == "int8":
+        keys, values = (parts[name].float().mul_(parts[f"{name}_scale"].float()) for name in ("k", "v"))
+        return keys.to(dtype), values.to(dtype)
+    tokens, head_dim = parts["v"].shape[2], parts["k"].shape[2]
+    keys = _from_int4(parts["k"], parts["k_scale"], parts["k_least"], tokens).transpose(2, 3)
+    values = _from_int4(parts["v"], parts["v_scale"], parts["v_least"], head_dim)
+    return keys.to(dtype, memory_format=torch.contiguous_format), values.to(dtype)
 
 
 def stored_bytes_per_token(storage: str, layers: int, heads: int, head_dim: int) -> int:
@@ -134,15 +121,6 @@ def _to_int8(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     # The rounded scale is the one that quantises, so that rounding it adds no error.
     scale = (x.abs().amax(dim=dim, keepdim=True) / 127).clamp(min=2.0**-24).to(torch.float16)
     return (x / scale.float()).round_().clamp_(-127, 127).to(torch.int8), scale
-
-
-def _scale_into(x: Tensor, scale: Tensor, out: Tensor) -> None:
-    if out.device.type == "cpu" and out.dtype != torch.float32:
-        # One rounding, from float32.
-        out.copy_(x.float().mul_(scale.float()))
-        return
-    out.copy_(x)
-    out.mul_(scale.to(out.device, torch.float32))
 
 
 def _to_int4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

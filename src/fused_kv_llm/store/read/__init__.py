@@ -1,29 +1,28 @@
-"""Reading stored KV: files, layers, the memory tier, and what a caller holds of an opened chunk."""
+"""Reading stored files: chunks and sidecars, the memory tier, and what a caller holds of an opened one."""
 
 from __future__ import annotations
 
-from fused_kv_llm.store.read.loader import ChunkLoader
-from fused_kv_llm.store.read.memory import MemoryTier, ResidentChunk
+from fused_kv_llm.store.read.memory import MemoryTier, ResidentFile
+from fused_kv_llm.store.read.open_file import OpenFile
 from fused_kv_llm.store.read.pieces import CAN_ANNOUNCE
 from fused_kv_llm.store.read.prefetch import Prefetcher
-from fused_kv_llm.store.read.reader import ChunkReader
-from fused_kv_llm.store.read.side_memory import SideMemory
-from fused_kv_llm.store.read.stored_kv import StoredKV, StoredLayers
-from fused_kv_llm.store.read.stored_sidecar import StoredSidecar, read_rows
-from fused_kv_llm.store.read.verify import as_file, verify_chunk
+from fused_kv_llm.store.read.reader import FileReader
+from fused_kv_llm.store.read.stored_kv import StoredKV, StoredLayers, Tier
+from fused_kv_llm.store.read.stored_sidecar import StoredSidecar
+from fused_kv_llm.store.read.verify import as_file, verify_chunk, verify_sidecar
 
 __all__ = [
     "CAN_ANNOUNCE",
-    "ChunkLoader",
-    "ChunkReader",
+    "FileReader",
     "MemoryTier",
+    "OpenFile",
     "Prefetcher",
-    "ResidentChunk",
-    "SideMemory",
+    "ResidentFile",
     "StoredKV",
     "StoredLayers",
     "StoredSidecar",
+    "Tier",
     "as_file",
-    "read_rows",
     "verify_chunk",
+    "verify_sidecar",
 ]

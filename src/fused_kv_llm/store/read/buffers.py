@@ -1,7 +1,7 @@
-"""The memory that chunks are read into.
+"""The memory that files are read into.
 
-Mapping fresh pages takes several times as long as reading a chunk from the page cache into them, so what nobody
-uses any more is kept for the next chunk. Where there is a GPU the memory is pinned; torch keeps that itself.
+Mapping fresh pages takes several times as long as reading a chunk from the page cache into them, so a buffer that
+nobody uses any more is kept for the next file. With a GPU the memory is pinned; torch itself keeps pinned memory.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ import weakref
 
 import torch
 
-__all__ = ["BufferPool"]
+__all__ = ["ReadBuffers"]
 
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)
-_ROUND = 1 << 20
+_ROUND = 1 << 16
+# Smaller buffers come from the heap, which keeps memory for reuse by itself.
+_MAPPED_NBYTES = 1 << 18
 
 
-class BufferPool:
+class ReadBuffers:
     """Gives out byte buffers and takes them back when the last tensor on them is gone; thread-safe.
 
     Parameters
@@ -35,11 +37,11 @@ class BufferPool:
 
     def take(self, nbytes: int) -> torch.Tensor:
         """Return a uint8 tensor of that many bytes with undefined content."""
-        if self._pinned:
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        if self._pinned or nbytes < _MAPPED_NBYTES:
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
         memory = self._reuse(nbytes)
         if memory is None:
-            size = max(_ROUND, -(-nbytes // _ROUND) * _ROUND)
+            size = -(-nbytes // _ROUND) * _ROUND
             memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _POPULATE)
         # torch holds on to the view, and the view's end is what gives the memory back.
         view = memoryview(memory)[:nbytes]
@@ -58,7 +60,8 @@ class BufferPool:
 
     def _reuse(self, nbytes: int) -> mmap.mmap | None:
         with self._lock:
-            fitting = [memory for memory in self._kept if nbytes <= len(memory) <= 2 * nbytes + _ROUND]
+            # The memory tier counts the bytes of tensors: a buffer is at most a quarter larger than what it holds.
+            fitting = [memory for memory in self._kept if nbytes <= len(memory) <= nbytes + nbytes // 4 + _ROUND]
             if not fitting:
                 return None
             best = min(fitting, key=len)

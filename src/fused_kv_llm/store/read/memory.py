@@ -1,134 +1,128 @@
-"""The memory tier: whole chunk KV as it is stored, never more bytes than allowed."""
+"""The memory tier: files whose tensors were read and verified, never more bytes than allowed."""
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from fused_kv_llm.store.format import ChunkHeader
+from fused_kv_llm.store.folder import FileVersion
+from fused_kv_llm.store.format import FileHeader
 from fused_kv_llm.store.index import Entry, EvictionQueue, Policy
 
-__all__ = ["MemoryTier", "ResidentChunk"]
+__all__ = ["MemoryTier", "ResidentFile"]
 
 
 @dataclass(frozen=True, slots=True)
-class ResidentChunk:
-    """A chunk whose KV was read and verified completely.
+class ResidentFile:
+    """A chunk's file, or a sidecar, whose tensors are in memory.
 
     Parameters
     ----------
-    header : ChunkHeader
-        What its file says about it.
+    version : FileVersion
+        The file's when it was read: a file with another version is another one.
+    header : FileHeader
+        What the file says about itself.
     tensors : dict of str to torch.Tensor
-        What is stored for the chunk, layers first, on the CPU. Shared by everyone who opens the chunk.
+        The stored tensors, on the CPU. Shared by everyone who opens the file.
     """
 
-    header: ChunkHeader
+    version: FileVersion
+    header: FileHeader
     tensors: dict[str, torch.Tensor]
 
     def read(self, start: int, stop: int) -> dict[str, torch.Tensor]:
-        """Return views of layers ``start`` to ``stop - 1``."""
+        """Return views of pieces ``start`` to ``stop - 1``."""
         return {name: tensor[start:stop] for name, tensor in self.tensors.items()}
+
+    def read_all(self) -> dict[str, torch.Tensor]:
+        """Return all tensors."""
+        return self.tensors
 
     def announce(self, start: int, stop: int) -> None:
         """Do nothing: all of it is there."""
 
-    def load(self, start: int, stop: int) -> None:
-        """Do nothing: all of it is there."""
-
-    def read_into(self, start: int, stop: int, targets: Mapping[str, torch.Tensor], tokens: range) -> bool:
-        """Return False: what is in memory is copied by whoever needs it."""
-        return False
-
     def release(self) -> None:
-        """Do nothing: a resident chunk holds no file."""
+        """Do nothing: no file is open."""
 
 
 class MemoryTier:
-    """Byte-budgeted cache of chunk KV; thread-safe.
+    """Byte-budgeted cache of files' tensors; thread-safe.
 
     Parameters
     ----------
     budget_nbytes : int
-        Most bytes of keys and values held at any time; 0 holds nothing. Chunks that a request still uses
-        live on after their eviction until the request lets go of them.
+        Most bytes of tensors held at any time, chunks and sidecars together; 0 holds nothing. A file that a request
+        still uses lives on after its eviction until the request lets go of it.
     policy : callable
-        Which chunk to let go of first.
+        Which file to let go of first.
+
+    Attributes
+    ----------
+    evictions : int
+        Files that made room for others.
     """
 
     def __init__(self, budget_nbytes: int, policy: Policy) -> None:
         self.budget_nbytes = budget_nbytes
-        self._chunks: dict[str, ResidentChunk] = {}
+        self.evictions = 0
+        self._files: dict[str, ResidentFile] = {}
         self._queue = EvictionQueue(policy)
         self._ticks = itertools.count()
         self._nbytes = 0
-        self.evictions = 0
         self._lock = threading.Lock()
 
-    def get(self, key: str) -> ResidentChunk | None:
-        """Return a chunk and count its use; None if it is not held."""
+    def get(self, name: str) -> ResidentFile | None:
+        """Return a file by its name and count the use; None if it is not held."""
         with self._lock:
-            chunk = self._chunks.get(key)
-            if chunk is not None:
-                self._queue.touch(key, next(self._ticks))
-            return chunk
+            file = self._files.get(name)
+            if file is not None:
+                self._queue.touch(name, next(self._ticks))
+            return file
 
-    def put(self, chunk: ResidentChunk, cost: float = 0.0) -> bool:
-        """Hold a chunk, letting go of others first.
-
-        Parameters
-        ----------
-        chunk : ResidentChunk
-        cost : float
-            What computing it again takes; 0 stands for its number of tokens.
-
-        Returns
-        -------
-        bool
-            False if the chunk alone is larger than the budget and was not taken.
-        """
-        header = chunk.header
-        if header.nbytes > self.budget_nbytes:
+    def put(self, file: ResidentFile) -> bool:
+        """Hold a file, letting go of others first; False if it alone is larger than the budget."""
+        name, nbytes = file.header.file_name, file.header.nbytes
+        if nbytes > self.budget_nbytes:
             return False
         with self._lock:
-            self._remove(header.key)
-            while self._nbytes + header.nbytes > self.budget_nbytes:
+            self._remove(name)
+            while self._nbytes + nbytes > self.budget_nbytes:
                 victim = self._queue.pop()
                 if victim is None:
                     return False
                 self._remove(victim)
                 self.evictions += 1
-            self._chunks[header.key] = chunk
-            self._queue.put(header.key, Entry(header.nbytes, cost or header.num_tokens, used=next(self._ticks)))
-            self._nbytes += header.nbytes
+            self._files[name] = file
+            # What is let go of has to be read again, which costs its bytes.
+            self._queue.put(name, Entry(nbytes, cost=nbytes, used=next(self._ticks)))
+            self._nbytes += nbytes
         return True
 
-    def discard(self, key: str) -> None:
-        """Let go of a chunk, if it is held."""
+    def discard(self, name: str) -> None:
+        """Let go of a file, if it is held."""
         with self._lock:
-            self._remove(key)
+            self._remove(name)
 
     def clear(self) -> None:
         """Let go of everything."""
         with self._lock:
-            for key in list(self._chunks):
-                self._remove(key)
+            for name in list(self._files):
+                self._remove(name)
 
     def usage(self) -> tuple[int, int]:
-        """Return how many chunks and how many bytes are held."""
+        """Return how many chunks are held, and the bytes of everything that is, sidecars included."""
         with self._lock:
-            return len(self._chunks), self._nbytes
+            return sum(file.header.name is None for file in self._files.values()), self._nbytes
 
-    def __contains__(self, key: str) -> bool:
+    def __contains__(self, name: str) -> bool:
         with self._lock:
-            return key in self._chunks
+            return name in self._files
 
-    def _remove(self, key: str) -> None:
-        self._queue.remove(key)
-        chunk = self._chunks.pop(key, None)
-        if chunk is not None:
-            self._nbytes -= chunk.header.nbytes
+    def _remove(self, name: str) -> None:
+        self._queue.remove(name)
+        file = self._files.pop(name, None)
+        if file is not None:
+            self._nbytes -= file.header.nbytes

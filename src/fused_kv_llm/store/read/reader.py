@@ -1,148 +1,157 @@
-"""From a key to its chunk's KV: the memory tier first, then the file."""
+"""From the name of a file to its tensors: from memory if they are there, else from the disk."""
 
 from __future__ import annotations
 
 import os
-import stat
 import threading
 from weakref import WeakValueDictionary
 
-from fused_kv_llm.errors import ChunkDamagedError
-from fused_kv_llm.store.folder import StoreFolder
-from fused_kv_llm.store.format import Cipher, read_header
-from fused_kv_llm.store.read.buffers import BufferPool
-from fused_kv_llm.store.read.known import KnownFile, file_version
-from fused_kv_llm.store.read.loader import ChunkLoader
-from fused_kv_llm.store.read.memory import MemoryTier, ResidentChunk
+from fused_kv_llm.store.folder import StoreFolder, file_version
+from fused_kv_llm.store.format import FileCodec, file_name
+from fused_kv_llm.store.read.buffers import ReadBuffers
+from fused_kv_llm.store.read.memory import MemoryTier, ResidentFile
+from fused_kv_llm.store.read.open_file import KnownFile, OpenFile
 
-__all__ = ["ChunkReader"]
+__all__ = ["FileReader"]
 
-_KNOWN_KEPT = 4096
-# Buffers of chunks that are gone, kept for the next ones; they come on top of the memory tier's budget.
+_MOST_KNOWN = 4096
+# Buffers of files that nobody uses any more, kept for the next ones; they come on top of the memory tier's budget.
 _MOST_KEPT_NBYTES = 128 << 20
 
 
-class ChunkReader:
-    """Finds chunks in the memory tier or on the disk and keeps what was read completely; thread-safe.
+class FileReader:
+    """Opens chunks and sidecars, and keeps in memory what was read completely; thread-safe.
+
+    One rule says whether something is up to date: what was read of a file holds while the file's version (inode, size
+    and times) is the same.
 
     Parameters
     ----------
     folder : StoreFolder
         Where the files are.
     memory : MemoryTier
-        Where chunks that were read completely are kept.
-    cipher : Cipher or None
-        Decrypts the files.
+        Keeps what was read completely.
+    codec : FileCodec
+        Decodes the files.
     """
 
-    def __init__(self, folder: StoreFolder, memory: MemoryTier, cipher: Cipher | None = None) -> None:
+    def __init__(self, folder: StoreFolder, memory: MemoryTier, codec: FileCodec) -> None:
         self._folder = folder
         self._memory = memory
-        self._cipher = cipher
-        self._pool = BufferPool(_MOST_KEPT_NBYTES)
+        self._codec = codec
+        self._buffers = ReadBuffers(_MOST_KEPT_NBYTES)
         self._lock = threading.Lock()
-        # Chunks being read at the moment, so that a request joins a prefetch instead of reading again.
-        self._loaders: WeakValueDictionary[str, ChunkLoader] = WeakValueDictionary()
-        # Headers, valid as long as their files are not touched.
+        # Files being read at the moment, so that a request joins a prefetch instead of reading again.
+        self._open_files: WeakValueDictionary[str, OpenFile] = WeakValueDictionary()
+        # Verified headers, the least recently used first.
         self._known: dict[str, KnownFile] = {}
 
-    def acquire(self, key: str) -> ResidentChunk | ChunkLoader:
-        """Return the chunk from memory, from whoever is reading it, or from its file; the caller releases it.
+    def find(self, key: str, name: str | None = None, *, whole: bool = False) -> ResidentFile | OpenFile | None:
+        """Return a file that this process has verified before, if it has not changed since; the caller releases it.
+
+        Whoever deletes or evicts a chunk deletes its file before its row, so such a file can be used without asking the
+        index.
+
+        Parameters
+        ----------
+        key : str
+            The chunk.
+        name : str or None
+            The sidecar's; None is the chunk itself.
+        whole : bool
+            Whether all of a sidecar will be read, so that it is worth keeping.
+
+        Raises
+        ------
+        ChunkDamagedError, OSError
+            As ``acquire``.
+        """
+        file = file_name(key, name)
+        try:
+            version = self._folder.version(key, name)
+        except OSError:
+            return None
+        resident = self._memory.get(file)
+        if resident is not None:
+            if resident.version == version:
+                return resident
+            self._memory.discard(file)
+        with self._lock:
+            joined = self._open_files.get(file)
+            if joined is not None and joined.version == version and joined.retain():
+                return joined
+            known = self._known.get(file)
+        return self._open(key, name, whole) if known is not None and known.version == version else None
+
+    def acquire(self, key: str, name: str | None = None, *, whole: bool = False) -> ResidentFile | OpenFile:
+        """Return a file from memory, from whoever is reading it, or from the disk; the caller releases it.
+
+        Parameters
+        ----------
+        key, name, whole
+            As ``find``.
 
         Raises
         ------
         ChunkDamagedError
-            The file's header is damaged or foreign.
+            The file's header is damaged or foreign, or something else is in the file's place.
         OSError
             There is no such file (FileNotFoundError), or it cannot be opened.
         """
-        resident = self._memory.get(key)
-        if resident is not None:
-            return resident
-        with self._lock:
-            joined = self._loaders.get(key)
-            if joined is not None and joined.retain():
-                return joined
-        fd = self._folder.open_chunk(key)
+        return self.find(key, name, whole=whole) or self._open(key, name, whole)
+
+    def _open(self, key: str, name: str | None, whole: bool) -> OpenFile:
+        fd = self._folder.open_file(key, name)
         try:
-            before = self._known.get(key)
-            known = self._identify(fd, key)
-            return self._loader(fd, known, is_begun=known is not before)
+            known, is_new = self._identify(fd, key, name)
+            # A chunk is kept when it is first read, a sidecar when it is read again: it is needed for a moment only,
+            # and a request that reads it once should not hold all of it.
+            fits = 0 < known.header.nbytes <= self._memory.budget_nbytes
+            stream = name is not None and known.header.is_by_rows and not whole and (is_new or not fits)
+            file = OpenFile(fd, known, self._buffers, self._done, stream=stream)
         except BaseException:
             os.close(fd)
             raise
+        if not stream:
+            with self._lock:
+                self._open_files[known.header.file_name] = file
+        return file
 
-    def acquire_known(self, key: str) -> ChunkLoader | None:
-        """Return the chunk from its file if that is as it was when this process read it before; as ``acquire``.
-
-        Whoever deletes or evicts a chunk takes its file away before its row. An audit with another key leaves a file
-        that has lost its row, and what is in that is still right.
-        """
-        known = self._known.get(key)
-        if known is None or key in self._memory or key in self._loaders:
-            return None
-        try:
-            fd = self._folder.open_chunk(key)
-        except OSError:
-            # Whatever it is, ``acquire`` meets it again.
-            return None
-        try:
-            if file_version(os.fstat(fd)) == known.version:
-                return self._loader(fd, known, is_begun=False)
-        except BaseException:
-            os.close(fd)
-            raise
-        os.close(fd)
-        return None
-
-    def _loader(self, fd: int, known: KnownFile, *, is_begun: bool) -> ChunkLoader:
-        budget_nbytes = self._memory.budget_nbytes
-        keep = budget_nbytes > 0 and known.header.nbytes <= budget_nbytes
-        loader = ChunkLoader(fd, known, self._pool, self._promote, self._unregister, keep=keep, is_begun=is_begun)
+    def forget(self, key: str, *names: str) -> None:
+        """Serve a chunk and these sidecars to nobody from now on, whoever is reading them at the moment."""
         with self._lock:
-            self._loaders[known.header.key] = loader
-        return loader
-
-    def forget(self, key: str) -> None:
-        """Serve the chunk to nobody from now on, whoever is reading it at the moment."""
-        with self._lock:
-            self._loaders.pop(key, None)
-            self._known.pop(key, None)
-            self._memory.discard(key)
+            for file in (file_name(key), *(file_name(key, name) for name in names)):
+                self._open_files.pop(file, None)
+                self._known.pop(file, None)
+                self._memory.discard(file)
 
     def forget_all(self) -> None:
         """Empty the memory tier; nothing that is being read at the moment gets into it."""
         with self._lock:
-            self._loaders.clear()
+            self._open_files.clear()
             self._memory.clear()
-        self._pool.clear()
+        self._buffers.clear()
 
-    def _identify(self, fd: int, key: str) -> KnownFile:
+    def _identify(self, fd: int, key: str, name: str | None) -> tuple[KnownFile, bool]:
+        """Return the version and header of an open file, and whether the header had to be read."""
         info = os.fstat(fd)
-        if not stat.S_ISREG(info.st_mode):
-            raise ChunkDamagedError(key, "it is not a regular file")
-        version = file_version(info)
-        known = self._known.get(key)
-        if known is not None and known.version == version:
-            return known
-        known = KnownFile(version, read_header(fd, key, info.st_size, self._cipher))
+        file, version = file_name(key, name), file_version(info)
         with self._lock:
-            if len(self._known) >= _KNOWN_KEPT:
+            before = self._known.pop(file, None)
+        if before is not None and before.version == version:
+            known, is_new = before, False
+        else:
+            known, is_new = KnownFile(version, self._codec.read_header(fd, key, name, info.st_size)), True
+        with self._lock:
+            while len(self._known) >= _MOST_KNOWN:
                 del self._known[next(iter(self._known))]
-            self._known[key] = known
-        return known
+            self._known[file] = known
+        return known, is_new
 
-    def _promote(self, loader: ChunkLoader) -> None:
+    def _done(self, file: OpenFile) -> None:
         with self._lock:
-            if self._is_registered(loader):
-                del self._loaders[loader.header.key]
-                self._memory.put(loader.resident())
-
-    def _unregister(self, loader: ChunkLoader) -> None:
-        with self._lock:
-            if self._is_registered(loader):
-                del self._loaders[loader.header.key]
-
-    def _is_registered(self, loader: ChunkLoader) -> bool:
-        # Not any more if the chunk was forgotten meanwhile; then it must not come back.
-        return self._loaders.get(loader.header.key) is loader
+            # A file that was forgotten meanwhile is not registered any more, and must not come back.
+            if self._open_files.get(file.header.file_name) is file:
+                del self._open_files[file.header.file_name]
+                if file.is_complete:
+                    self._memory.put(file.resident())

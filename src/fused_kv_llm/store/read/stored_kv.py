@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import TracebackType
 from typing import Literal, NamedTuple, Protocol
 
 import torch
 
 from fused_kv_llm.errors import ConfigError, StoreError
-from fused_kv_llm.store.format import ChunkHeader, expand, expand_into
+from fused_kv_llm.store.format import ChunkHeader, expand
 
 __all__ = ["LayerSource", "StoredKV", "StoredLayers", "Tier"]
 
@@ -18,23 +18,13 @@ Tier = Literal["memory", "disk", "remote"]
 
 
 class LayerSource(Protocol):
-    """Where an opened chunk's layers come from: one class for each tier."""
-
-    @property
-    def header(self) -> ChunkHeader:
-        """What the chunk's file says about it."""
+    """Where an opened chunk's layers come from: memory, or its file."""
 
     def read(self, start: int, stop: int) -> dict[str, torch.Tensor]:
         """Return the stored tensors of layers ``start`` to ``stop - 1``, verified."""
 
     def announce(self, start: int, stop: int) -> None:
-        """Have the system read layers ``start`` to ``stop - 1`` ahead, where they have to be read from a disk."""
-
-    def load(self, start: int, stop: int) -> None:
-        """Have layers ``start`` to ``stop - 1`` in memory, verified."""
-
-    def read_into(self, start: int, stop: int, targets: Mapping[str, torch.Tensor], tokens: range) -> bool:
-        """Read layers to where they are needed, verified; False if they have to be copied there from ``read``."""
+        """Ask the system to read layers ``start`` to ``stop - 1`` ahead, where they have to be read from a disk."""
 
     def release(self) -> None:
         """Let go of the chunk."""
@@ -82,14 +72,17 @@ class StoredKV:
     ----------
     tier : {"memory", "disk", "remote"}
         Where the layers come from.
+    header : ChunkHeader
+        What the chunk's file says about it.
     source : LayerSource
-        What gives them.
+        Gives the layers; ``close`` releases it.
     """
 
-    __slots__ = ("_closed", "_lock", "_source", "tier")
+    __slots__ = ("_closed", "_header", "_lock", "_source", "tier")
 
-    def __init__(self, tier: Tier, source: LayerSource) -> None:
+    def __init__(self, tier: Tier, header: ChunkHeader, source: LayerSource) -> None:
         self.tier: Tier = tier
+        self._header = header
         self._source = source
         self._closed = False
         self._lock = threading.Lock()
@@ -97,42 +90,42 @@ class StoredKV:
     @property
     def key(self) -> str:
         """The chunk's key."""
-        return self._source.header.key
+        return self._header.key
 
     @property
     def identity(self) -> str:
         """Digest of the identity for which the KV is valid, as the chunk's file says it."""
-        return self._source.header.identity
+        return self._header.identity
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens."""
-        return self._source.header.num_tokens
+        return self._header.num_tokens
 
     @property
     def num_layers(self) -> int:
         """Number of layers."""
-        return self._source.header.num_layers
+        return self._header.num_layers
 
     @property
     def position(self) -> int:
         """Position of the first token when the chunk was prefilled."""
-        return self._source.header.position
+        return self._header.position
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the keys and values that ``read_layers`` returns."""
-        return self._source.header.dtype
+        return self._header.dtype
 
     @property
     def nbytes(self) -> int:
         """Bytes of all keys and values, as they are stored."""
-        return self._source.header.nbytes
+        return self._header.nbytes
 
     @property
     def storage(self) -> str:
         """Dtype in which the keys and values are stored, one of ``STORAGE_DTYPES``."""
-        return self._source.header.storage
+        return self._header.storage
 
     @property
     def is_stored_as_read(self) -> bool:
@@ -163,14 +156,14 @@ class StoredKV:
         StoreError
             The chunk was closed.
         """
-        return expand(self._read(start, stop), self._source.header.storage, self.dtype)
+        return expand(self._read(start, stop), self._header.storage, self.dtype)
 
     def read_stored(self, start: int, stop: int) -> StoredLayers:
         """Return what ``read_layers`` returns, int8 without having been dequantised; raises as it does."""
         parts = self._read(start, stop)
-        if self._source.header.storage == "int8":
+        if self._header.storage == "int8":
             return StoredLayers(parts["k"], parts["v"], (parts["k_scale"], parts["v_scale"]))
-        return StoredLayers(*expand(parts, self._source.header.storage, self.dtype))
+        return StoredLayers(*expand(parts, self._header.storage, self.dtype))
 
     def announce_layers(self, start: int, stop: int) -> None:
         """Have the system read layers ``start`` to ``stop - 1`` ahead, since they will be needed soon.
@@ -182,37 +175,6 @@ class StoredKV:
         """
         self._check(start, stop)
         self._source.announce(start, stop)
-
-    def load_layers(self, start: int, stop: int) -> None:
-        """Have layers ``start`` to ``stop - 1`` in memory, verified, for ``copy_layers``; raises as ``read_layers``."""
-        self._check(start, stop)
-        self._source.load(start, stop)
-
-    def copy_layers(
-        self, start: int, stop: int, keys: torch.Tensor, values: torch.Tensor, tokens: slice = slice(None)
-    ) -> None:
-        """Write layers ``start`` to ``stop - 1`` where a request needs them; raises as ``read_layers``.
-
-        Parameters
-        ----------
-        start, stop : int
-            ``0 <= start <= stop <= num_layers``.
-        keys, values : torch.Tensor
-            ``[stop - start, kv_heads, tokens, head_dim]``, any device, any floating dtype and any strides: a
-            float32 buffer for keys that are rotated next, the request's cache itself for values. Integers are
-            dequantised on the way.
-        tokens : slice
-            Which of the chunk's tokens, in their order.
-
-        Notes
-        -----
-        From a disk, and where the memory tier does not keep the chunk, bytes that are stored as they are needed
-        (same dtype, each head's tokens side by side, not encrypted) are read to their place without a copy.
-        """
-        self._check(start, stop)
-        if self._source.read_into(start, stop, {"k": keys, "v": values}, range(self.num_tokens)[tokens]):
-            return
-        expand_into(self._source.read(start, stop), self._source.header.storage, tokens, keys, values)
 
     def _read(self, start: int, stop: int) -> dict[str, torch.Tensor]:
         self._check(start, stop)
