@@ -18,7 +18,7 @@ from fused_kv_llm.offline import (
     as_embedder,
 )
 from fused_kv_llm.report import IngestReport
-from fused_kv_llm.selectors import View
+from fused_kv_llm.selectors import View, side_name
 
 from .parts import EngineParts
 
@@ -80,11 +80,14 @@ class EngineCorpus:
         self._store.delete({row.key for found in rows.values() for row in found})
         return len(rows)
 
-    def prefetch(self, texts: Iterable[str]) -> list[str | None]:
-        """Start loading the KV of chunks into memory; expect those without KV in the next prompts."""
+    def prefetch(self, texts: Iterable[str], view: object) -> list[str | None]:
+        """Start loading what a request with this view reads of chunks; expect those without KV in the next prompts."""
         retrieved = chunk_texts(texts)
         keys = self.keys_of(retrieved)
-        self._store.prefetch([key for key in keys if key is not None])
+        sidecars = [CONTEXT_SHIFT]
+        if isinstance(view, View) and view.anchors is not None:
+            sidecars.append(side_name(view.anchors, view.layers))
+        self._store.prefetch([key for key in keys if key is not None], sidecars)
         self.expect(text for text, key in zip(retrieved, keys, strict=True) if key is None)
         return keys
 

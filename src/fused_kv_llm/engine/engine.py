@@ -178,7 +178,7 @@ class FusedKVEngine:
         return self.corpus.delete(texts)
 
     def prefetch(self, texts: Iterable[str]) -> list[str | None]:
-        """Start loading the KV of retrieved chunks into memory.
+        """Start loading the KV of retrieved chunks into memory, with the sidecars that the engine's selector reads.
 
         Parameters
         ----------
@@ -196,7 +196,7 @@ class FusedKVEngine:
         CorpusError
             If one string was given instead of several.
         """
-        return self.corpus.prefetch(texts)
+        return self.corpus.prefetch(texts, view_of(self._selector, self.loaded, FusionReport()))
 
     def chunk_id(self, text: str) -> str | None:
         """Return the key of a chunk's stored KV, or None where none is stored."""
