@@ -11,6 +11,7 @@ from langchain_core.embeddings import Embeddings
 from langchain_core.vectorstores import VectorStore, VectorStoreRetriever
 
 from fused_kv_llm.adapter import FusedKVModel, in_thread
+from fused_kv_llm.chunk import chunk_text, chunk_texts
 from fused_kv_llm.errors import ConfigError, FusedKVWarning
 
 __all__ = ["FusedKVVectorStore"]
@@ -129,12 +130,12 @@ class FusedKVVectorStore(VectorStore):
 
     def _forget(self, texts: Iterable[str]) -> None:
         # What was deleted and added again with other metadata is still there.
-        gone = {text.strip() for text in texts}
+        gone = set(chunk_texts(texts))
         self.llm.engine.delete_chunks([text for text in gone if not self._has(text)])
 
     def _has(self, text: str) -> bool:
         nearest = self.vector_store.similarity_search(text, k=_NEAREST)
-        return any(document.page_content.strip() == text for document in nearest)
+        return any(chunk_text(document.page_content) == text for document in nearest)
 
     # -- searches --------------------------------------------------------------------------------------------
 

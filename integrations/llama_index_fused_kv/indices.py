@@ -11,6 +11,7 @@ from llama_index.core.schema import BaseNode
 from llama_index.core.vector_stores.types import MetadataFilter, MetadataFilters
 
 from fused_kv_llm.adapter import FusedKVModel, in_thread
+from fused_kv_llm.chunk import chunk_text, chunk_texts
 from fused_kv_llm.errors import CorpusError, FusedKVWarning
 from fused_kv_llm.offline import GivenNeighbours
 from fused_kv_llm.report import IngestReport
@@ -152,7 +153,7 @@ class FusedKVIndex(VectorStoreIndex):
             return
         gone = {node.node_id for node in leaving}
         try:
-            kept = {text.strip() for text in texts_of(node for node in nodes_of(self) if node.node_id not in gone)}
+            kept = set(chunk_texts(texts_of(node for node in nodes_of(self) if node.node_id not in gone)))
         except CorpusError:
             kept = set()
-        self._kv_llm.engine.delete_chunks(text for text in texts_of(leaving) if text.strip() not in kept)
+        self._kv_llm.engine.delete_chunks(text for text in texts_of(leaving) if chunk_text(text) not in kept)

@@ -11,6 +11,7 @@ from llama_index.core.schema import BaseNode, Document, ImageNode, MetadataMode,
 from llama_index.core.storage.docstore.types import BaseDocumentStore
 from llama_index.core.vector_stores.types import BasePydanticVectorStore
 
+from fused_kv_llm.chunk import chunk_text
 from fused_kv_llm.errors import CorpusError
 from fused_kv_llm.offline import GivenNeighbours
 from fused_kv_llm.report import IngestReport
@@ -163,7 +164,7 @@ def text_of(item: BaseNode | NodeWithScore | str) -> str:
 def texts_of(nodes: Iterable[BaseNode | NodeWithScore | str]) -> list[str]:
     """Return the texts of those nodes that have one."""
     texts = [text_of(item) for item in nodes if not _is_bare_image(item)]
-    return [text for text in texts if text.strip()]
+    return [text for text in texts if chunk_text(text)]
 
 
 def _is_bare_image(item: Any) -> bool:

@@ -15,6 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from threading import Lock
 
+from fused_kv_llm.chunk import chunk_texts
+
 __all__ = ["RetrievalCheck", "RetrievalLog", "explain_mismatch"]
 
 _BEGINNING_CHARS = 80
@@ -79,7 +81,7 @@ class RetrievalLog:
 
     def add(self, texts: Iterable[str]) -> None:
         """Remember the texts of one retrieval."""
-        kept = tuple(dict.fromkeys(filter(None, (text.strip() for text in texts))))
+        kept = tuple(dict.fromkeys(filter(None, chunk_texts(texts))))
         if kept:
             with self._lock:
                 self._pending.append(_Retrieval(kept))
