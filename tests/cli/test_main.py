@@ -66,7 +66,7 @@ def test_ingest_writes_passages_and_vectors(kv_dir: Path) -> None:
     lines = [json.loads(line) for line in (kv_dir / "passages.jsonl").read_text().splitlines()]
     assert sorted(line["text"] for line in lines) == sorted(TEXTS)
     assert faiss.read_index(str(kv_dir / "faiss" / "index.faiss")).ntotal == 3
-    assert json.loads((kv_dir / "faiss" / "corpus.json").read_text())["model"] == "smollm2-135m"
+    assert json.loads((kv_dir / "faiss" / "corpus.json").read_text())["options"]["model"] == "smollm2-135m"
     assert not list(kv_dir.rglob("*.pkl"))
 
 

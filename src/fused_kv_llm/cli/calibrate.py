@@ -10,7 +10,7 @@ import typer
 from rich.progress import track
 from rich.table import Table
 
-from fused_kv_llm.cli.options import KvDtype
+from fused_kv_llm.cli.options import takes_engine_options
 from fused_kv_llm.cli.terminal import FriendlyGroup, out, quiet_libraries
 from fused_kv_llm.config import DEFAULT_SELECTOR
 from fused_kv_llm.errors import CorpusError, MissingExtraError
@@ -28,11 +28,10 @@ calibrate_app = typer.Typer(
 
 
 @calibrate_app.callback()
+@takes_engine_options(leave_out={"recompute_ratio", "selector", "store_misses"})
 def calibrate_ratio(
     context: typer.Context,
     *,
-    kv_dir: Annotated[Path, typer.Option(help="Folder of the KV store.")] = Path("./kv"),
-    model: Annotated[str, typer.Option(help="Embedded model, hub id or local folder.")] = "smollm2-135m",
     questions: Annotated[
         Path | None, typer.Option(help="One question a line, or JSON lines with a field 'question'.")
     ] = None,
@@ -40,8 +39,8 @@ def calibrate_ratio(
     selector: Annotated[list[str] | None, typer.Option(help="Selectors to try; may be repeated.")] = None,
     count: Annotated[int, typer.Option(min=1, help="Questions to make from the chunks if none are given.")] = 20,
     k: Annotated[int, typer.Option(min=1, help="Chunks in a prompt.")] = 5,
-    kv_dtype: KvDtype = "auto",
     picture: Annotated[Path | None, typer.Option(help="Where to draw the curve; beside the store by default.")] = None,
+    **options: Any,
 ) -> None:
     """Compare fused answers with full prefill's on the store's own corpus and keep the ratio that meets the target."""
     if context.invoked_subcommand is not None:
@@ -49,6 +48,7 @@ def calibrate_ratio(
     from fused_kv_llm.engine import FusedKVEngine
     from fused_kv_llm.tuning import calibrate, check_calibration
 
+    kv_dir: Path = options["kv_dir"]
     if not (kv_dir / "index.sqlite").is_file():
         raise CorpusError(f"There is no KV store in {str(kv_dir)!r}: ingest the corpus first")
     quiet_libraries()
@@ -56,7 +56,7 @@ def calibrate_ratio(
     selectors = selector or [DEFAULT_SELECTOR]
     # Before the model is loaded, which takes long.
     check_calibration(asked, target_agreement, selectors)
-    with FusedKVEngine(model, kv_dir=kv_dir, kv_dtype=kv_dtype, store_misses=False) as engine:
+    with FusedKVEngine(**options, store_misses=False) as engine:
         result = calibrate(
             engine,
             asked,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.progress import track
 from rich.table import Table
 
+from fused_kv_llm.cli.options import takes_engine_options
 from fused_kv_llm.cli.terminal import out, quiet_libraries
 
 __all__ = ["add_layers_command"]
@@ -20,18 +21,18 @@ def add_layers_command(app: typer.Typer) -> None:
     app.command("layers")(_layers)
 
 
+@takes_engine_options("model", "tokenizer", "dtype", "device")
 def _layers(
     *,
     data: Annotated[
         Path,
         typer.Option(help="JSON lines: question, answers[], passages[{id, text}], gold_passage_ids[]."),
     ],
-    model: Annotated[str, typer.Option(help="Embedded model, hub id or local folder.")] = "smollm2-135m",
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; chosen by the hardware.")] = None,
     questions: Annotated[int, typer.Option(min=1, help="Questions to use.")] = 60,
     skip: Annotated[int, typer.Option(min=0, help="Lines of the file to pass over first.")] = 0,
     passages: Annotated[int, typer.Option(min=1, help="Passages in a prompt.")] = 5,
     top: Annotated[int, typer.Option(min=1, help="How many layers are critical.")] = 3,
+    **options: Any,
 ) -> None:
     """Find a model's critical layers on questions whose answers stand in their passages; `qcfuse` uses them."""
     from fused_kv_llm.engine import FusedKVEngine
@@ -42,14 +43,14 @@ def _layers(
     quiet_libraries()
     with (
         tempfile.TemporaryDirectory(prefix="fused-kv-layers-") as folder,
-        FusedKVEngine(model, kv_dir=folder, dtype=dtype, store_misses=False) as engine,
+        FusedKVEngine(**options, kv_dir=folder, store_misses=False) as engine,
     ):
         profile = profile_layers(engine, track(samples, description="Questions", console=out), top=top)
         fingerprint, used = engine.model_fingerprint, engine.dtype
     path = save_profile(
         fingerprint,
         {
-            "model": model,
+            "model": options["model"],
             "dtype": used,
             "layers": list(profile.layers),
             "recall": list(profile.recall),

@@ -11,10 +11,10 @@ from rich.markup import escape
 
 from fused_kv_llm.cli.calibrate import calibrate_app
 from fused_kv_llm.cli.layers import add_layers_command
-from fused_kv_llm.cli.options import DiskBytes, KvDtype, Policy, Remote
+from fused_kv_llm.cli.options import IDENTITY_OPTIONS, takes_engine_options
 from fused_kv_llm.cli.store import store_app
 from fused_kv_llm.cli.terminal import FriendlyGroup, out, quiet_libraries
-from fused_kv_llm.config import DEFAULT_SELECTOR
+from fused_kv_llm.config import DEFAULT_MODEL
 from fused_kv_llm.demo import DEMO
 
 if TYPE_CHECKING:
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from fused_kv_llm.engine import FusedKVEngine
 
 __all__ = ["app"]
-
-_MODEL = "smollm2-135m"
 
 app = typer.Typer(
     cls=FriendlyGroup,
@@ -36,71 +34,51 @@ app.add_typer(store_app, name="store")
 app.add_typer(calibrate_app, name="calibrate")
 add_layers_command(calibrate_app)
 
-KvDir = Annotated[Path, typer.Option(help="Folder of the KV store and of the passage index.")]
-Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; chosen by the hardware.")]
 Ratio = Annotated[float, typer.Option(help="Share of the passages' tokens to recompute, 0 to 1.")]
 MaxTokens = Annotated[int, typer.Option(help="Longest answer, in tokens.")]
 ChunkChars = Annotated[int, typer.Option(help="Longest passage, in characters.")]
 
 
 @app.command()
+@takes_engine_options(leave_out={"recompute_ratio", "selector", "store_misses"})
 def ingest(
     paths: Annotated[list[Path], typer.Argument(help="Files (.txt, .md, .pdf) and folders of them.")],
     *,
-    kv_dir: KvDir = Path("./kv"),
-    model: Annotated[str, typer.Option(help="Embedded model, hub id or local folder.")] = _MODEL,
-    dtype: Dtype = None,
     chunk_chars: ChunkChars = 1000,
     refresh: Annotated[bool, typer.Option(help="Prefill passages again whose similar passages have changed.")] = False,
-    kv_dtype: KvDtype = "auto",
-    disk_bytes: DiskBytes = None,
-    policy: Policy = "pgdsf",
-    remote: Remote = None,
+    **options: Any,
 ) -> None:
     """Read files, split them into passages, and store the KV and the embedding of each passage.
 
     Running it again skips what is stored already and replaces the passages of files that have changed.
     """
-    store: dict[str, Any] = {"kv_dtype": kv_dtype, "disk_bytes": disk_bytes, "policy": policy, "remote": remote}
-    _ingest(paths, kv_dir, model, dtype, chunk_chars, refresh=refresh, **store).close()
+    _ingest(paths, chunk_chars, refresh=refresh, **options).close()
 
 
 @app.command()
+@takes_engine_options(leave_out=IDENTITY_OPTIONS)
 def ask(
     question: Annotated[str, typer.Argument(help="What you want to know.")],
     *,
-    kv_dir: KvDir = Path("./kv"),
     k: Annotated[int, typer.Option(min=1, help="Passages to put into the prompt, if they fit.")] = 5,
-    ratio: Ratio = 0.15,
-    selector: Annotated[str, typer.Option(help="The rule that picks the tokens to recompute.")] = DEFAULT_SELECTOR,
     model: Annotated[str | None, typer.Option(help="Defaults to the model of the ingestion.")] = None,
     max_tokens: MaxTokens = 128,
     compare: Annotated[bool, typer.Option("--compare", help="Also answer without stored KV.")] = False,
-    disk_bytes: DiskBytes = None,
-    policy: Policy = "pgdsf",
-    remote: Remote = None,
+    **options: Any,
 ) -> None:
     """Answer a question from the ingested files."""
     from fused_kv_llm.demo import MiniLM, PassageIndex, Rag, explain
 
     quiet_libraries()
-    index = PassageIndex.open(kv_dir, MiniLM())
-    dtype = index.info.dtype if model in (None, index.info.model) else None
-    with _load(
-        model or index.info.model,
-        kv_dir,
-        dtype,
-        recompute_ratio=ratio,
-        selector=selector,
-        kv_dtype=index.info.kv_dtype,
-        disk_bytes=disk_bytes,
-        policy=policy,
-        remote=remote,
-    ) as engine:
+    index = PassageIndex.open(options["kv_dir"], MiniLM())
+    options = {**index.info.options, **options}
+    if model not in (None, options["model"]):
+        options |= {"model": model, "tokenizer": None, "dtype": None}
+    with _load(**options) as engine:
         prompt = Rag(index, engine, k=k, max_tokens=max_tokens).prompt(question)
         _answer(engine, prompt, max_tokens=max_tokens)
         if compare:
-            rows = _compare(engine, prompt, ratio, max_tokens=max_tokens)
+            rows = _compare(engine, prompt, engine.recompute_ratio, max_tokens=max_tokens)
             out.print(explain(rows), highlight=False)
 
 
@@ -130,7 +108,7 @@ def demo(
     from fused_kv_llm.paths import cache_folder
 
     folder = kv_dir or cache_folder() / "demo-kv"
-    with _ingest([handbook_folder()], folder, _MODEL, None, 1000) as engine:
+    with _ingest([handbook_folder()], 1000, model=DEFAULT_MODEL, kv_dir=folder) as engine:
         rag = Rag(PassageIndex.open(folder, MiniLM()), engine, k=k, max_tokens=max_tokens)
         limits: dict[str, Any] = {"max_tokens": max_tokens, "stop": DEMO.stop}
         compared = []
@@ -147,36 +125,29 @@ def demo(
     out.print(explain(middle), highlight=False)
 
 
-def _ingest(
-    paths: Sequence[Path],
-    kv_dir: Path,
-    model: str,
-    dtype: str | None,
-    chunk_chars: int,
-    *,
-    refresh: bool = False,
-    **store: Any,
-) -> FusedKVEngine:
+def _ingest(paths: Sequence[Path], chunk_chars: int, *, refresh: bool = False, **options: Any) -> FusedKVEngine:
     from fused_kv_llm.demo import MiniLM, PassageIndex, read_passages
 
     quiet_libraries()
     passages = read_passages(paths, chunk_chars=chunk_chars)
     out.print(f"{len(passages)} passages, files read: {len({passage.source for passage in passages})}")
-    engine = _load(model, kv_dir, dtype, **store)
+    engine = _load(**options)
     report = engine.build_kv_cache([passage.text for passage in passages], refresh=refresh)
     out.print(report.summary(), highlight=False)
     with out.status("Embedding the passages"):
-        made = {"model": model, "dtype": engine.dtype, "kv_dtype": engine.kv_dtype}
-        index = PassageIndex.update(kv_dir, passages, embedder=MiniLM(), **made)
-    out.print(f"{len(index.passages)} passages can be asked about: fused-kv ask QUESTION --kv-dir {kv_dir}")
+        made = {name: value for name, value in engine.config if name in IDENTITY_OPTIONS}
+        made |= {"dtype": engine.dtype, "kv_dtype": engine.kv_dtype}
+        index = PassageIndex.update(engine.store.kv_dir, passages, embedder=MiniLM(), **made)
+    asking = f"fused-kv ask QUESTION --kv-dir {engine.config.kv_dir}"
+    out.print(f"{len(index.passages)} passages can be asked about: {asking}")
     return engine
 
 
-def _load(model: str, kv_dir: Path, dtype: str | None, **options: Any) -> FusedKVEngine:
+def _load(*, model: str, **options: Any) -> FusedKVEngine:
     from fused_kv_llm.engine import FusedKVEngine
 
     with out.status(f"Loading {model}"):
-        engine = FusedKVEngine(model, kv_dir=kv_dir, dtype=dtype, **options)
+        engine = FusedKVEngine(model, **options)
     out.print(f"[dim]{escape(model)}: {escape(engine.choice)}[/]", highlight=False)
     return engine
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from fused_kv_llm.cli.options import DiskBytes, Policy, Remote
+from fused_kv_llm.cli.options import takes_engine_options
 from fused_kv_llm.cli.terminal import FriendlyGroup, err, out
 from fused_kv_llm.errors import ConfigError, CorpusError, IndexDamagedError
 
@@ -85,15 +85,15 @@ def check(
 
 
 @store_app.command()
+@takes_engine_options("policy", "remote")
 def evict(
     *,
     to: Annotated[str, typer.Option(help="Most bytes that stay on the disk, such as 20GB.")],
     kv_dir: KvDir = Path("./kv"),
-    policy: Policy = "pgdsf",
-    remote: Remote = None,
+    **options: Any,
 ) -> None:
     """Evict the chunks of least value; with a remote tier they are copied there first."""
-    with _open(kv_dir, policy=policy, remote=remote) as store, out.status("Evicting"):
+    with _open(kv_dir, **options) as store, out.status("Evicting"):
         gone = store.evict(to)
         left = store.stats()
     chunks, nbytes = left.tiers["disk"]
@@ -101,6 +101,7 @@ def evict(
 
 
 @store_app.command("export")
+@takes_engine_options("remote")
 def export_chunks(
     archive: Annotated[Path, typer.Argument(help="The archive to write.")],
     *,
@@ -108,10 +109,10 @@ def export_chunks(
     identity: Annotated[
         str | None, typer.Option(help="Only chunks whose identity begins so; stats shows them.")
     ] = None,
-    remote: Remote = None,
+    **options: Any,
 ) -> None:
     """Write chunks to one file that another store can import."""
-    with _open(kv_dir, read_only=remote is None, remote=remote) as store:
+    with _open(kv_dir, read_only=options["remote"] is None, **options) as store:
         chosen = None if identity is None else _identity(store, identity)
         with _bar("Exporting chunks") as progress:
             report = store.archive.export(archive, identity=chosen, progress=progress)
@@ -122,16 +123,17 @@ def export_chunks(
 
 
 @store_app.command("import")
+@takes_engine_options("disk_bytes")
 def import_chunks(
     archive: Annotated[Path, typer.Argument(help="What fused-kv store export wrote.")],
     *,
     kv_dir: KvDir = Path("./kv"),
-    disk_bytes: DiskBytes = None,
+    **options: Any,
 ) -> None:
     """Take the chunks of an archive into a store, which is created if there is none; every file is verified."""
     from fused_kv_llm.store import KVStore
 
-    with KVStore(kv_dir, disk_bytes=disk_bytes) as store, _bar("Importing") as progress:
+    with KVStore(kv_dir, **options) as store, _bar("Importing") as progress:
         report = store.archive.load(archive, progress=progress)
     _show_import(report)
 
@@ -144,12 +146,12 @@ def gc(*, kv_dir: KvDir = Path("./kv")) -> None:
     out.print(f"{files:,} files deleted, {_size(nbytes)} freed", highlight=False)
 
 
-def _open(kv_dir: Path, *, read_only: bool = False, policy: str = "pgdsf", remote: str | None = None) -> KVStore:
+def _open(kv_dir: Path, *, read_only: bool = False, **options: Any) -> KVStore:
     from fused_kv_llm.store import KVStore
 
     if not (kv_dir.expanduser() / "index.sqlite").is_file():
         raise CorpusError(f"There is no KV store in {str(kv_dir)!r}")
-    return KVStore(kv_dir, read_only=read_only, policy=policy, remote=remote)
+    return KVStore(kv_dir, read_only=read_only, **options)
 
 
 def _check(kv_dir: Path, *, fix: bool, take_other_keys: bool) -> CheckReport:

@@ -53,7 +53,7 @@ class Option:
     unit : str
         Unit of the value, for the documentation.
     identity : bool
-        Whether stored KV depends on it: chunks stored under another value are not found.
+        Whether what is stored depends on it: whoever asks must use the value of the ingestion.
     on_command_line : bool
         Whether the value can be written as text.
     short_flag : str or None
@@ -115,7 +115,7 @@ class EngineConfig(BaseModel):
     ``load_model``."""
 
     tokenizer: Annotated[str | Path | Any | None, Option(identity=True)] = Field(default=None, frozen=True, repr=False)
-    """Hub id, local folder or a transformers tokenizer; None is the model's own."""
+    """Hub id, local folder or a transformers tokenizer; by default the model's own."""
 
     kv_dir: str | Path = Field(default="./kv", frozen=True)
     """Folder of the chunk-KV store; processes, models and frameworks may share it."""
@@ -130,21 +130,21 @@ class EngineConfig(BaseModel):
     """Which tokens are recomputed: a key of ``selectors.SELECTORS``, or a selector object."""
 
     dtype: Annotated[str | Any | None, Option(identity=True)] = Field(default=None, frozen=True)
-    """Dtype that the model computes in: float32, bfloat16 or float16, by name or as a ``torch.dtype``; None chooses by
-    the hardware."""
+    """Dtype that the model computes in: float32, bfloat16 or float16, by name or as a ``torch.dtype``. By default the
+    hardware decides."""
 
     device: str | Any | None = Field(default=None, frozen=True)
-    """Device that the model is on, such as ``"cpu"`` or ``"cuda:0"``; None takes a GPU where there is one."""
+    """Device that the model is on, such as ``"cpu"`` or ``"cuda:0"``; by default a GPU where there is one."""
 
     memory_bytes: Annotated[int | str, Option(unit="bytes"), BeforeValidator(_size)] = Field(
-        default=2 * 2**30, frozen=True
+        default="2GiB", frozen=True, validate_default=True
     )
     """Budget of the store's memory tier: a number or a text such as ``"4GB"``; 0 keeps nothing in memory."""
 
     disk_bytes: Annotated[int | str | None, Option(unit="bytes"), BeforeValidator(_size)] = Field(
         default=None, frozen=True
     )
-    """Budget of the store's files: a number or a text such as ``"200GB"``; None is as much as the disk holds. The
+    """Budget of the store's files: a number or a text such as ``"200GB"``; by default what the disk holds. The
     chunks of least value make room."""
 
     policy: str = Field(default=DEFAULT_POLICY, frozen=True)
@@ -173,7 +173,7 @@ class EngineConfig(BaseModel):
         default=None, frozen=True, exclude=True, repr=False
     )
     """What finds similar chunks: LangChain ``Embeddings``, a LlamaIndex ``BaseEmbedding`` or a
-    ``SentenceTransformer``; None is all-MiniLM-L6-v2."""
+    ``SentenceTransformer``; by default all-MiniLM-L6-v2."""
 
     tenant: Annotated[str, Option(identity=True)] = Field(default="", frozen=True)
     """Name that keeps the KV of one tenant apart from that of others, even in one folder."""

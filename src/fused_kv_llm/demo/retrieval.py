@@ -40,23 +40,17 @@ class CorpusInfo:
 
     Parameters
     ----------
-    model : str
-        The model whose KV is stored.
-    dtype : str
-        The dtype of that KV.
     embedder : str
         Which embedder made the vectors.
     passages_sha256 : str
         Digest of ``passages.jsonl``, which ties the vectors to it.
-    kv_dtype : str
-        The dtype in which that KV is stored.
+    options : dict
+        Options of the engine on which the stored KV depends.
     """
 
-    model: str
-    dtype: str
     embedder: str
     passages_sha256: str
-    kv_dtype: str = "auto"
+    options: dict[str, Any]
 
 
 class PassageIndex:
@@ -118,10 +112,8 @@ class PassageIndex:
         kv_dir: str | Path,
         passages: Sequence[Passage],
         *,
-        model: str,
-        dtype: str,
         embedder: Embedder,
-        kv_dtype: str = "auto",
+        **options: Any,
     ) -> PassageIndex:
         """Add passages to the index beside a KV store, or make it; passages of the same files are replaced.
 
@@ -130,9 +122,9 @@ class PassageIndex:
         kv_dir : str or Path
         passages : sequence of Passage
             Everything the files now contain.
-        model, dtype, kv_dtype : str
-            What the KV was made with.
         embedder : Embedder
+        **options
+            Options of the engine on which the stored KV depends.
 
         Returns
         -------
@@ -146,7 +138,7 @@ class PassageIndex:
             kept = [passage for passage in old.passages if passage.source not in sources] if old else []
             merged = list({passage.text: passage for passage in [*kept, *passages]}.values())
             lines = b"".join(_line(passage) for passage in merged)
-            info = CorpusInfo(model, dtype, embedder.name, _digest(lines), kv_dtype)
+            info = CorpusInfo(embedder.name, _digest(lines), options)
             made = cls(merged, _vectors(merged, old, embedder), info, embedder)
             # A reader between these writes sees digests that differ, never wrong passages.
             write_atomically(folder / "faiss" / "index.faiss", _faiss().serialize_index(made._index).tobytes())
