@@ -49,19 +49,18 @@ class ChatFusedKV(LangChainFusedKV, BaseChatModel):
 
     Parameters
     ----------
-    model : str, Path or PreTrainedModel
-        ``"smollm2-135m"`` (embedded), a hub id, a local folder, or a transformers model together with `tokenizer`.
-        It needs a chat template.
-    tokenizer, kv_dir, recompute_ratio, selector, max_tokens, temperature, top_p, seed, stop, dtype, device, tenant
-        See :class:`langchain_fused_kv.FusedKVLLM`. Both share one engine where these agree.
+    **options
+        The options of an engine, :class:`~fused_kv_llm.config.EngineConfig`; `max_tokens`, `temperature`, `top_p`,
+        `stop` and `seed` of :class:`~fused_kv_llm.adapter.FusedKVModel`; and LangChain's own. The model needs a chat
+        template. Objects with the same engine options share one engine, a ``FusedKVLLM`` included.
     tools_in_prompt : bool
-        For models whose chat template has no format for tools: describe them in the system message and write calls
-        and results as text. Without it such a model refuses tools.
+        For models whose chat template has no format for tools: describe tools in the system message, and write calls
+        and results as text. Without it, such a model refuses tools.
     timeout : float or None
-        Seconds after which an answer is given up with a ``TimeoutError``, looked at between tokens.
+        Seconds after which an answer ends with a ``TimeoutError``; checked after every token.
     max_retries, api_key, streaming
         Accepted because every chat model accepts them; a model in this process needs neither retries nor a key.
-        ``streaming=True`` lets ``invoke`` report tokens to callbacks.
+        With ``streaming=True``, ``invoke`` reports tokens to callbacks.
 
     Raises
     ------
@@ -75,10 +74,9 @@ class ChatFusedKV(LangChainFusedKV, BaseChatModel):
     ``usage_metadata["input_token_details"]["cache_read"]`` counts the prompt tokens that came from stored KV;
     ``response_metadata["fused_kv"]`` is the whole report.
 
-    :meth:`with_structured_output` constrains decoding to the schema, so that a small model too returns valid JSON;
-    `max_tokens` must hold the schema's own text; an answer that had to be shortened for it has the finish reason
-    ``"length"``. :meth:`bind_tools` with ``tool_choice`` constrains the answer to a
-    call in the same way.
+    :meth:`with_structured_output` constrains decoding to the schema, so that even a small model returns valid JSON.
+    `max_tokens` must leave room for the schema's own text; an answer that had to be shortened has the finish reason
+    ``"length"``. :meth:`bind_tools` with ``tool_choice`` constrains the answer to a call in the same way.
 
     Examples
     --------
@@ -199,10 +197,10 @@ class ChatFusedKV(LangChainFusedKV, BaseChatModel):
         include_raw : bool
             Return ``{"raw", "parsed", "parsing_error"}`` instead of the parsed object.
         method : {"json_schema", "function_calling", "json_mode"}
-            Constrain the answer to the schema; call a tool of that schema; or, as the first, for applications written
-            for models that promise less under the last name.
+            ``"json_schema"`` constrains the answer to the schema, ``"function_calling"`` calls a tool of that schema.
+            ``"json_mode"`` does the same as ``"json_schema"``.
         strict : bool or None
-            Accepted for other models' sake: all methods are always strict.
+            Accepted for compatibility: all methods are always strict.
 
         Raises
         ------
@@ -297,7 +295,7 @@ class ChatFusedKV(LangChainFusedKV, BaseChatModel):
 
     @property
     def _call_source(self) -> str:
-        """What tells how the model writes calls: its template, or our own description of the tools."""
+        """The text that shows how the model writes calls: its template, or our own description of the tools."""
         renderer = self.engine.renderer
         return renderer.template_source if renderer.has_tools else "<tool_call>"
 

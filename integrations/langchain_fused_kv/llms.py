@@ -28,50 +28,21 @@ _Piece = tuple[str, dict[str, Any] | None]
 class FusedKVLLM(LangChainFusedKV, BaseLLM):
     """A model in this process that reuses the stored KV of the chunks it finds in a prompt.
 
-    A prompt is a string. Where the model has a chat template the prompt becomes the content of one user
-    message, as an instruction-tuned model expects; ``wrap_chat_template=False`` sends the string as it is.
-    LangChain renders a ``ChatPromptTemplate`` before this LLM as ``"System: ...\\nHuman: ..."``, and that is
-    wrapped as a whole; a ``PromptTemplate`` avoids those words. The answer never repeats the prompt.
+    A prompt is a string. If the model has a chat template, the prompt becomes one user message of it, as an
+    instruction-tuned model expects; ``wrap_chat_template=False`` sends the string as it is. LangChain renders a
+    ``ChatPromptTemplate`` in front of this LLM as ``"System: ...\\nHuman: ..."``, and all of that becomes the user
+    message; a ``PromptTemplate`` adds no such words. The answer never repeats the prompt.
 
-    Chunks are found by their text, so any chain works whose prompt contains the retrieved texts verbatim. A
-    text without stored KV is prefilled like any other: the answer is right, only later.
+    Chunks are found by their text, so every chain works whose prompt contains the retrieved texts verbatim. A text
+    without stored KV is prefilled like any other: the answer is right, only slower.
 
     Parameters
     ----------
-    model : str, Path or PreTrainedModel
-        ``"smollm2-135m"`` (embedded), a hub id, a local folder, or a transformers model together with
-        `tokenizer`.
-    tokenizer : tokenizer, str or None
-        Defaults to the one that comes with the model.
-    kv_dir : str or Path
-        Folder of the KV store; shared between processes and models.
-    recompute_ratio : float
-        Share of the chunk tokens to recompute, 0 to 1. 1 gives exactly the plain model's answer.
-    selector : str or Selector
-        The rule that picks these tokens.
-    max_tokens : int
-        Longest answer, in tokens.
-    temperature, top_p, seed
-        Sampling; temperature 0 is greedy.
-    stop : list of str or None
-        Strings before which the answer ends; those of a call are added to these.
-    dtype, device : str or None
-        None chooses by the hardware.
-    tenant : str
-        Separates the KV of tenants within one folder.
-    wrap_chat_template : bool
-        See above.
-    store_misses : bool
-        Whether chunks whose stored KV could not be used are stored again.
-    memory_bytes, disk_bytes, policy, kv_dtype, remote
-        The store's budgets (``"20GB"``), what makes room, the dtype it stores, and its remote tier: see
-        :class:`fused_kv_llm.FusedKVEngine`.
-    preprocessing : {"similar", "none"}
-        Whether chunks are prefilled after the chunks most similar to them.
-    num_neighbours : int
-        How many similar chunks, three before a chunk at a time.
-    embedder : Embeddings or None
-        What says which are similar; None is all-MiniLM-L6-v2.
+    **options
+        The options of an engine, :class:`~fused_kv_llm.config.EngineConfig`; `max_tokens`, `temperature`, `top_p`,
+        `stop` and `seed` of :class:`~fused_kv_llm.adapter.FusedKVModel`; and LangChain's own (`callbacks`, `cache`,
+        `tags`, ...). Those of the engine cannot change once the model is loaded, except for `recompute_ratio` and
+        `selector`.
 
     Raises
     ------
@@ -82,9 +53,9 @@ class FusedKVLLM(LangChainFusedKV, BaseLLM):
 
     Notes
     -----
-    Per call, ``llm.bind(recompute_ratio=0.5, max_tokens=64)`` or ``llm.invoke(prompt, seed=7)`` override
-    recompute_ratio, selector, max_tokens, temperature, top_p and seed. LangChain's own cache keeps answers of
-    different options and models apart; a cached answer carries the report of the request that made it.
+    ``llm.bind(recompute_ratio=0.5, max_tokens=64)`` and ``llm.invoke(prompt, seed=7)`` override recompute_ratio,
+    selector, max_tokens, temperature, top_p and seed for a call. LangChain's cache keeps the answers of different
+    options and models apart. A cached answer carries the report of the request that made it.
 
     Examples
     --------
@@ -122,7 +93,7 @@ class FusedKVLLM(LangChainFusedKV, BaseLLM):
     def generate(self, prompts: list[str], *args: Any, **kwargs: Any) -> LLMResult:
         """Generate for several prompts; see :meth:`BaseLLM.generate`.
 
-        Options of the call become fields of a copy, because LangChain's cache looks at fields only.
+        The options of the call become fields of a copy, because LangChain's cache only considers fields.
         """
         return super(FusedKVLLM, self._with_call_options(kwargs)).generate(prompts, *args, **kwargs)
 
@@ -180,7 +151,7 @@ class FusedKVLLM(LangChainFusedKV, BaseLLM):
                 yield chunk
 
     def _pieces(self, prompts: list[str], stop: list[str] | None, call: dict[str, Any]) -> Generator[_Piece]:
-        """Yield the answers' text piece by piece; the last piece of each comes with what goes with the answer."""
+        """Yield the answers' text piece by piece; the last piece of each answer comes with its usage and report."""
         options = self._engine_call(stop, call)
         for prompt in prompts:
             check = self._runtime.check_retrievals(prompt)

@@ -1,4 +1,4 @@
-"""LangChain messages as the engine takes them."""
+"""LangChain messages in the form that the engine takes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fused_kv_llm.errors import PromptError
 
 __all__ = ["to_engine_messages"]
 
-# Parts of an assistant's message that its tool_calls repeat, and what a model said to itself.
+# Parts of an assistant's message that repeat its tool_calls, and its reasoning.
 _IGNORED_BLOCKS = {"tool_use", "tool_call", "tool_call_chunk", "invalid_tool_call", "reasoning", "thinking"}
 
 
@@ -29,7 +29,7 @@ def to_engine_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
     Raises
     ------
     PromptError
-        If a message holds an image or anything else that is not text, or is of a kind without a role.
+        If a message holds an image or anything else that is not text, or has no role.
     """
     return [_converted(number, message) for number, message in enumerate(messages)]
 

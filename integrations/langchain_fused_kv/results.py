@@ -1,4 +1,4 @@
-"""An answer of the engine as LangChain's results: messages, usage, and what goes with them."""
+"""An answer of the engine as LangChain's results: messages, usage and metadata."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["AnswerPiece", "chat_chunk", "chat_result"]
 _NOT_A_CALL = "it is not JSON with a name and arguments"
 
 AnswerPiece = tuple[str, ToolAnswer, dict[str, Any]]
-"""Text, and with the last piece the calls of the whole answer and what ``Runtime.finish`` returned; else empty."""
+"""Text, tool calls and the result of ``Runtime.finish``; the last two are empty except in the last piece."""
 
 
 def chat_result(pieces: Sequence[AnswerPiece], model_id: str) -> ChatResult:

@@ -1,4 +1,4 @@
-"""A retriever that starts loading the KV of what another retriever has found."""
+"""A retriever that starts loading the KV of the documents that another retriever found."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHUNK_ID_KEY = "fused_kv_chunk_id"
 
 @runtime_checkable
 class PrefetchingLLM(Protocol):
-    """An LLM that can be told what has been retrieved; :class:`langchain_fused_kv.FusedKVLLM` is one."""
+    """An LLM that takes retrieved texts ahead of the prompt; :class:`langchain_fused_kv.FusedKVLLM` is one."""
 
     def prefetch(self, texts: Sequence[str]) -> list[str | None]:
         """Start loading the KV of these texts; return their chunk ids, None where no KV is stored."""
@@ -33,16 +33,16 @@ class PrefetchingLLM(Protocol):
 class FusedKVRetriever(BaseRetriever):
     """Wrap a retriever so that the KV of what it finds is in memory when the LLM needs it.
 
-    The documents pass through unchanged but for ``metadata["fused_kv_chunk_id"]``, which is set on a copy:
-    the id of the chunk's KV, or None where none is stored. Reuse does not depend on this wrapper, because the
-    LLM finds chunks in the prompt by their text; the wrapper hides the disk behind the rest of the chain and
-    lets the LLM warn when retrieved texts do not reach the prompt as they are.
+    Documents are returned as copies with one more entry, ``metadata["fused_kv_chunk_id"]``: the id of the chunk's KV,
+    or None if none is stored. Reuse does not depend on this wrapper, because the LLM finds chunks in the prompt by
+    their text. It loads KV from the disk while the rest of the chain runs, and lets the LLM warn when retrieved texts
+    do not reach the prompt verbatim.
 
     Parameters
     ----------
     retriever : BaseRetriever or Runnable
         Anything that maps a query to a list of documents. Keyword arguments of ``invoke``, such as ``k``,
-        are handed on to it.
+        are passed to it.
     llm : FusedKVLLM
         The LLM at the end of the chain; ``llm.bind(...)`` is accepted as well.
 

@@ -1,4 +1,4 @@
-"""The documents of what LangChain keeps them in: loaders, vector stores, document stores, retrievers."""
+"""The documents of a loader, a vector store, a document store or a retriever."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from fused_kv_llm.errors import CorpusError
 
 __all__ = ["documents_of"]
 
-# Where retrievers keep what they return. A parent retriever's document store holds the parents, its vector store
-# only the children; a compressor is taken for one that drops documents, not for one that rewrites them.
+# Where retrievers keep what they return, in this order: a parent retriever's document store holds the parents, its
+# vector store only the children. Compressors are assumed to drop documents, not to rewrite them.
 _INSIDE_RETRIEVERS = ("docstore", "vectorstore", "retrievers", "base_retriever", "retriever", "docs", "texts")
 _GIVE_THEM = "pass the documents that were added: build_kv_cache(documents)"
 
@@ -27,18 +27,18 @@ def documents_of(source: Any) -> list[Any]:
     Parameters
     ----------
     source : iterable, BaseLoader, VectorStore, BaseStore or BaseRetriever
-        Documents or strings; a loader; FAISS, Chroma, an ``InMemoryVectorStore`` or another vector store that gives
-        its documents out; a document store; a retriever around any of these.
+        Documents or strings; a loader; FAISS, Chroma, an ``InMemoryVectorStore`` or another vector store that can
+        list its documents; a document store; a retriever around any of these.
 
     Returns
     -------
     list of Document or str
-        What a chain would put into its prompt: of a ``ParentDocumentRetriever`` the parents.
+        What a chain would put into its prompt; for a ``ParentDocumentRetriever`` these are the parents.
 
     Raises
     ------
     CorpusError
-        If the source does not give its documents out, or is none.
+        If the source cannot list its documents, or is of another kind.
     """
     if isinstance(source, (str, Document)):
         raise CorpusError(

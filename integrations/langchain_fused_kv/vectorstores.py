@@ -1,4 +1,4 @@
-"""A vector store whose documents' KV is kept in step with it."""
+"""A vector store that keeps the KV of its documents up to date."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NEAREST = 4
 
 
 class FusedKVVectorStore(VectorStore):
-    """Wrap a vector store so that what is added gets KV, and what is deleted loses it.
+    """Wrap a vector store so that documents are prefilled when they are added, and their KV goes when they are deleted.
 
     It is made for LangChain's own ``index()``: with the wrapper as its destination, documents that left the source
     lose their KV, changed ones are prefilled again, and the rest is not touched. Searches and retrievers are the
@@ -30,7 +30,7 @@ class FusedKVVectorStore(VectorStore):
     Parameters
     ----------
     vector_store : VectorStore
-        Any. It must find documents by their ids, or the KV of deleted ones stays, with a warning.
+        Any. If it cannot find documents by their ids, the KV of deleted ones stays, with a warning.
     llm : FusedKVLLM or ChatFusedKV
 
     Examples
@@ -97,14 +97,14 @@ class FusedKVVectorStore(VectorStore):
         return ids
 
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
-        """Delete documents, and the KV of those whose text no other document has."""
+        """Delete documents, and their KV unless another document has the same text."""
         leaving = self._texts_of(ids)
         done = self.vector_store.delete(ids, **kwargs)
         self._forget(leaving)
         return done
 
     async def adelete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
-        """Delete documents, and the KV of those whose text no other document has."""
+        """Delete documents, and their KV unless another document has the same text."""
         leaving = await in_thread(self._texts_of, ids)
         done = await self.vector_store.adelete(ids, **kwargs)
         await in_thread(self._forget, leaving)
@@ -129,7 +129,7 @@ class FusedKVVectorStore(VectorStore):
         return [document.page_content for document in found]
 
     def _forget(self, texts: Iterable[str]) -> None:
-        # What was deleted and added again with other metadata is still there.
+        # A document that was deleted and added again with other metadata still has the text.
         gone = set(chunk_texts(texts))
         self.llm.engine.delete_chunks([text for text in gone if not self._has(text)])
 
@@ -163,7 +163,7 @@ class FusedKVVectorStore(VectorStore):
     def from_texts(
         cls, texts: list[str], embedding: Embeddings, metadatas: list[dict[str, Any]] | None = None, **kwargs: Any
     ) -> NoReturn:
-        """Not here: it needs a store to wrap.
+        """Refuse: there is no store to wrap.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""LlamaIndex adapters: an LLM that reuses the KV of retrieved nodes, and an index that keeps that KV in step.
+"""LlamaIndex adapters: an LLM that reuses the KV of retrieved nodes, and an index that keeps that KV up to date.
 
 Examples
 --------

@@ -18,8 +18,8 @@ __all__ = ["FusedKVPostprocessor", "FusedKVTransform"]
 class FusedKVTransform(TransformComponent):
     """Prefills the nodes that pass through an ``IngestionPipeline``; put it after the splitter.
 
-    Nodes pass unchanged. The pipeline's cache skips nodes that it has seen, which is right as long as their KV is
-    in the store; the cache key contains the model's identity and the store's folder.
+    Nodes are not changed. The pipeline's cache skips nodes that it has seen before; their KV must still be in the
+    store. The cache key contains the model's identity and the store's folder.
 
     Parameters
     ----------
@@ -36,7 +36,7 @@ class FusedKVTransform(TransformComponent):
         return "FusedKVTransform"
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
-        """Return what the pipeline's cache key is made of."""
+        """Return the values from which the pipeline makes its cache key."""
         engine = self.llm.engine
         return {"class_name": self.class_name(), "identity": engine.identity, "kv_dir": str(engine.store.kv_dir)}
 
@@ -55,8 +55,8 @@ class FusedKVTransform(TransformComponent):
 class FusedKVPostprocessor(BaseNodePostprocessor):
     """Starts loading the KV of the final nodes; put it last among ``node_postprocessors``.
 
-    Nodes pass unchanged. Reuse does not depend on it: it hides the disk behind the rest of the query, and lets the
-    LLM warn when node texts do not reach the prompt as they are.
+    Nodes are not changed. Reuse does not depend on it: it loads KV from the disk while the rest of the query runs, and
+    lets the LLM warn when node texts do not reach the prompt verbatim.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""A vector store index whose nodes' KV is kept in step with it."""
+"""A vector store index that keeps the KV of its nodes up to date."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ __all__ = ["FusedKVIndex"]
 class FusedKVIndex(VectorStoreIndex):
     """A ``VectorStoreIndex`` with precomputed KV for its nodes.
 
-    After :meth:`build_kv_cache` the KV follows the index: inserted nodes are prefilled, deleted ones lose their KV
-    unless another node has the same text, refreshed documents get new KV for what changed. Everything else is
-    ``VectorStoreIndex``. ``load_index_from_storage`` returns a plain index; for that one there is the function
-    :func:`llama_index_fused_kv.build_kv_cache`.
+    After :meth:`build_kv_cache`, KV follows the index: inserted nodes are prefilled, deleted ones lose their KV unless
+    another node has the same text, and refreshed documents get new KV for what changed. ``load_index_from_storage``
+    returns a plain ``VectorStoreIndex``; use the function :func:`llama_index_fused_kv.build_kv_cache` for it.
 
     Examples
     --------
@@ -57,7 +56,7 @@ class FusedKVIndex(VectorStoreIndex):
         prune: bool = False,
         progress: bool = True,
     ) -> IngestReport:
-        """Prefill all nodes once and keep their KV in step from now on.
+        """Prefill all nodes once, and keep their KV up to date from now on.
 
         Parameters
         ----------
@@ -124,7 +123,7 @@ class FusedKVIndex(VectorStoreIndex):
             self._kv_llm.engine.build_kv_cache(texts, progress=False)
 
     def _leaving(self, *, node_ids: Sequence[str] = (), ref_doc_id: str | None = None) -> list[BaseNode]:
-        """The nodes that are about to be deleted, as far as the stores show them."""
+        """Return the nodes that are about to be deleted, as far as the stores can list them."""
         if self._kv_llm is None:
             return []
         if ref_doc_id is not None:

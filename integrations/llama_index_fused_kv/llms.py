@@ -39,8 +39,8 @@ _Piece = tuple[str, str, dict[str, Any] | None]
 class FusedKVLLM(FusedKVModel, CustomLLM):
     """A model in this process that reuses the stored KV of the nodes it finds in a prompt.
 
-    Nodes are found by their text, so every query engine and chat engine works that puts node text into its prompts
-    verbatim, whatever header (metadata) stands before it. A text without stored KV is prefilled like any other.
+    Nodes are found by their text. Every query engine and chat engine works that puts node text into its prompts
+    verbatim, whatever metadata stands before it. A text without stored KV is prefilled like any other.
 
     Conversations are rendered with the model's own chat template; a completion becomes one user message of it. A
     model without a template gets completions as they are, and conversations in LlamaIndex's generic form
@@ -48,28 +48,10 @@ class FusedKVLLM(FusedKVModel, CustomLLM):
 
     Parameters
     ----------
-    model : str, Path or PreTrainedModel
-        ``"smollm2-135m"`` (embedded), a hub id, a local folder, or a transformers model together with `tokenizer`.
-    tokenizer : tokenizer, str or None
-        Defaults to the one that comes with the model.
-    kv_dir : str or Path
-        Folder of the KV store; shared between processes, models and frameworks.
-    recompute_ratio : float
-        Share of the chunk tokens to recompute, 0 to 1. 1 gives exactly the plain model's answer.
-    selector : str or Selector
-        The rule that picks these tokens.
-    max_tokens : int
-        Longest answer, in tokens.
-    temperature, top_p, seed
-        Sampling; temperature 0 is greedy.
-    stop : list of str or None
-        Strings before which the answer ends.
-    dtype, device : str or None
-        None chooses by the hardware.
-    tenant, store_misses, memory_bytes, disk_bytes, policy, kv_dtype, remote
-        See :class:`fused_kv_llm.FusedKVEngine`.
-    system_prompt, callback_manager, output_parser, pydantic_program_mode
-        LlamaIndex's own.
+    **options
+        The options of an engine, :class:`~fused_kv_llm.config.EngineConfig`; `max_tokens`, `temperature`, `top_p`,
+        `stop` and `seed` of :class:`~fused_kv_llm.adapter.FusedKVModel`; and LlamaIndex's own (`system_prompt`,
+        `callback_manager`, `output_parser`, `pydantic_program_mode`).
 
     Raises
     ------
@@ -81,7 +63,7 @@ class FusedKVLLM(FusedKVModel, CustomLLM):
 
     Notes
     -----
-    Options may be given per call: ``llm.complete(prompt, max_tokens=64, recompute_ratio=0.5, stop=["\\n"])``. The
+    Options can be given per call: ``llm.complete(prompt, max_tokens=64, recompute_ratio=0.5, stop=["\\n"])``. The
     response's ``raw`` has ``usage`` (read by LlamaIndex's ``TokenCountingHandler``), ``finish_reason`` and
     ``fused_kv``, the report.
 
@@ -280,7 +262,7 @@ class FusedKVLLM(FusedKVModel, CustomLLM):
         return _whole(await collect_in_thread(self._pieces(prompt, call)))
 
     def _pieces(self, prompt: _Prompt, call: dict[str, Any]) -> Generator[_Piece]:
-        """Yield the text so far, what is new of it, and at the end what goes with the answer."""
+        """Yield the text so far, its new part, and with the last piece the usage and the report."""
         options = self._call_options(call)
         constraint = options["constraint"]
         check = self._runtime.check_retrievals(_text(prompt))

@@ -1,4 +1,4 @@
-"""LlamaIndex messages as the engine takes them."""
+"""LlamaIndex messages in the form that the engine takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The texts of nodes, and the nodes of what LlamaIndex keeps them in."""
+"""The texts of nodes, and the nodes of an index, a store or a retriever."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def build_kv_cache(
     Parameters
     ----------
     source : BaseIndex, vector store, document store, retriever or iterable of BaseNode
-        Any index, also one that ``load_index_from_storage`` returned; what keeps nodes; or the nodes themselves.
+        Any index, also one that ``load_index_from_storage`` returned; a store or a retriever; or the nodes themselves.
     llm : FusedKVLLM
         The LLM that will answer; LangChain's ``FusedKVLLM`` and ``ChatFusedKV`` serve as well.
     nodes : sequence of BaseNode or None
-        For indexes whose vector store keeps the nodes to itself.
+        For indexes whose vector store does not return its nodes.
     neighbours : mapping, callable or None
         Text to similar or linked texts, nearest first; None asks the embedder.
     refresh : bool
@@ -66,7 +66,7 @@ def build_kv_cache(
 
     Notes
     -----
-    Metadata is not part of it: LlamaIndex prints it before each node's text, and it is computed with the prompt.
+    Metadata is not stored: LlamaIndex puts it in front of each node's text, and it is computed with the prompt.
     """
     texts = texts_of(nodes_of(source) if nodes is None else nodes)
     return llm.build_kv_cache(texts, neighbours=neighbours, refresh=refresh, prune=prune, progress=progress)
@@ -83,7 +83,7 @@ def nodes_of(source: Any) -> list[Any]:
     Raises
     ------
     CorpusError
-        If the source does not give its nodes out, or is none.
+        If the source does not return its nodes, or is of another kind.
     """
     if isinstance(source, (str, BaseNode, NodeWithScore)):
         raise CorpusError("build_kv_cache takes a list of nodes, documents or strings; put the single one into a list")
@@ -127,7 +127,7 @@ def _of_vector_store(vector_store: Any, otherwise: list[BaseNode]) -> list[BaseN
 
 
 def _without_whole_documents(docstore: BaseDocumentStore) -> list[BaseNode]:
-    """A pipeline keeps what it has read beside the nodes it has made of it."""
+    """Return the nodes without the documents they were made of, which a pipeline stores as well."""
     return [node for node in docstore.docs.values() if not isinstance(node, Document)]
 
 

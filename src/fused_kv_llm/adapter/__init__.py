@@ -1,12 +1,12 @@
-"""What the framework adapters have in common: options, shared engines, and the hand-off from retriever to LLM.
+"""What both framework packages need: options, shared engines, ingestion, retrieved texts, and threads.
 
-Nothing in here knows LangChain or LlamaIndex.
+Nothing here knows LangChain or LlamaIndex.
 """
 
 from __future__ import annotations
 
-from .handoff import RetrievalCheck, RetrievalLog
 from .model import PER_CALL_OPTIONS, FusedKVModel
+from .retrieval_log import RetrievalCheck, RetrievalLog
 from .runtime import Runtime
 from .sharing import EngineLease, lease_engine
 from .threads import collect_in_thread, in_thread, iterate_in_threads

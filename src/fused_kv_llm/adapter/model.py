@@ -54,7 +54,7 @@ class FusedKVModel(ModelCorpus, EngineConfig):
 
     @field_serializer("remote")
     def _public_remote(self, remote: str | None) -> str | None:
-        """Keep a password out of everything that is written down or sent to a tracer."""
+        """Keep passwords out of everything that is serialised or sent to a tracer."""
         return None if remote is None else public_url(remote)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -107,7 +107,7 @@ class FusedKVModel(ModelCorpus, EngineConfig):
             raise ConfigError(
                 f"{', '.join(refused)} belong to the engine, which exists already: set them in FusedKVEngine(...)"
             )
-        # By name and as chosen, as they would be given to make it: what is shown of a model holds no objects.
+        # As names, not objects: these fields are shown and serialised.
         given = {"model": engine.model_id, "tokenizer": None, "dtype": engine.dtype, "kv_dir": engine.store.kv_dir}
         config = engine.config.model_copy(update={**given, "recompute_ratio": engine.recompute_ratio, "selector": None})
         return cls(**{**dict(config), **options, "runtime": Runtime(EngineLease(engine), config)})
@@ -163,7 +163,7 @@ class FusedKVModel(ModelCorpus, EngineConfig):
         self._runtime.retrievals.add(texts)
 
     def close(self) -> None:
-        """Give the engine back; it is closed with the last of the models that share it."""
+        """End the use of the engine, which is closed when none of the models that share it is left."""
         self._runtime.close()
 
     def __enter__(self) -> Self:

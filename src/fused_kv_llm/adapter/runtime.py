@@ -12,16 +12,16 @@ from fused_kv_llm.engine import FusedKVEngine
 from fused_kv_llm.errors import FusedKVWarning
 from fused_kv_llm.report import FusionReport
 
-from .handoff import RetrievalCheck, RetrievalLog
+from .retrieval_log import RetrievalCheck, RetrievalLog
 from .sharing import EngineLease
 
 __all__ = ["Runtime"]
 
 
 class Runtime:
-    """A leased engine, and what a model shares with the copies that frameworks make of it; thread-safe.
+    """A leased engine and the state that a model shares with the copies that frameworks make of it; thread-safe.
 
-    The lease is given back by :meth:`close`, or when nobody refers to this object any more.
+    The lease ends with :meth:`close`, or when this object is collected.
 
     Parameters
     ----------
@@ -32,7 +32,7 @@ class Runtime:
     Attributes
     ----------
     retrievals : RetrievalLog
-        What retrievers have announced.
+        Texts that retrievers have returned.
     last_report : FusionReport or None
         Report of the request that ended last.
     """
@@ -50,11 +50,11 @@ class Runtime:
             weakref.finalize(self, lambda: Thread(target=lease.release).start()).atexit = False
 
     def close(self) -> None:
-        """Give the engine back."""
+        """End the lease."""
         self._lease.release()
 
     def check_retrievals(self, prompt: str) -> RetrievalCheck:
-        """Look for announced texts in a prompt; the first time that none of them is there, warn.
+        """Look for retrieved texts in a prompt; warn the first time that the prompt contains none of them.
 
         Warns
         -----
@@ -85,7 +85,7 @@ class Runtime:
         reason : str or None
             Why the answer ended.
         report : FusionReport
-            Gets what the check found.
+            Texts that were not found are added to it.
         check : RetrievalCheck
 
         Returns

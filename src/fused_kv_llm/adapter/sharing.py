@@ -33,14 +33,13 @@ _lock = threading.RLock()
 
 
 class EngineLease:
-    """The right to use an engine; with the last one given back the engine is closed.
+    """The right to use an engine; the engine is closed when its last lease ends.
 
     Parameters
     ----------
     engine : FusedKVEngine
     key : tuple or None
-        Its place among the shared engines; None for an engine that someone else made and that is closed with
-        the lease.
+        The key of a shared engine; None for an engine that the caller made, which is closed when the lease ends.
     """
 
     def __init__(self, engine: FusedKVEngine, key: _Key | None = None) -> None:
@@ -54,7 +53,7 @@ class EngineLease:
         return self._key is not None
 
     def release(self) -> None:
-        """Give the engine back; a second time does nothing."""
+        """End the lease; a second call does nothing."""
         with _lock:
             if self._released:
                 return
@@ -68,7 +67,7 @@ class EngineLease:
         self.engine.close()
 
 
-# Callers give these with every request.
+# Not part of an engine's key: callers name these in every request.
 _PER_REQUEST = {"recompute_ratio", "selector"}
 
 
@@ -78,7 +77,7 @@ def lease_engine(config: EngineConfig) -> EngineLease:
     Parameters
     ----------
     config : EngineConfig
-        Engines may differ in the ratio and the selector from what is asked for: requests name their own.
+        Its ratio and selector do not matter: every request names its own.
 
     Raises
     ------
@@ -99,7 +98,7 @@ def lease_engine(config: EngineConfig) -> EngineLease:
 
 
 def _keys(config: EngineConfig) -> tuple[_Key, _Key]:
-    """Return what the weights of an engine, and what an engine is known by; the latter begins with the former."""
+    """Return the keys of an engine's weights and of the engine; the second begins with the first."""
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)[0]
     weights = (_name(config.model), _name(config.tokenizer), str(device), str(dtype))
@@ -111,7 +110,7 @@ def _keys(config: EngineConfig) -> tuple[_Key, _Key]:
 
 
 def _name(value: Any) -> Any:
-    """A string for what is loaded by name; the object itself, by identity, for what is in memory."""
+    """Return a string for what is loaded by name; what is in memory is compared by identity."""
     if value is None or not isinstance(value, (str, Path)):
         return _ByIdentity(value)
     folder = Path(value).expanduser()

@@ -1,9 +1,8 @@
-"""What a retriever tells the LLM: which texts it has just handed out.
+"""The texts that a retriever has returned, which the LLM expects in its next prompts.
 
-LangChain runs every step of a chain in a copy of the context, so nothing that a retriever leaves in a context
-variable reaches the LLM. The retriever therefore registers its texts on the LLM itself, and the LLM looks for
-them in the next prompts. They are a hint: whether KV is reused never depends on them, only whether the user
-hears that it was not.
+LangChain runs every step of a chain in a copy of the context, so a context variable that a retriever sets does not
+reach the LLM. The retriever registers its texts on the LLM instead. Reuse never depends on them: they only serve to
+warn when retrieved texts do not reach the prompt verbatim.
 """
 
 from __future__ import annotations
@@ -42,15 +41,15 @@ _UNKNOWN = (
 
 @dataclass(frozen=True, slots=True)
 class RetrievalCheck:
-    """What became of recent retrievals in one prompt.
+    """What one prompt contains of recent retrievals.
 
     Parameters
     ----------
     unmatched : list of str
         Beginnings of the retrieved texts that are not in the prompt verbatim.
     explanation : str or None
-        Why, where not one of the retrieved texts is in the prompt; None where some are, or where nothing was
-        retrieved since the last prompt.
+        The reason, if none of the retrieved texts is in the prompt; None if some are, or if nothing was retrieved
+        since the last prompt.
     """
 
     unmatched: list[str]
@@ -91,10 +90,10 @@ class RetrievalLog:
     def check(self, prompt: str) -> RetrievalCheck:
         """Look for the pending retrievals in a prompt.
 
-        The prompt belongs to the retrieval of which it contains most. In a batch several retrievals wait at
-        once and may share texts, so those that are in the prompt by the way go on waiting but raise no alarm
-        any more. A prompt that contains nothing of any of them settles them all, so that one odd prompt is
-        reported once.
+        The prompt belongs to the retrieval of which it contains the largest share. In a batch several retrievals
+        wait at once and may share texts: those of which the prompt contains a smaller share go on waiting, but cause
+        no warning any more. A prompt that contains none of the texts settles all retrievals, so that it is reported
+        once.
 
         Parameters
         ----------
@@ -136,7 +135,7 @@ class _Retrieval:
 
 
 def explain_mismatch(prompt: str, texts: Iterable[str]) -> str:
-    """Say why texts are not in a prompt verbatim, as far as the prompt shows it.
+    """Explain why texts are not in a prompt verbatim, as far as the prompt shows the reason.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The hand-off from retriever to LLM, without a model."""
+"""Retrieved texts that the LLM expects in its prompts, without a model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fused_kv_llm.adapter.handoff import RetrievalLog, explain_mismatch
+from fused_kv_llm.adapter.retrieval_log import RetrievalLog, explain_mismatch
 
 A = 'The ferry leaves at nine.\nIt is called "Aldebaran" & carries <412> people.'
 B = "Route 2 leads to Skeldra harbour, where the breakwater is 310 metres long and the quay is narrow."
