@@ -1,9 +1,9 @@
-"""Chunks in one file: what leaves a store for another machine, and what comes from one.
+"""Archives: export of chunks to one file for another machine, and import.
 
 An archive is an uncompressed tar file of the store's own files, ``<key>.safetensors`` and
-``<key>.<name>.safetensors``; what an encrypted store exports is encrypted. Nothing is ever unpacked to a path that an
-archive names: members whose names are not a chunk's are refused, the others are verified in memory, and go through
-the same door as a chunk that was computed here.
+``<key>.<name>.safetensors``; an encrypted store exports encrypted files. Nothing is unpacked to a path that an archive
+names: members whose names are not a chunk's or sidecar's are refused, the others are verified in memory and stored as
+chunks that were computed here are.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["Archive", "ExportReport", "ImportReport"]
 
 Progress = Callable[[int, int], None]
 _BATCH = 64
-# What tarfile raises for headers that were made up, besides its own errors.
+# Raised by tarfile for forged headers, besides its own errors.
 _MALFORMED = (ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError, MemoryError)
 
 
@@ -39,7 +39,7 @@ class ExportReport:
     chunks, nbytes : int
         Chunks, and the bytes of their files and sidecars.
     missed : list of str
-        Keys of chunks that have a row, but could not be read.
+        Keys of chunks that have a row but could not be read.
     """
 
     chunks: int = 0
@@ -58,7 +58,7 @@ class ImportReport:
     present : int
         Chunks and sidecars that were stored already.
     refused : list of tuple of str
-        Members that were not taken: name and reason.
+        Members that were not imported: name and reason.
     """
 
     chunks: int = 0
@@ -83,7 +83,7 @@ class Archive:
     def export(
         self, path: str | Path, *, identity: str | None = None, progress: Progress | None = None
     ) -> ExportReport:
-        """Write the store's chunks to a file, whole or not at all.
+        """Write the store's chunks to a file, completely or not at all.
 
         Parameters
         ----------
@@ -135,7 +135,7 @@ class Archive:
     def _export(self, archive: tarfile.TarFile, key: str, report: ExportReport) -> None:
         for name in (None, *self._parts.index.ledger.sidecars(key)):
             try:
-                # Held while it is copied, so that eviction passes over it.
+                # The open file is held, so that it is not evicted while it is copied.
                 fd = self._parts.folder.open_file(key, name)
             except (ChunkDamagedError, OSError):
                 if name is None:
@@ -150,12 +150,12 @@ class Archive:
         report.chunks += 1
 
     def load(self, path: str | Path, *, progress: Progress | None = None) -> ImportReport:
-        """Take the chunks of an archive into the store.
+        """Import the chunks of an archive.
 
         Parameters
         ----------
         path : str or Path
-            What ``export`` wrote; trusted with nothing.
+            What ``export`` wrote; its content is not trusted.
         progress : callable or None
             Called with the number of bytes done and their number.
 
@@ -166,9 +166,9 @@ class Archive:
         Raises
         ------
         StoreUnavailableError
-            The archive cannot be read; what came before the place where it breaks off is kept.
+            The archive cannot be read; what was imported before the error is kept.
         StoreFullError
-            The disk or the budget is full; what came before is kept, and loading again goes on there.
+            The disk or the budget is full; what was imported is kept, and importing again continues there.
         """
         self._parts.check_writable()
         source = Path(path).expanduser()
@@ -211,7 +211,7 @@ class Archive:
                 return False
             with as_file(data) as fd:
                 header = verify_chunk(self._parts.codec, fd, key)
-            row = ChunkRow(key, header.identity, header.text, header.token_ids, header.position, len(data))
+            row = ChunkRow.from_header(header, len(data))
             return self._parts.writer.write(row, header.content, [data], float(header.num_tokens))
 
     def _take_sidecar(self, key: str, name: str, data: memoryview) -> bool:
@@ -223,7 +223,7 @@ class Archive:
 
 
 def _members(source: Path) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
-    """Yield the open archive and each of its members, in order; ends whatever the headers say.
+    """Yield the open archive and each of its members, in order; always ends, whatever the headers say.
 
     Raises
     ------
@@ -231,7 +231,7 @@ def _members(source: Path) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
         It cannot be read, or a header is malformed.
     """
     with _tar_errors():
-        # Never compressed: a member cannot be longer than the file.
+        # Uncompressed only: then no member is longer than the file.
         archive = tarfile.open(source, mode="r:")  # noqa: SIM115
     with archive:
         while True:
@@ -239,7 +239,7 @@ def _members(source: Path) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
                 member = archive.next()
             if member is None:
                 return
-            # A negative size leads back to a member that has been read, and so on for ever.
+            # A negative size leads back to an earlier member, in an endless loop.
             if member.size < 0 or archive.offset <= member.offset:
                 raise tarfile.ReadError(f"the member {member.name!r} has a negative size")
             yield archive, member

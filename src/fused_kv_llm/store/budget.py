@@ -1,4 +1,4 @@
-"""The disk budget: making room for a chunk by evicting others, which the remote tier keeps if there is one."""
+"""The disk budget: evicting chunks to make room for others."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ class DiskBudget:
         self._demote = demote
 
     def fits(self, nbytes: int) -> bool:
-        """Whether so many more bytes are within the budget."""
+        """Whether the budget has room for so many more bytes."""
         return self.limit_nbytes is None or self._index.ledger.total("disk_nbytes") + nbytes <= self.limit_nbytes
 
     def make_room(self, nbytes: int) -> None:
-        """Evict chunks until so many more bytes are within the budget.
+        """Evict chunks until the budget has room for so many more bytes.
 
         Raises
         ------
         StoreFullError
-            The budget is smaller, or all chunks that could go are being read.
+            The budget is smaller, or every chunk that could go is being read.
         """
         if self.limit_nbytes is None:
             return
@@ -92,7 +92,7 @@ class DiskBudget:
         return evicted
 
     def flush_uses(self) -> None:
-        """Let the index learn how chunks were used."""
+        """Write the uses of chunks to the index."""
         uses, counts = self._uses.take()
         if uses or counts:
             with self._index.transaction():
@@ -100,7 +100,7 @@ class DiskBudget:
                 self._index.ledger.add_counts(counts)
 
     def _evict(self, victims: Sequence[Victim]) -> set[str]:
-        """Evict chunks that nobody reads; returns their keys."""
+        """Evict those of these chunks that nobody is reading; returns their keys."""
         sidecars = {victim.key: self._index.ledger.sidecars(victim.key) for victim in victims}
         kept = {victim.key: victim.on_remote or self._demote(victim.key) for victim in victims}
         gone: set[str] = set()
@@ -108,17 +108,17 @@ class DiskBudget:
             for victim in victims:
                 place = self._index.ledger.place(victim.key)
                 if place is None or not place.on_disk:
-                    # Another process was faster.
+                    # Another process has evicted or deleted it.
                     gone.add(victim.key)
                     continue
                 if self._index.ledger.sidecars(victim.key) != sidecars[victim.key]:
-                    # It got a sidecar that was not copied with it.
+                    # It got another sidecar after it was copied to the remote tier.
                     continue
                 if not self._folder.evict(victim.key):
                     continue
                 for name in sidecars[victim.key]:
                     self._folder.remove(victim.key, name)
-                # The place as it is now: somebody may have copied the chunk there since it was chosen.
+                # Read again: another process may have copied the chunk to the remote tier meanwhile.
                 if kept[victim.key] or place.on_remote:
                     self._index.ledger.move(victim.key, Place(on_disk=False, on_remote=True), victim.nbytes)
                 else:

@@ -1,4 +1,4 @@
-"""What happens to a chunk whose file or row cannot be used: it is taken out of the way, with one warning."""
+"""What happens to a chunk whose file or row cannot be used: it is taken out of the store, with one warning."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class DamageControl:
     folder, index, reader, uses : StoreFolder, ChunkIndex, FileReader, UseLog
         The parts of the store that know the chunk.
     read_only : bool
-        Move and drop nothing, just stop using the chunk.
+        Move and drop nothing, only stop using the chunk.
 
     Attributes
     ----------
@@ -57,10 +57,10 @@ class DamageControl:
         return True
 
     def vanished(self, key: str) -> bool:
-        """Look again for a chunk whose file was not there when it was opened; True if it is damage.
+        """Handle a chunk whose file was missing when it was opened; True if that is damage.
 
-        While it is evicted, or put again, a file is not there for a moment; only the index, with nobody else writing,
-        knows which it is.
+        A file is missing for a moment while its chunk is evicted or put again. Inside a transaction, when no other
+        process writes, the index tells the two cases apart.
         """
         if self._read_only:
             return False
@@ -91,7 +91,7 @@ class DamageControl:
         warn(f"The sidecar {name!r} of chunk {key} cannot be used: {reason}.")
 
     def _quarantine(self, key: str) -> str | None:
-        """Move a chunk's file and drop its row; return what was done, None if there was nothing."""
+        """Move a chunk's file and drop its row; return a text that says so, None if there was nothing."""
         with self._index.transaction():
             for name in self._index.ledger.sidecars(key):
                 self._folder.remove(key, name)
@@ -102,7 +102,7 @@ class DamageControl:
         return "its row was dropped" if dropped else None
 
     def _ignore(self, key: str) -> str | None:
-        """Stop using a chunk that may not be moved; return what was done, None if there was nothing."""
+        """Stop using a chunk that must not be moved; return a text that says so, None if there was nothing."""
         if key in self.ignored or not (self._folder.has(key) or self._index.present([key])):
             return None
         self.ignored.add(key)
@@ -111,5 +111,5 @@ class DamageControl:
 
 def warn(message: str) -> None:
     """Emit a ``FusedKVWarning``."""
-    # Seen from here: DamageControl.discard, KVStore.discard, and then KVStore.open or the user.
+    # Four levels up from here is the caller of KVStore.open or KVStore.discard, or close to it.
     warnings.warn(message, FusedKVWarning, stacklevel=4)

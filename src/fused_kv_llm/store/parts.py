@@ -25,7 +25,7 @@ __all__ = ["StoreParts"]
 
 
 class StoreParts:
-    """The parts of one store, for those who work on it: each is documented where it is defined.
+    """The parts of one store, shared by those who work on them.
 
     Parameters
     ----------
@@ -117,7 +117,7 @@ class StoreParts:
         self.closed = True
         self.prefetcher.close()
         if not self.read_only:
-            # A few uses are all that can be lost here.
+            # Only a few uses can be lost here.
             with suppress(StoreError):
                 self.budget.flush_uses()
         self.reader.forget_all()

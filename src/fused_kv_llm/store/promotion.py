@@ -1,4 +1,4 @@
-"""Chunks on their way between the disk and the remote tier: evictions demote, reads promote."""
+"""Moving chunks between the disk and the remote tier: evictions demote, reads promote."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fused_kv_llm.store.writer import ChunkWriter
 __all__ = ["Promoter", "demote"]
 
 _LEARNT_AT_ONCE = 256
-# Texts and token ids of chunks of several thousand tokens fit in.
+# Enough for the texts and token ids of chunks of several thousand tokens.
 _HEADER_NBYTES = 256 * 1024
 
 
@@ -31,7 +31,7 @@ def demote(remote: RemoteTier | None, folder: StoreFolder, index: ChunkIndex, us
             with open(fd, "rb") as file:
                 remote.put(file_name(key, name), [memoryview(file.read())])
     except FileNotFoundError:
-        # Another process was faster: it evicted the chunk, or deleted it.
+        # Another process has evicted or deleted the chunk.
         return False
     except (StoreError, OSError) as error:
         warn(f"Chunk {key[:16]} could not be copied to the remote tier and is lost when it is evicted: {error}")
@@ -69,7 +69,7 @@ class Promoter:
         self._codec = codec
 
     def fetch(self, keys: Sequence[str]) -> set[str]:
-        """Bring those chunks to the disk that are only on the remote tier, in one call; return their keys.
+        """Copy those chunks to the disk that are only on the remote tier, in one call; return their keys.
 
         Raises
         ------
@@ -122,7 +122,7 @@ class Promoter:
         return added
 
     def _add_row(self, header: ChunkHeader, nbytes: int) -> None:
-        row = ChunkRow(header.key, header.identity, header.text, header.token_ids, header.position, nbytes)
+        row = ChunkRow.from_header(header, nbytes)
         with self._index.transaction():
             if not self._index.present([header.key]):
                 self._index.add(row, header.content)
@@ -144,7 +144,7 @@ class Promoter:
                 verify_chunk(self._codec, fd, key)
             except ChunkDamagedError as error:
                 self._drop(key, error.reason)
-                # What another key opens is somebody else's, and whole.
+                # A file of another key is undamaged, and belongs to somebody else.
                 if not isinstance(error, ChunkKeyError):
                     self.remote.delete([file_name(key)])
                 return False
@@ -154,7 +154,7 @@ class Promoter:
         with self._index.transaction():
             place = self._index.ledger.place(key)
             if place is None or place.on_disk:
-                # Another process deleted it, or brought it.
+                # Another process has deleted the chunk, or copied it to the disk.
                 return
             self._index.remove([key])
         self._report(key, reason)

@@ -117,22 +117,22 @@ class KVStore:
         kv : ChunkKV
             Keys and values, float32, float16 or bfloat16, on any device.
         cost : float or None
-            Seconds that computing it took, for the policy; None stands for its number of tokens. The chunks of
-            one store should all have the one or the other.
+            Seconds that computing it took, for the policy; None uses its number of tokens. Use the same kind for all
+            chunks of a store.
 
         Returns
         -------
         int
-            Bytes written; 0 if the chunk was there already.
+            Bytes written; 0 if the chunk was already stored.
 
         Raises
         ------
         ConfigError
             The key, text, hashes or KV cannot be stored.
         StoreFullError
-            The disk is full, or the budget too small; the store is as it was.
+            The disk is full, or the budget too small. The store is unchanged.
         StoreUnavailableError
-            The store is closed, read-only or cannot be written; it is as it was.
+            The store is closed, read-only or cannot be written. It is unchanged.
         """
         self._parts.check_writable()
         check_key(key)
@@ -168,14 +168,14 @@ class KVStore:
         return {rowid: row for rowid, row in rows.items() if row.key not in self._parts.damage.ignored}
 
     def content_hashes(self, identity: str, after_rowid: int = 0) -> Iterator[ContentRows]:
-        """Yield content hashes of an identity's chunks that were added after a ``rowid``, part by part, ascending.
+        """Yield content hashes of an identity's chunks that were added after a ``rowid``, in ascending batches.
 
         Parameters
         ----------
         identity : str
             ``KVIdentity.digest``.
         after_rowid : int
-            The last ``rowid`` seen; 0 for all. A chunk that is stored anew gets a new one, and none is used twice.
+            The last ``rowid`` seen; 0 for all. A chunk that is stored again gets a new one; none is used twice.
 
         Yields
         ------
@@ -215,7 +215,7 @@ class KVStore:
         key : str
             The chunk.
         token_ids : sequence of int
-            The chunk's stand-alone token ids; a hit has exactly these.
+            The chunk's stand-alone token ids. A stored chunk with other ids is not a hit.
 
         Returns
         -------
@@ -234,8 +234,8 @@ class KVStore:
     def discard(self, key: str, reason: str) -> bool:
         """Take a damaged chunk out of the store and warn about it.
 
-        The file is moved to ``kv_dir/quarantine`` and the row is dropped; in a read-only store this process
-        just stops using the chunk.
+        The file is moved to ``kv_dir/quarantine`` and the row is dropped. In a read-only store this process only stops
+        using the chunk.
 
         Parameters
         ----------
@@ -245,7 +245,7 @@ class KVStore:
         Returns
         -------
         bool
-            Whether there was anything to take out; only then it warns.
+            Whether there was anything to take out. It warns only then.
         """
         self._parts.check_open()
         return self._parts.damage.discard(check_key(key), reason)
@@ -272,13 +272,13 @@ class KVStore:
         Parameters
         ----------
         keys : sequence of str
-            Those that are on the disk already, or nowhere, do not matter.
+            Chunks that are on the disk already, or not stored at all, are ignored.
 
         Returns
         -------
         set of str
-            The keys of the chunks that were brought. If the remote tier or the disk cannot be used, there are
-            none, and a ``FusedKVWarning`` says why.
+            The keys of the chunks that were copied. If the remote tier or the disk cannot be used, there are none, and
+            a ``FusedKVWarning`` says why.
         """
         return self._parts.fetch(keys)
 
@@ -299,11 +299,11 @@ class KVStore:
         return self._upkeep.check(fix=fix, take_other_keys=take_other_keys, progress=progress)
 
     def collect_garbage(self) -> tuple[int, int]:
-        """Delete quarantined files and what dead writers left, compact the index; returns files and bytes freed."""
+        """Delete quarantined files and leftovers of dead writers, compact the index; returns files and bytes freed."""
         return self._upkeep.collect_garbage()
 
     def describe(self, identity: str, name: str) -> None:
-        """Say what people call an identity: ``stats()`` shows it."""
+        """Give an identity a readable name, which ``stats()`` shows."""
         self._upkeep.describe(identity, name)
 
     def drop_memory(self) -> None:

@@ -67,11 +67,11 @@ class StoreUpkeep:
         Parameters
         ----------
         fix : bool
-            Mend what was found: give whole files without a row their row, correct rows, drop rows without a
-            file, move what is damaged to quarantine.
+            Mend what was found: add missing rows of undamaged files, correct rows, drop rows without a file, move
+            damaged files to quarantine.
         take_other_keys : bool
-            Also move files to quarantine that were not written with this store's encryption key, or without one. They
-            are whole, so mending leaves them where they are; a chunk that is stored again takes their place.
+            Also move files to quarantine that were written with another encryption key, or without one. They are
+            undamaged, so mending leaves them where they are until a chunk is stored again in their place.
         progress : callable or None
             Called with the number of files done and their number.
 
@@ -102,7 +102,7 @@ class StoreUpkeep:
         )
 
     def collect_garbage(self) -> tuple[int, int]:
-        """Delete quarantined files and what dead writers left, compact the index; returns files and bytes freed."""
+        """Delete quarantined files and leftovers of dead writers, compact the index; returns files and bytes freed."""
         self._parts.check_writable()
         swept = self._parts.folder.staging.sweep()
         files, nbytes = self._parts.folder.kept.empty()
@@ -110,18 +110,18 @@ class StoreUpkeep:
         return swept + files, nbytes
 
     def describe(self, identity: str, name: str) -> None:
-        """Say what people call an identity: ``stats()`` shows it. In a read-only store it does nothing.
+        """Give an identity a readable name, which ``stats()`` shows; does nothing in a read-only store.
 
         Parameters
         ----------
         identity : str
             ``KVIdentity.digest``.
         name : str
-            Its model, dtype and preprocessing. It is not encrypted.
+            Model, dtype and preprocessing. The name is not encrypted.
         """
         self._parts.check_open()
         if not self._parts.read_only:
-            # Without room for the name the store can still be read.
+            # A store without room for the name can still be read.
             with suppress(StoreFullError):
                 self._parts.index.ledger.describe(identity, name)
 
@@ -156,13 +156,13 @@ class StoreUpkeep:
     def free_bytes(self, spare_bytes: int = 0) -> int:
         """Return how many bytes of new chunks the store can hold.
 
-        What the disk has left beyond some spare bytes. A disk budget limits it, except where evicted chunks go to a
-        remote tier.
+        This is the free space of the disk, less some spare bytes, and at most the disk budget unless evicted chunks go
+        to a remote tier.
 
         Raises
         ------
         StoreUnavailableError
-            The disk does not say.
+            The system cannot tell the free space.
         """
         free, limit = max(0, free_bytes(self._parts.folder.root) - spare_bytes), self._parts.budget.limit_nbytes
         return min(free, limit) if limit is not None and self._parts.promoter is None else free

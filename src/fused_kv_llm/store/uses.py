@@ -1,4 +1,4 @@
-"""How chunks are used: counters of this process, and what the index should learn of it now and then."""
+"""How chunks are used: counters of this process, and uses that wait to be written to the index."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _LONGEST_PENDING_S = 10.0
 
 @dataclass(slots=True)
 class StoreCounters:
-    """What this process has done with a store since it opened it.
+    """What a process has done with a store since it opened it.
 
     Parameters
     ----------
     hits : dict of str to int
         Chunks opened, by the tier they came from: memory, disk, remote.
     misses : int
-        Chunks asked for that were not there or not usable.
+        Requested chunks that were not stored or not usable.
     puts, bytes_written : int
         Chunks written, and the bytes of their files.
     evicted_memory, evicted_disk : int
@@ -48,7 +48,7 @@ class StoreCounters:
 
     @classmethod
     def from_counts(cls, counts: Mapping[str, float]) -> StoreCounters:
-        """Return counters from what ``counts`` gave, added up by somebody; unknown names are left out."""
+        """Return counters from sums of what ``counts`` gave; unknown names are left out."""
         counters = cls()
         for name in counters.counts():
             number = int(counts.get(name, 0))
@@ -66,23 +66,23 @@ class StoreCounters:
 
     @property
     def hit_rate(self) -> float:
-        """Share of the chunks asked for that were there; 0 if none was asked for."""
+        """Share of the requested chunks that were there; 0 if none was requested."""
         found = sum(self.hits.values())
         return found / (found + self.misses) if found + self.misses else 0.0
 
 
 class UseLog:
-    """Counts what happens, and collects the uses of chunks until the index takes them; thread-safe."""
+    """Counts events, and collects the uses of chunks until the index takes them; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counters = StoreCounters()
-        self._told = self._counters.counts()
+        self._reported = self._counters.counts()
         self._pending: dict[str, Uses] = {}
         self._since_s = time.monotonic()
 
     def hit(self, key: str, tier: str) -> bool:
-        """Count the use of a chunk; whether it is time for the index to learn of the uses."""
+        """Count the use of a chunk; True if it is time to write the uses to the index."""
         now_s = time.time()
         with self._lock:
             self._counters.hits[tier] += 1
@@ -100,15 +100,15 @@ class UseLog:
                 setattr(self._counters, name, getattr(self._counters, name) + number)
 
     def take(self) -> tuple[dict[str, Uses], dict[str, int]]:
-        """Return the uses that the index has not seen, and by how much each counter has grown; forget both."""
+        """Return the uses that are not in the index yet, and by how much each counter has grown; forget both."""
         with self._lock:
             pending, self._pending = self._pending, {}
             self._since_s = time.monotonic()
-            now, before = self._counters.counts(), self._told
-            self._told = now
+            now, before = self._counters.counts(), self._reported
+            self._reported = now
             return pending, {name: now[name] - before[name] for name in now if now[name] != before[name]}
 
     def counters(self) -> StoreCounters:
-        """Return the counters as they are now."""
+        """Return a copy of the counters."""
         with self._lock:
             return replace(self._counters, hits=dict(self._counters.hits))

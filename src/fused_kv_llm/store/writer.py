@@ -1,4 +1,4 @@
-"""Bringing a chunk into the store: bytes first, then their place, then the row, each step whole or not at all."""
+"""Storing a chunk: its bytes, then its place, then its row, each step entirely or not at all."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ChunkWriter:
         self._locks = [threading.Lock() for _ in range(_PUT_LOCKS)]
 
     def lock(self, key: str) -> threading.Lock:
-        """Return the lock at which threads with the same chunk wait instead of writing it twice."""
+        """Return the lock that keeps two threads from writing the same chunk twice."""
         return self._locks[int(key[:8], 16) % _PUT_LOCKS]
 
     def is_stored(self, key: str) -> bool:
@@ -58,7 +58,7 @@ class ChunkWriter:
         return self._folder.has(key) if place.on_disk else place.on_remote
 
     def write(self, row: ChunkRow, content: ContentHash, parts: Sequence[memoryview], cost: float) -> bool:
-        """Write a chunk's file and its row; False if another process was faster.
+        """Write a chunk's file and its row; False if another process has stored it meanwhile.
 
         Raises
         ------
@@ -71,20 +71,20 @@ class ChunkWriter:
                 done = self._publish(staged, row, content, cost)
                 if done is not None:
                     return done
-                # Another process has used the room that was made.
+                # Another process has used the room.
                 self._budget.make_room(row.nbytes)
         raise StoreFullError(f"Other processes keep filling the disk budget of {self._folder.root}. Raise disk_bytes.")
 
     def _publish(self, staged: str, row: ChunkRow, content: ContentHash, cost: float) -> bool | None:
-        """Give a staged file its place and its row; None if there is no room in the budget."""
+        """Move a staged file to its place and add its row; None if there is no room in the budget."""
         try:
             with self._index.transaction():
                 if self.is_stored(row.key):
                     return False
-                # With a file that vanished its sidecars go, as they do with one that is damaged.
-                for side in self._index.ledger.sidecars(row.key):
-                    self._folder.remove(row.key, side)
-                # Never an old row: a new rowid lets content indexes see the chunk again.
+                # Sidecars of a file that vanished go, as do those of a damaged one.
+                for name in self._index.ledger.sidecars(row.key):
+                    self._folder.remove(row.key, name)
+                # Always a new row: its new rowid makes content indexes see the chunk again.
                 self._index.remove([row.key])
                 if not self._budget.fits(row.nbytes):
                     return None
@@ -101,7 +101,7 @@ class ChunkWriter:
         return True
 
     def promote(self, key: str, files: Mapping[str | None, memoryview], place: Place) -> None:
-        """Bring a chunk's files from the remote tier back to the disk, all at once; they were verified."""
+        """Write a chunk's verified files from the remote tier back to the disk, all at once."""
         nbytes = sum(map(len, files.values()))
         self._budget.make_room(nbytes)
         with ExitStack() as stack:
@@ -111,10 +111,9 @@ class ChunkWriter:
             with self._index.transaction():
                 if self._index.ledger.place(key) != place:
                     return
-                for side in self._index.ledger.sidecars(key):
-                    if side not in files:
-                        self._index.ledger.drop_sidecar(key, side)
-                # The chunk last: whoever sees it sees its sidecars.
+                for gone in self._index.ledger.sidecars(key).keys() - files.keys():
+                    self._index.ledger.drop_sidecar(key, gone)
+                # The chunk comes last, so that its sidecars are there when it is.
                 for name in sorted(files, key=lambda name: name is None):
                     self._folder.publish(staged[name], key, name)
                 self._index.ledger.move(key, Place(on_disk=True, on_remote=place.on_remote), nbytes)
@@ -136,7 +135,7 @@ class ChunkWriter:
         """
         nbytes = sum(map(len, parts))
         with ExitStack() as stack:
-            # A chunk that was just written may be the one of least value: it must not go to make room for this.
+            # The chunk itself may be the one of least value: it must not be evicted to make room for its sidecar.
             stack.enter_context(self._folder.held(key))
             self._budget.make_room(nbytes)
             staged = stack.enter_context(self._folder.staging.staged(key, parts))
@@ -147,7 +146,7 @@ class ChunkWriter:
             if not place.on_disk:
                 return None
             self._index.ledger.add_sidecar(key, name, nbytes)
-            # The remote tier's copy is no longer all of the chunk: its next eviction copies it again.
+            # The copy on the remote tier lacks this sidecar, so the next eviction copies the chunk again.
             self._index.ledger.move(key, Place(on_disk=True, on_remote=False))
             self._folder.publish(staged, key, name)
         return nbytes

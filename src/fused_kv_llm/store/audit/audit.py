@@ -1,4 +1,4 @@
-"""What an audit works on, and what it has found so far."""
+"""The state of an audit: what it works on, and what it has found so far."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Audit:
         self.fix = fix
         self.report = CheckReport(fixed=fix)
         self._take_other_keys = take_other_keys
-        # Files that are there and cannot be used: they are not missing besides.
+        # Files that exist but cannot be used: they must not be reported as missing too.
         self._unusable: set[tuple[str, str | None]] = set()
         # Chunks with a finding, and whether they are on the disk once it is mended.
         self._fate: dict[str, bool] = {}
@@ -45,14 +45,14 @@ class Audit:
     def found(
         self, kind: str, path: str, detail: str, action: str, mend: Callable[[], bool], *, left: bool = False
     ) -> None:
-        """Report a finding, mended if that was asked for.
+        """Report a finding, and mend it if the audit mends.
 
         Parameters
         ----------
         kind, path, detail, action, left
             As ``Finding`` has them.
         mend : callable
-            Mends it; False if another process has been faster, so that nothing is wrong.
+            Mends it; returns False if another process has changed it meanwhile, so that nothing is wrong.
         """
         if not self.fix or mend():
             self.report.findings.append(Finding(kind, path, detail, action, left))
@@ -60,9 +60,9 @@ class Audit:
     def unusable(self, key: str, name: str | None, error: ChunkDamagedError | OSError) -> None:
         """Report the file of a chunk, or a sidecar, that cannot be read.
 
-        Damage is moved to quarantine. A whole header that does not open is none, since it has a checksum of its own:
-        the file is of another key, with which it may be as good as any, and is left where it is. So is what the
-        system does not let us open, which says nothing about the file.
+        Damaged files are moved to quarantine. A file whose header matches its checksum but cannot be decrypted is not
+        damaged: it was written with another key, may be good, and is left where it is. So is a file that the system
+        does not let us open, which says nothing about its content.
         """
         path = self.folder.chunk_path(key, name)
         self._unusable.add((key, name))

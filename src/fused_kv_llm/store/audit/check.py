@@ -1,12 +1,18 @@
 """The audit: every file against its row and every row against its file.
 
-What can be wrong: a row without its file (missing); a whole file without a row (orphaned); a file that is cut
-short or has other bytes, another format version or another program's content (damaged); a whole file that was not
-written with the store's key (other key); one that the system does not let us open (unreadable); a file whose name is
-not one of ours (foreign); a row that does not say what the file says (wrong row); what a dead writer left (temporary).
+The kinds of findings:
 
-Chunks come first, their files and then their rows, so that one audit mends all: whether a sidecar has a chunk is
-known when all chunks were looked at.
+- missing: a row without its file
+- orphaned: an undamaged file without a row
+- damaged: a file that is truncated, altered, of another format version or of another program
+- other key: an undamaged file that was not written with the store's key
+- unreadable: a file that the system does not let us open
+- foreign: a file whose name is not one of a store's
+- wrong row: a row that disagrees with its file
+- temporary: what a dead writer left
+
+Chunks are audited before sidecars, their files before their rows: whether a sidecar still has a chunk is known only
+when all chunks were audited, and so one audit mends everything.
 """
 
 from __future__ import annotations
@@ -57,7 +63,7 @@ def check_store(
     Raises
     ------
     StoreUnavailableError
-        It should be mended, and no file was written with this key: each would be taken for damaged.
+        With `fix`: no file was written with this key, so that each would be taken for damaged.
     """
     if fix:
         check_files_key(folder, codec)

@@ -16,12 +16,12 @@ __all__ = ["ChunkAudit"]
 
 
 class ChunkAudit:
-    """Looks at the chunks of a store.
+    """Audits the chunks of a store.
 
     Parameters
     ----------
     audit : Audit
-        Gets what is found.
+        Receives the findings.
     """
 
     def __init__(self, audit: Audit) -> None:
@@ -35,7 +35,7 @@ class ChunkAudit:
         try:
             fd = self._folder.open_file(key)
         except FileNotFoundError:
-            # Evicted or deleted meanwhile.
+            # It was evicted or deleted meanwhile.
             return
         except (ChunkDamagedError, OSError) as error:
             self._audit.unusable(key, None, error)
@@ -52,12 +52,12 @@ class ChunkAudit:
 
     def _compare(self, header: ChunkHeader, path: str, nbytes: int) -> None:
         key, report = header.key, self._audit.report
-        row = ChunkRow(key, header.identity, header.text, header.token_ids, header.position, nbytes)
+        row = ChunkRow.from_header(header, nbytes)
         rows, _ = self._index.rows([key])
         place = self._index.ledger.place(key)
         kind, detail, action = "wrong row", "", "write it again"
         if place is None and not self._index.present([key]):
-            kind, detail, action = "orphaned", "the file is whole but has no row", "add the row"
+            kind, detail, action = "orphaned", "the file is undamaged but has no row", "add the row"
         elif rows.get(key) != row or place is None or not place.on_disk:
             detail = "the row does not say what the file says"
         elif self._index.hashes(key) != header.content:
@@ -102,7 +102,7 @@ class ChunkAudit:
 
     def _drop(self, key: str) -> bool:
         with self._index.transaction():
-            # It may have been evicted to the remote tier, or put again, since it was looked at.
+            # It may have been evicted to the remote tier, or stored again, meanwhile.
             if not self._is_missing(key):
                 return False
             place = self._index.ledger.place(key)

@@ -1,4 +1,4 @@
-"""What an audit of a store says."""
+"""The report of an audit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that is not as it should be.
+    """Something that is wrong in a store.
 
     Parameters
     ----------
@@ -26,7 +26,7 @@ class Finding:
     action : str
         What was done about it, or would be.
     left : bool
-        Whether mending leaves the file where it is, because only its owner can tell what to do about it.
+        Whether mending leaves the file where it is, because only its owner can decide about it.
     """
 
     kind: str
@@ -43,7 +43,7 @@ class CheckReport:
     Parameters
     ----------
     chunks : int
-        Chunks whose file is whole and agrees with its row, after mending.
+        Chunks whose file is undamaged and agrees with its row, after mending.
     nbytes : int
         Bytes of their files.
     findings : list of Finding
@@ -64,5 +64,5 @@ class CheckReport:
 
     @property
     def left(self) -> int:
-        """Number of findings that are as they were: all of them, unless the store was mended."""
+        """Number of findings that were not mended."""
         return sum(finding.left or not self.fixed for finding in self.findings)

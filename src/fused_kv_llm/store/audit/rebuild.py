@@ -1,4 +1,4 @@
-"""An index that cannot be opened, moved out of the way: a new one is made of the files."""
+"""Moving a damaged index out of the way, so that a new one can be made from the files."""
 
 from __future__ import annotations
 

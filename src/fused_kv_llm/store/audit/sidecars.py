@@ -1,4 +1,4 @@
-"""The audit of sidecars, once it is known which chunks are there: a sidecar goes when its chunk goes."""
+"""The audit of sidecars, after that of the chunks: a sidecar without a chunk is deleted."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["SidecarAudit"]
 
 
 class SidecarAudit:
-    """Looks at the sidecars of a store.
+    """Audits the sidecars of a store.
 
     Parameters
     ----------
     audit : Audit
-        Has looked at the chunks, and gets what is found.
+        Has audited the chunks; receives the findings.
     """
 
     def __init__(self, audit: Audit) -> None:
@@ -31,7 +31,7 @@ class SidecarAudit:
         try:
             fd = self._folder.open_file(key, name)
         except FileNotFoundError:
-            # Evicted or deleted meanwhile.
+            # It was evicted or deleted meanwhile.
             return
         except (ChunkDamagedError, OSError) as error:
             self._audit.unusable(key, name, error)
@@ -59,7 +59,7 @@ class SidecarAudit:
 
     def _remove(self, key: str, name: str) -> bool:
         with self._index.transaction():
-            # Its chunk may have been put since it was looked at, or brought from the remote tier.
+            # Its chunk may have been stored meanwhile, or copied from the remote tier.
             return not self._audit.is_on_disk(key) and self._folder.remove(key, name)
 
     def _adopt(self, key: str, name: str, nbytes: int) -> bool:
@@ -83,7 +83,7 @@ class SidecarAudit:
 
     def _drop(self, key: str, name: str) -> bool:
         with self._index.transaction():
-            # It may have been written since it was looked at.
+            # It may have been written meanwhile.
             if not self._is_missing(key, name):
                 return False
             self._index.ledger.drop_sidecar(key, name)

@@ -1,4 +1,4 @@
-"""What the disk under a store says: how much room it has, and why something could not be written."""
+"""The disk under a store: how much room it has, and why something could not be written."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def free_bytes(root: Path) -> int:
-    """Return how many bytes the disk of a folder has left.
+    """Return the free bytes of a folder's disk.
 
     Raises
     ------
     StoreUnavailableError
-        The disk does not say.
+        The system cannot tell.
     """
     try:
         return shutil.disk_usage(root).free
     except OSError as error:
         raise StoreUnavailableError(
-            f"The disk of {root} cannot be asked for its free space: {error}. Check that it is still there."
+            f"The free space of the disk of {root} cannot be found out: {error}. Check that it is still there."
         ) from error
 
 
 @contextmanager
 def write_errors(root: Path) -> Iterator[None]:
-    """Turn what goes wrong while something is written into the store's errors.
+    """Turn system errors while writing into the store's errors.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""What a store asks of the system: bytes that are on the disk when it says so, and locks on open files."""
+"""Durable writes, and locks on open files."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def write_durably(folder: int, name: str, parts: Sequence[memoryview]) -> None:
 
 
 def lock_file(fd: int, operation: int) -> bool:
-    """Lock an open file without waiting; False if somebody else's lock is in the way."""
+    """Lock an open file without waiting; False if another lock is in the way."""
     try:
         fcntl.flock(fd, operation | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
-        # Not every file system has locks, and pipes have none; then eviction relies on open files staying readable.
+        # Some file systems and all pipes have no locks. Eviction then relies on open files staying readable.
         if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.EBADF):
             raise
     return True

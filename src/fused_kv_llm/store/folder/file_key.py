@@ -1,7 +1,7 @@
-"""Whether a store's files were written with the key that it was given.
+"""Whether a store's files were written with the encryption key that was given.
 
-A file of another key looks like a damaged one. The index knows the right key, but where it was lost, nothing but
-the files does: without this test a wrong key would make an index of its own, and mending would throw every file out.
+A file of another key looks damaged. The index knows the right key; where the index was lost, only the files can tell.
+Without this check a wrong key would get an index of its own, and mending would throw every file out.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ __all__ = ["check_files_key", "check_folder_key"]
 
 
 def check_files_key(folder: StoreFolder, codec: FileCodec) -> None:
-    """Refuse a key that opens none of a store's files, though there are some that another one may open.
+    """Refuse a key that opens none of a store's files although another key may open some.
 
-    Reads headers until one can be opened. One file that cannot proves nothing, because its header may be altered.
+    Reads headers until one opens. One file that does not open proves nothing: its header may have been altered.
 
     Parameters
     ----------
     folder : StoreFolder
         The store's.
     codec : FileCodec
-        Of the key that was given.
+        Decodes files with the key that was given.
 
     Raises
     ------
@@ -46,7 +46,7 @@ def check_files_key(folder: StoreFolder, codec: FileCodec) -> None:
         except ChunkKeyError as error:
             refused.append(error)
         except (ChunkDamagedError, OSError):
-            # It says nothing about the key.
+            # A damaged file says nothing about the key.
             continue
         else:
             return
@@ -57,7 +57,7 @@ def check_files_key(folder: StoreFolder, codec: FileCodec) -> None:
 
 
 def check_folder_key(kv_dir: str | Path, encryption_key: str | bytes | None = None) -> None:
-    """Refuse a key as ``check_files_key`` does, of a store that cannot be opened because its index is damaged.
+    """Refuse a key as ``check_files_key`` does, for a store that cannot be opened because its index is damaged.
 
     Parameters
     ----------

@@ -2,18 +2,18 @@
 
 ::
 
-    kv_dir/index.sqlite                     see index.py
-    kv_dir/chunks/ab/<key>.safetensors      see file_format.py; "ab" are the key's first two digits
-    kv_dir/chunks/ab/<key>.<name>.safetensors   a sidecar, see sidecars.py
-    kv_dir/tmp/                             see staging.py
-    kv_dir/quarantine/                      see quarantine.py
+    kv_dir/index.sqlite                         see ``index``
+    kv_dir/chunks/ab/<key>.safetensors          see ``format``; "ab" are the key's first two digits
+    kv_dir/chunks/ab/<key>.<name>.safetensors   a sidecar
+    kv_dir/tmp/                                 see staging.py
+    kv_dir/quarantine/                          see quarantine.py
 
-A chunk's file appears by ``rename`` after its bytes are on the disk and is never changed afterwards, so a
-reader sees all of it or nothing. Whoever reads a file holds a shared ``flock`` on it, which ends with the process
-at the latest; eviction passes over files that are held.
+A chunk's file appears by ``rename`` after its bytes are on the disk and never changes afterwards, so a reader sees all
+of it or nothing. A reader holds a shared ``flock`` on the file, which ends with the process at the latest; eviction
+skips files that are held.
 
-Whatever is written, moved or deleted goes through ``beneath``, so that no link leads a store out of its folder, not
-even one that takes a folder's place while the store is open.
+Every write, move and deletion goes through ``open_beneath``, so that no link leads the store out of its folder, not
+even a link that replaces a folder while the store is open.
 """
 
 from __future__ import annotations
@@ -31,24 +31,22 @@ from fused_kv_llm.errors import ChunkDamagedError, StoreUnavailableError
 from fused_kv_llm.store.folder.disk import write_errors
 from fused_kv_llm.store.folder.durable import lock_file
 from fused_kv_llm.store.folder.file_version import FileVersion, file_version
-from fused_kv_llm.store.folder.no_follow import beneath, refuse_link
-from fused_kv_llm.store.folder.quarantine import QUARANTINE, Quarantine
+from fused_kv_llm.store.folder.no_follow import open_beneath
+from fused_kv_llm.store.folder.prepare import CHUNKS, INDEX, prepare_folder
+from fused_kv_llm.store.folder.quarantine import Quarantine
 from fused_kv_llm.store.folder.staging import STAGING, Staging
 from fused_kv_llm.store.format import file_name, parse_name
 
 __all__ = ["Found", "StoreFolder"]
 
-_CHUNKS = "chunks"
-# What must lie in the folder itself: whoever plants a link has us delete, move or write what it leads to.
-_OWN = (_CHUNKS, STAGING, QUARANTINE, "index.sqlite", "index.sqlite-wal", "index.sqlite-shm")
 # Neither follow a link out of the folder nor wait for the other end of a pipe.
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-# A folder on the way to a file; Linux need not be allowed to list it.
-_WAY_FLAGS = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
+# A folder on the path to a file. With O_PATH, Linux does not ask for the permission to list it.
+_PATH_FLAGS = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class Found(NamedTuple):
-    """Something below ``chunks``: whose it is by its name; no key means that the name is not one of ours."""
+    """Something below ``chunks``, with the key and sidecar name that its name says; no key if it is not a store's."""
 
     path: str
     key: str | None
@@ -67,10 +65,12 @@ class StoreFolder:
 
     Attributes
     ----------
+    index_path : Path
+        Where the index is.
     staging : Staging
         Files that are being written.
     kept : Quarantine
-        What was taken out.
+        Damaged files that were taken out.
 
     Raises
     ------
@@ -81,42 +81,13 @@ class StoreFolder:
 
     def __init__(self, root: Path, *, read_only: bool) -> None:
         self.root = root
-        self.index_path = root / "index.sqlite"
+        self.index_path = root / INDEX
         self.staging = Staging(root)
         self.kept = Quarantine(root)
-        self._chunks = os.path.join(root, _CHUNKS)
-        self._refuse_links()
-        if read_only:
-            if not self.index_path.is_file():
-                raise StoreUnavailableError(
-                    f"There is no chunk-KV store in {root} to open read-only. Check kv_dir, or open it "
-                    "without read_only to create one."
-                )
-            return
-        folders = [os.path.join(root, name) for name in (_CHUNKS, STAGING, QUARANTINE)]
-        try:
-            root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for folder in folders:
-                os.makedirs(folder, mode=0o700, exist_ok=True)
-        except OSError as error:
-            raise StoreUnavailableError(
-                f"The chunk-KV store in {root} cannot be created: {error}. Set kv_dir to a folder that you may write."
-            ) from error
-        for folder in (str(root), *folders):
-            if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-                raise StoreUnavailableError(
-                    f"The folder {folder} cannot be written. Set kv_dir to a folder that you may write, "
-                    "or open the store with read_only=True."
-                )
-        self.staging.sweep()
-
-    def _refuse_links(self) -> None:
-        for name in _OWN:
-            refuse_link(os.path.join(self.root, name))
-        # A folder that cannot be listed is found out about below.
-        with suppress(OSError), os.scandir(self._chunks) as shards:
-            for shard in shards:
-                refuse_link(shard.path)
+        self._chunks = os.path.join(root, CHUNKS)
+        prepare_folder(root, read_only=read_only)
+        if not read_only:
+            self.staging.sweep()
 
     def chunk_path(self, key: str, name: str | None = None) -> str:
         """Return where the file of a chunk belongs, or its sidecar of that name."""
@@ -132,8 +103,8 @@ class StoreFolder:
         """
         file = file_name(key, name)
         try:
-            # A link in place of the folder leads to nothing of ours.
-            with suppress(FileNotFoundError, NotADirectoryError), _way(f"{self._chunks}/{key[:2]}") as shard:
+            # What a link in place of the folder leads to is not the store's.
+            with suppress(FileNotFoundError, NotADirectoryError), _opened_folder(f"{self._chunks}/{key[:2]}") as shard:
                 return stat.S_ISREG(os.stat(file, dir_fd=shard, follow_symlinks=False).st_mode)
         except OSError as error:
             raise StoreUnavailableError(
@@ -152,12 +123,12 @@ class StoreFolder:
         return file_version(os.stat(self.chunk_path(key, name), follow_symlinks=False))
 
     def open_chunk(self, key: str, name: str | None = None) -> int:
-        """Open what is in the place of a chunk's file, or of a sidecar, for reading and hold it.
+        """Open whatever is in the place of a chunk's file, or of a sidecar, for reading, and hold it.
 
         Returns
         -------
         int
-            The descriptor. What it is of is for the caller to find out.
+            The descriptor. It need not be a regular file's.
 
         Raises
         ------
@@ -166,9 +137,9 @@ class StoreFolder:
         OSError
             It cannot be opened; ``NotADirectoryError`` where its folder was replaced by a link.
         """
-        # Opened in two steps, and not by `beneath`: most of what reading a small chunk costs is opening it.
+        # In two steps and not by `open_beneath`: opening is most of the cost of reading a small chunk.
         file = file_name(key, name)
-        shard = os.open(f"{self._chunks}/{key[:2]}", _WAY_FLAGS)
+        shard = os.open(f"{self._chunks}/{key[:2]}", _PATH_FLAGS)
         try:
             fd = os.open(file, _READ_FLAGS, dir_fd=shard)
         finally:
@@ -211,7 +182,7 @@ class StoreFolder:
         try:
             fd = self.open_chunk(key)
         except OSError:
-            # Whoever needs the file finds out what is wrong with it.
+            # The next reader finds out what is wrong with the file.
             yield
             return
         try:
@@ -232,8 +203,8 @@ class StoreFolder:
                 yield Found(os.path.join(path, name), *(found if found and ours else (None, None)))
 
     def _entries(self, *shard: str) -> list[tuple[str, bool]]:
-        """List names, and whether they are folders; somebody may have deleted it all under the open store."""
-        with suppress(FileNotFoundError), self._beneath(*shard) as folder, os.scandir(folder) as entries:
+        """List names, and whether they are folders; empty if the folder was deleted while the store is open."""
+        with suppress(FileNotFoundError), self._open_folder(*shard) as folder, os.scandir(folder) as entries:
             return [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
         return []
 
@@ -242,13 +213,13 @@ class StoreFolder:
         file = file_name(key, name)
         with (
             write_errors(self.root),
-            beneath(self.root, STAGING) as temp,
-            self._beneath(key[:2], make=True) as shard,
+            open_beneath(self.root, STAGING) as temp,
+            self._open_folder(key[:2], make=True) as shard,
         ):
             try:
                 os.replace(staged, file, src_dir_fd=temp, dst_dir_fd=shard)
             except IsADirectoryError:
-                # A folder, which no writer makes, is in its place.
+                # A folder that no writer has made is in its place.
                 self.kept.take(shard, file)
                 os.replace(staged, file, src_dir_fd=temp, dst_dir_fd=shard)
             os.fsync(shard)
@@ -256,11 +227,11 @@ class StoreFolder:
     def remove(self, key: str, name: str | None = None) -> bool:
         """Delete a chunk's file, or a sidecar; returns whether there was one.
 
-        A folder in its place is moved to quarantine: it holds what somebody else has put there.
+        A folder in its place is moved to quarantine, since its content is not the store's.
         """
         file = file_name(key, name)
         try:
-            with self._beneath(key[:2]) as shard:
+            with self._open_folder(key[:2]) as shard:
                 if stat.S_ISDIR(os.stat(file, dir_fd=shard, follow_symlinks=False).st_mode):
                     return self.kept.take(shard, file) is not None
                 os.unlink(file, dir_fd=shard)
@@ -272,13 +243,13 @@ class StoreFolder:
         return True
 
     def evict(self, key: str) -> bool:
-        """Delete a chunk's file unless somebody reads it, in any process; False if somebody does."""
+        """Delete a chunk's file unless a process is reading it; False if one is."""
         file = file_name(key)
         try:
-            with self._beneath(key[:2]) as shard:
+            with self._open_folder(key[:2]) as shard:
                 fd = os.open(file, _READ_FLAGS, dir_fd=shard)
         except OSError:
-            # Gone, or nothing that could be read: nobody holds it.
+            # Gone, or not readable: nobody holds it.
             self.remove(key)
             return True
         try:
@@ -290,7 +261,7 @@ class StoreFolder:
         return True
 
     def quarantine(self, key: str, name: str | None = None) -> str | None:
-        """Move what is in the place of a chunk's file, or of a sidecar, out of the way.
+        """Move whatever is in the place of a chunk's file, or of a sidecar, to quarantine.
 
         Returns
         -------
@@ -305,10 +276,10 @@ class StoreFolder:
         return self.quarantine_path(self.chunk_path(key, name))
 
     def quarantine_path(self, path: str) -> str | None:
-        """Move something that ``walk`` found out of the way; returns and raises as ``quarantine``."""
+        """Move something that ``walk`` found to quarantine; returns and raises as ``quarantine``."""
         *folders, name = os.path.relpath(path, self._chunks).split(os.sep)
         try:
-            with self._beneath(*folders) as folder:
+            with self._open_folder(*folders) as folder:
                 return self.kept.take(folder, name)
         except FileNotFoundError:
             return None
@@ -317,13 +288,13 @@ class StoreFolder:
                 f"The damaged file {path} cannot be moved to quarantine: {error}. Delete it by hand."
             ) from error
 
-    def _beneath(self, *shard: str, make: bool = False) -> AbstractContextManager[int]:
-        return beneath(self.root, _CHUNKS, *shard, make=make)
+    def _open_folder(self, *shard: str, make: bool = False) -> AbstractContextManager[int]:
+        return open_beneath(self.root, CHUNKS, *shard, make=make)
 
 
 @contextmanager
-def _way(path: str) -> Iterator[int]:
-    fd = os.open(path, _WAY_FLAGS)
+def _opened_folder(path: str) -> Iterator[int]:
+    fd = os.open(path, _PATH_FLAGS)
     try:
         yield fd
     finally:

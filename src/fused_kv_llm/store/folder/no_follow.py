@@ -1,7 +1,7 @@
-"""Folders of a store, opened one below the other: no link on the way is followed, whenever somebody planted it.
+"""Opening the folders of a store without following symbolic links.
 
-What is written, moved or deleted goes by the descriptor of its folder and not by a path, since a path may lead
-elsewhere a moment after it was looked at.
+Files are written, moved and deleted relative to the descriptor of their folder and not by their path: a path may lead
+somewhere else a moment after it was checked.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from contextlib import contextmanager, suppress
 
 from fused_kv_llm.errors import StoreUnavailableError
 
-__all__ = ["beneath", "refuse_link"]
+__all__ = ["open_beneath", "refuse_link"]
 
 _ROOT_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FLAGS = _ROOT_FLAGS | os.O_NOFOLLOW
 
 
 @contextmanager
-def beneath(root: str | os.PathLike[str], *names: str, make: bool = False) -> Iterator[int]:
-    """Open a folder, and give its descriptor.
+def open_beneath(root: str | os.PathLike[str], *names: str, make: bool = False) -> Iterator[int]:
+    """Open a folder below `root` and give its descriptor.
 
     Parameters
     ----------
     root : str or PathLike
         A folder, or a link to one.
     names : str
-        The folders that lead from there to the one wanted, each in the one before.
+        The folders on the path from there, each inside the one before.
     make : bool
-        Make those that are not there, durably, for this user only.
+        Create missing folders, durably and with mode 0700.
 
     Yields
     ------
@@ -40,11 +40,11 @@ def beneath(root: str | os.PathLike[str], *names: str, make: bool = False) -> It
     Raises
     ------
     StoreUnavailableError
-        One of the names is a link, or no folder.
+        One of the names is a link, or not a folder.
     FileNotFoundError
-        There is none.
+        There is no such folder.
     OSError
-        It cannot be opened or made.
+        It cannot be opened or created.
     """
     fd = os.open(root, _ROOT_FLAGS)
     try:
@@ -67,17 +67,17 @@ def refuse_link(path: str) -> None:
     """Raise ``StoreUnavailableError`` if `path` is a symbolic link."""
     if os.path.islink(path):
         raise StoreUnavailableError(
-            f"{path} is a symbolic link, and a store follows none out of its folder. Delete the link, and move what "
-            "it leads to there if it is the store's; kv_dir itself may be a link."
+            f"{path} is a symbolic link, and a store follows no link out of its folder. Delete the link; if what it "
+            "leads to is the store's, move that to its place. kv_dir itself may be a link."
         )
 
 
 def _explain(error: OSError, path: str) -> None:
-    # The name alone would not say which folder it was.
+    # The error names only the last part of the path.
     error.filename = path
     if error.errno in (errno.ENOTDIR, errno.ELOOP):
         refuse_link(path)
-        raise StoreUnavailableError(f"{path} is not a folder, which a store has there. Move it away.") from error
+        raise StoreUnavailableError(f"{path} is not a folder, but a store needs one there. Move it away.") from error
 
 
 def _make(fd: int, name: str) -> None:

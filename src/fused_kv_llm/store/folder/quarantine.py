@@ -1,4 +1,4 @@
-"""What was taken out of a store, kept for inspection: ``kv_dir/quarantine``. Nothing in it is ever read."""
+"""Files that were taken out of a store: ``kv_dir/quarantine``, kept for inspection and never read."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from fused_kv_llm.errors import StoreUnavailableError
-from fused_kv_llm.store.folder.no_follow import beneath
+from fused_kv_llm.store.folder.no_follow import open_beneath
 
 __all__ = ["QUARANTINE", "Quarantine"]
 
 QUARANTINE = "quarantine"
-# Room for what is added to a name, in the 255 bytes that file systems allow.
+# File systems allow 255 bytes, and something is added to the name.
 _LONGEST_NAME = 240
 
 
@@ -31,7 +31,7 @@ class Quarantine:
         self._root = root
 
     def take(self, folder: int, name: str) -> str | None:
-        """Move something out of an open folder, whatever it is; returns where it went, None if there was nothing.
+        """Move anything out of an open folder; returns where it is now, None if there was nothing.
 
         Raises
         ------
@@ -42,14 +42,14 @@ class Quarantine:
         stem, dot, suffix = kept.partition(".")
         target = f"{stem}.{secrets.token_hex(4)}{dot}{suffix}"
         try:
-            with beneath(self._root, QUARANTINE, make=True) as quarantine:
+            with open_beneath(self._root, QUARANTINE, make=True) as quarantine:
                 os.replace(name, target, src_dir_fd=folder, dst_dir_fd=quarantine)
         except FileNotFoundError:
             return None
         return os.path.join(self._root, QUARANTINE, target)
 
     def empty(self) -> tuple[int, int]:
-        """Delete everything; returns how many files and bytes.
+        """Delete everything in quarantine; returns how many files and bytes.
 
         Raises
         ------
@@ -58,7 +58,7 @@ class Quarantine:
         """
         files = nbytes = 0
         failed: list[OSError] = []
-        with suppress(FileNotFoundError), beneath(self._root, QUARANTINE) as folder:
+        with suppress(FileNotFoundError), open_beneath(self._root, QUARANTINE) as folder:
             with os.scandir(folder) as entries:
                 found = list(entries)
             for entry in found:
@@ -66,7 +66,7 @@ class Quarantine:
                     size = entry.stat(follow_symlinks=False).st_size
                     _delete(folder, entry)
                 except FileNotFoundError:
-                    # Another process was faster.
+                    # Another process has deleted it.
                     continue
                 except OSError as error:
                     failed.append(error)
@@ -74,8 +74,7 @@ class Quarantine:
                 files, nbytes = files + 1, nbytes + size
         if failed:
             raise StoreUnavailableError(
-                f"{len(failed)} of the things in {self._root / QUARANTINE} cannot be deleted: {failed[0]}. "
-                "Delete them by hand."
+                f"{len(failed)} files in {self._root / QUARANTINE} cannot be deleted: {failed[0]}. Delete them by hand."
             ) from failed[0]
         return files, nbytes
 

@@ -1,8 +1,8 @@
-"""How SQLite opens an index that it must not change, wherever it lies.
+"""Opening an SQLite index that must not be changed, even in a folder that cannot be written.
 
-Beside an index in write-ahead mode lie a log, with the rows that came last, and memory that its users share
-(https://sqlite.org/wal.html#read_only_databases). Both are gone once the last process has closed it in order. In a
-folder that cannot be written SQLite can make neither.
+An index in write-ahead mode has two files beside it: a log with the latest rows, and memory that its users share
+(https://sqlite.org/wal.html#read_only_databases). Both disappear when the last process closes the index properly.
+SQLite cannot create them in a folder that cannot be written.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def connect_read_only(path: Path, timeout_s: float) -> sqlite3.Connection:
     """
     uri, alone = f"{path.absolute().as_uri()}?mode=ro", False
     log, shared = (_size(path.with_name(path.name + suffix)) for suffix in ("-wal", "-shm"))
-    # A writer that has it open has both files: without one of them nobody writes, and no lock is needed.
+    # A writer keeps both files open: if one of them is missing nobody writes, and no lock is needed.
     if not os.access(path.parent, os.W_OK) and (log is None or shared is None):
         alone = bool(log)
         uri += "&vfs=unix-none" if alone else "&immutable=1"
     connection = sqlite3.connect(uri, uri=True, timeout=timeout_s, isolation_level=None, check_same_thread=False)
     if alone:
-        # In this mode SQLite keeps what it would share in the memory of the process, and so can read the log.
+        # In this mode SQLite keeps the shared memory inside the process, so that it can read the log.
         connection.execute("PRAGMA locking_mode = EXCLUSIVE")
     return connection
 

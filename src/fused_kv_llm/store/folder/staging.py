@@ -1,4 +1,4 @@
-"""Files that are being written: ``kv_dir/tmp``, and what writers that died have left in it."""
+"""Files that are being written: ``kv_dir/tmp``, and what dead writers left in it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from fused_kv_llm.errors import StoreUnavailableError
 from fused_kv_llm.store.folder.disk import write_errors
 from fused_kv_llm.store.folder.durable import write_durably
-from fused_kv_llm.store.folder.no_follow import beneath
+from fused_kv_llm.store.folder.no_follow import open_beneath
 
 __all__ = ["STAGING", "Staging"]
 
@@ -37,7 +37,7 @@ class Staging:
 
     @contextmanager
     def staged(self, key: str, parts: Sequence[memoryview]) -> Iterator[str]:
-        """Bring a chunk's bytes to the disk, for ``StoreFolder.publish`` to give them their place.
+        """Write a file's bytes to the disk, so that ``StoreFolder.publish`` can move them to their place.
 
         Parameters
         ----------
@@ -49,7 +49,7 @@ class Staging:
         Yields
         ------
         str
-            The temporary file's name. It is gone at the end, published or not.
+            The temporary file's name. The file is gone at the end, published or not.
 
         Raises
         ------
@@ -60,11 +60,11 @@ class Staging:
         """
         name = f"{key}.{self._host}.{os.getpid()}.{secrets.token_hex(4)}"
         try:
-            with write_errors(self._root), beneath(self._root, STAGING, make=True) as folder:
+            with write_errors(self._root), open_beneath(self._root, STAGING, make=True) as folder:
                 write_durably(folder, name, parts)
             yield name
         finally:
-            # What cannot be deleted now is swept away later.
+            # ``sweep`` deletes later what cannot be deleted now.
             with suppress(StoreUnavailableError):
                 self.delete(name)
 
@@ -77,7 +77,7 @@ class Staging:
             It cannot be deleted.
         """
         try:
-            with beneath(self._root, STAGING) as folder:
+            with open_beneath(self._root, STAGING) as folder:
                 os.unlink(name, dir_fd=folder)
         except FileNotFoundError:
             return False
@@ -87,34 +87,34 @@ class Staging:
         return True
 
     def abandoned(self) -> list[str]:
-        """Return the names of what writers that died left behind."""
+        """Return the names of what dead writers left behind."""
         found = []
-        # Somebody may have deleted the folder under the open store: then there is nothing in it.
-        with suppress(FileNotFoundError), beneath(self._root, STAGING) as folder, os.scandir(folder) as entries:
+        # The folder may have been deleted while the store is open: then there is nothing in it.
+        with suppress(FileNotFoundError), open_beneath(self._root, STAGING) as folder, os.scandir(folder) as entries:
             for entry in entries:
-                # Another process may finish or remove its file at any moment, and may belong to another user.
+                # Another process may finish or delete its file at any moment, and may belong to another user.
                 with suppress(FileNotFoundError, PermissionError):
                     if self._is_abandoned(entry):
                         found.append(entry.name)
         return found
 
     def sweep(self) -> int:
-        """Delete what writers that died left behind; returns how many files."""
+        """Delete what dead writers left behind; returns how many files."""
         swept = 0
         for name in self.abandoned():
-            # Another user's stay where they are.
+            # Files of other users stay where they are.
             with suppress(StoreUnavailableError):
                 swept += self.delete(name)
         return swept
 
     def _is_abandoned(self, entry: os.DirEntry[str]) -> bool:
-        # No writer makes anything but files; a link is deleted without what it leads to.
+        # Writers make only files. A link is deleted, what it leads to is not.
         if not (entry.is_file(follow_symlinks=False) or entry.is_symlink()):
             return False
         if time.time() - entry.stat(follow_symlinks=False).st_mtime > _MAX_AGE_S:
             return True
         parts = entry.name.split(".")
-        # A pid means nothing on another machine that shares the folder.
+        # The pid says nothing if the file is another machine's that shares the folder.
         if len(parts) != 4 or parts[1] != self._host or not parts[2].isdecimal():
             return False
         try:

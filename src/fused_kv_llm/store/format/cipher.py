@@ -1,9 +1,9 @@
 """Encryption at rest: AES-256-GCM for files and index rows, with a key that is never stored.
 
-Every file has a random salt, from which HKDF derives a key of its own; its messages are numbered, so that a nonce
-never repeats and pieces cannot change places. What stays visible of an encrypted store: the number of chunks, their
-sizes, when they were written and used, and their keys and identities, which are hashes. Whoever knows a chunk's
-whole text and the model can therefore tell whether it is stored.
+HKDF derives a key of its own for every file from a random salt. The messages of a file are numbered, so that a nonce
+never repeats and pieces cannot change places. An encrypted store still shows the number of chunks, their sizes, when
+they were written and used, and their keys and identities, which are hashes. Whoever knows a chunk's whole text and the
+model can therefore tell whether it is stored.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def open_cipher(given: str | bytes | None) -> Cipher | None:
         return None
     key = _decode(value) if isinstance(value, str) else value
     if not isinstance(key, bytes) or len(key) != _KEY_NBYTES:
-        # The value itself stays out of the message.
+        # The message must not contain the value.
         raise ConfigError(
             f"An encryption key is {_KEY_NBYTES} bytes, as 64 hexadecimal digits or base64: make one with "
             "python -c 'import secrets; print(secrets.token_hex(32))', and keep it."
@@ -91,7 +91,7 @@ class FileCipher:
     key : bytes
         The file's own key.
     label : str
-        What the file's header says about it.
+        What the file's header says about the key: algorithm and salt.
     """
 
     def __init__(self, key: bytes, label: str) -> None:
@@ -99,7 +99,7 @@ class FileCipher:
         self._aead = _aead(key)
 
     def seal(self, message: int, data: memoryview) -> bytes:
-        """Return a message encrypted, its tag behind it."""
+        """Return a message encrypted, followed by its tag."""
         return bytes(self._aead.encrypt(_nonce(message), data, None))
 
     def open_into(self, message: int, sealed: memoryview, target: memoryview) -> bool:
@@ -143,7 +143,7 @@ class Cipher:
     def __init__(self, key: bytes) -> None:
         _aead(key)
         self._key = key
-        # Tells whether a store was made with this key, and nothing else about it.
+        # Tells whether a store was made with this key, and reveals nothing about the key.
         self.check = _derive(key, None, b"check").hex()
         self._rows = _aead(_derive(key, None, b"rows"))
         self._hashes = _derive(key, None, b"hashes")
@@ -182,8 +182,8 @@ class Cipher:
     def seal_hashes(self, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
         """Encrypt pairs of content hashes ``[n, 2]``.
 
-        A pair is one AES block and no pair occurs twice but for equal texts, so a permutation of blocks is enough,
-        and a million of them take milliseconds.
+        A pair is one AES block, and a pair occurs twice only for equal texts. A permutation of blocks is therefore
+        enough, and takes milliseconds for a million pairs.
         """
         return self._permute(hashes, "encryptor")
 

@@ -1,4 +1,4 @@
-"""What a chunk's file and a sidecar may be called: no other string ever becomes part of a path."""
+"""Names of chunk files and sidecars: no other string ever becomes part of a path."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FILE = re.compile(rf"({_KEY.pattern})(?:\.({_NAME.pattern}))?\.safetensors")
 
 
 def check_key(key: str) -> str:
-    """Return ``key`` if it can be a chunk's key, so that no other string ever becomes part of a path.
+    """Return ``key`` if it is a chunk's key.
 
     Raises
     ------
@@ -27,7 +27,7 @@ def check_key(key: str) -> str:
 
 
 def check_name(name: str) -> str:
-    """Return the name of a sidecar if it can be part of a path.
+    """Return ``name`` if it is a sidecar's name.
 
     Raises
     ------
@@ -52,6 +52,6 @@ def file_name(key: str, name: str | None = None) -> str:
 
 
 def parse_name(filename: str) -> tuple[str, str | None] | None:
-    """Return a file's key and, of a sidecar, its name; None if the file's name is not one of ours."""
+    """Return the key in a file's name and, for a sidecar, its name; None if the file is not a store's."""
     match = _FILE.fullmatch(filename)
     return (match[1], match[2]) if match is not None else None

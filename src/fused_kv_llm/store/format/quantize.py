@@ -1,4 +1,4 @@
-"""Storage dtypes: how keys and values are made smaller on the way to the disk, and whole again on the way back.
+"""Storage dtypes: keys and values are quantised on the way to the disk, and dequantised on the way back.
 
 KIVI (Liu et al. 2024) found that keys have outlier channels and values do not: keys are scaled per channel over the
 chunk's tokens, values per token over the channels. Keys are stored rotated, as they were prefilled; they are
@@ -52,7 +52,7 @@ def compress(keys: Tensor, values: Tensor, storage: str) -> dict[str, Tensor]:
     Raises
     ------
     ConfigError
-        A key or value is too large for the dtype, or is no number.
+        A key or value is too large for the dtype, or is NaN.
     """
     if storage in _PLAIN:
         dtype = _PLAIN[storage]
@@ -65,7 +65,7 @@ def compress(keys: Tensor, values: Tensor, storage: str) -> dict[str, Tensor]:
         v, v_scale = _to_int8(values.float(), dim=3)
         _check_range(storage, k_scale, v_scale)
         return {"k": k, "k_scale": k_scale, "v": v, "v_scale": v_scale}
-    # Groups of tokens for keys, of channels for values: 15 steps do not span a whole chunk.
+    # Groups of tokens for keys, of channels for values: 15 steps are too few for a whole chunk.
     k, k_scale, k_least = _to_int4(keys.float().transpose(2, 3))
     v, v_scale, v_least = _to_int4(values.float())
     _check_range(storage, k_scale, k_least, v_scale, v_least)
@@ -112,20 +112,19 @@ def stored_bytes_per_token(storage: str, layers: int, heads: int, head_dim: int)
 def _check_range(storage: str, *parts: Tensor) -> None:
     if not all(bool(part.isfinite().all()) for part in parts):
         raise ConfigError(
-            f"The chunk's keys or values are too large for kv_dtype={storage!r}, or are no numbers. Use 'bfloat16' or "
-            "'float32'."
+            f"The chunk's keys or values are too large for kv_dtype={storage!r}, or NaN. Use 'bfloat16' or 'float32'."
         )
 
 
 def _to_int8(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    # The rounded scale is the one that quantises, so that rounding it adds no error.
+    # Quantise with the rounded scale, so that rounding it adds no error.
     scale = (x.abs().amax(dim=dim, keepdim=True) / 127).clamp(min=2.0**-24).to(torch.float16)
     return (x / scale.float()).round_().clamp_(-127, 127).to(torch.int8), scale
 
 
 def _to_int4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Quantise groups of the last axis to 4 bits, two in a byte; return bytes, scales and minima."""
-    # Padded with the last element, which changes no group's range.
+    # Padding with the last element changes no group's range.
     x = torch.cat((x, x[..., -1:].expand(*x.shape[:-1], -x.shape[-1] % _GROUP)), dim=-1)
     groups = x.reshape(*x.shape[:-1], -1, _GROUP)
     least = groups.amin(dim=-1, keepdim=True).to(torch.float16)

@@ -1,16 +1,15 @@
 """The store's index: which chunks there are.
 
-Nothing in the index is trusted to be safe: a key from it becomes part of a path only after
-``layout.check_key``, and a chunk's token ids are compared with its file's.
+Nothing in the index is trusted: a key from it becomes part of a path only after ``check_key``, and a chunk's token ids
+are compared with its file's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +20,9 @@ from fused_kv_llm.store.format import KEY_VARIABLE, Cipher
 from fused_kv_llm.store.index.database import Database
 from fused_kv_llm.store.index.ledger import LEDGER_SCHEMA, Ledger
 from fused_kv_llm.store.index.policies import Policy
+from fused_kv_llm.store.index.rows import ChunkRow, ContentRows, IdentityTotals
 
-__all__ = ["ChunkIndex", "ChunkRow", "ContentRows", "IdentityTotals"]
+__all__ = ["ChunkIndex"]
 
 _BATCH = 500
 _HASHES_AT_ONCE = 100_000
@@ -41,7 +41,7 @@ _SCHEMA = (
     text BLOB NOT NULL,
     token_ids BLOB NOT NULL
 ) STRICT""",
-    # Covers content_rows() and totals(), so that neither walks over the texts.
+    # Covers content_rows() and totals(), so that neither reads the texts.
     """CREATE INDEX chunks_content ON chunks
     (identity, id, prefix_hash, full_hash, length, key, num_tokens, nbytes)""",
     *LEDGER_SCHEMA,
@@ -49,79 +49,6 @@ _SCHEMA = (
 _INSERT = """INSERT INTO chunks
     (key, identity, position, nbytes, num_tokens, prefix_hash, full_hash, length, text, token_ids)
     VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"""
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkRow:
-    """What the index knows about a chunk.
-
-    Parameters
-    ----------
-    key : str
-        The chunk's key.
-    identity : str
-        Digest of the identity for which the KV is valid.
-    text : str
-        The chunk's text.
-    token_ids : tuple of int
-        The chunk's stand-alone token ids.
-    position : int
-        Position of the first token when the chunk was prefilled.
-    nbytes : int
-        Size of the chunk's file.
-    """
-
-    key: str
-    identity: str
-    text: str
-    token_ids: tuple[int, ...]
-    position: int
-    nbytes: int
-
-
-class ContentRows(NamedTuple):
-    """Content hashes of many chunks, one entry per chunk, ascending by ``rowid``.
-
-    Parameters
-    ----------
-    rowid : numpy.ndarray
-        int64; grows with every chunk that is added to the store, never reused.
-    prefix, full : numpy.ndarray
-        uint64 hashes of the beginning and of the whole of the text.
-    length : numpy.ndarray
-        int64 length of the text in characters.
-    """
-
-    rowid: npt.NDArray[np.int64]
-    prefix: npt.NDArray[np.uint64]
-    full: npt.NDArray[np.uint64]
-    length: npt.NDArray[np.int64]
-
-
-class IdentityTotals(NamedTuple):
-    """What a store has of one identity.
-
-    Parameters
-    ----------
-    identity : str
-        ``KVIdentity.digest``.
-    name : str
-        Model, dtype and preprocessing as ``KVStore.describe`` was told; empty if it was not.
-    chunks, tokens, nbytes : int
-        Chunks, their tokens, and the bytes of their files without sidecars.
-    disk_chunks, disk_bytes, remote_chunks, remote_bytes : int
-        Chunks and bytes by tier, sidecars included; a chunk can be in both.
-    """
-
-    identity: str
-    name: str
-    chunks: int
-    tokens: int
-    nbytes: int
-    disk_chunks: int
-    disk_bytes: int
-    remote_chunks: int
-    remote_bytes: int
 
 
 class ChunkIndex:
@@ -174,11 +101,11 @@ class ChunkIndex:
         )
 
     def transaction(self) -> AbstractContextManager[None]:
-        """Let nobody else write, in any process; a chunk's file and its row change together in here."""
+        """Keep every other thread and process from writing, so that a chunk's file and its row change together."""
         return self._database.transaction()
 
     def add(self, row: ChunkRow, content: ContentHash) -> None:
-        """Add a chunk that has no row; inside a transaction that made sure of that."""
+        """Add a row for a chunk that has none; inside a transaction that has checked it."""
         prefix, full = self._hashes([(content.prefix, content.full)], seal=True)[0]
         hashes = _signed(int(prefix)), _signed(int(full)), content.length
         place = row.position, row.nbytes, len(row.token_ids)
@@ -191,7 +118,7 @@ class ChunkIndex:
         return {row[0] for row in self._select("key", list(keys))}
 
     def rows(self, keys: Iterable[str]) -> tuple[dict[str, ChunkRow], list[str]]:
-        """Return the rows of those keys that have one, and the keys of rows that cannot be understood."""
+        """Return the rows of those keys that have one, and the keys of rows that cannot be decoded."""
         rows: dict[str, ChunkRow] = {}
         damaged: list[str] = []
         for found in self._select("key, identity, text, token_ids, position, nbytes", list(keys)):
@@ -203,7 +130,7 @@ class ChunkIndex:
         return rows, damaged
 
     def rows_by_rowid(self, rowids: Iterable[int]) -> tuple[dict[int, ChunkRow], list[str]]:
-        """Return the rows of those numbers that have one, and the keys of rows that cannot be understood."""
+        """Return the rows with these rowids, and the keys of rows that cannot be decoded."""
         rows: dict[int, ChunkRow] = {}
         damaged: list[str] = []
         columns = "id, key, identity, text, token_ids, position, nbytes"
@@ -216,7 +143,7 @@ class ChunkIndex:
         return rows, damaged
 
     def content_hashes(self, identity: str, after_rowid: int) -> ContentRows | None:
-        """Return content hashes of some of one identity's chunks with a greater ``rowid``, ascending; None if none."""
+        """Return content hashes of an identity's next chunks after a ``rowid``; None if there are none."""
         with self._database.connection() as connection:
             found = connection.execute(
                 "SELECT id, prefix_hash, full_hash, length FROM chunks "
@@ -274,7 +201,7 @@ class ChunkIndex:
         return removed
 
     def totals(self) -> list[IdentityTotals]:
-        """Return what there is of every identity, the one with most chunks first."""
+        """Return the totals of every identity, the one with most chunks first."""
         names = self.ledger.descriptions()
         with self._database.connection() as connection:
             found = connection.execute(

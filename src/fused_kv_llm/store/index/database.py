@@ -1,4 +1,4 @@
-"""SQLite as the store uses it: one connection per thread, several processes, every failure a store error."""
+"""The SQLite database of an index: one connection per thread, several processes, every failure a store error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fused_kv_llm.store.folder import connect_read_only, refuse_link
 __all__ = ["Database"]
 
 _BUSY_S = 30.0
-# What SQLite says about where the file lies and not about what is in it (https://sqlite.org/rescode.html).
+# Result codes that are about access to the file and not about its content (https://sqlite.org/rescode.html).
 _LOCKED = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 _UNUSABLE = (
     sqlite3.SQLITE_IOERR,
@@ -76,7 +76,7 @@ class Database:
             raise
 
     def connection(self) -> AbstractContextManager[sqlite3.Connection]:
-        """Give this thread's connection, in autocommit mode.
+        """Return a context manager for this thread's connection, in autocommit mode.
 
         Raises
         ------
@@ -88,7 +88,7 @@ class Database:
         return _Use(self)
 
     def begin_use(self) -> sqlite3.Connection:
-        """Return this thread's connection, which is not closed before ``end_use``."""
+        """Return this thread's connection, which stays open at least until ``end_use``."""
         with self._changed:
             if self._closed:
                 raise StoreUnavailableError("The chunk-KV store was closed. Open a new KVStore.")
@@ -105,7 +105,7 @@ class Database:
         return connection
 
     def end_use(self) -> None:
-        """Say that the connection is not used any more."""
+        """Allow the connection to be closed again."""
         with self._changed:
             self._active -= 1
             if self._closed:
@@ -113,14 +113,14 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Let nobody else write, in any process; what this thread writes takes effect at the end or not.
+        """Keep every other thread and process from writing; this thread's writes take effect together, or not at all.
 
         Raises
         ------
         StoreUnavailableError, StoreFullError
             As ``connection``.
         """
-        # Threads queue at the lock, because SQLite itself polls with growing pauses.
+        # Threads queue at a lock, because SQLite itself polls with growing pauses.
         with self._writing, self.connection() as connection:
             connection.execute("BEGIN IMMEDIATE")
             try:
@@ -132,7 +132,7 @@ class Database:
                 raise
 
     def error(self, error: Exception) -> StoreError:
-        """Return the store's error for one of SQLite's, or for content that makes no sense."""
+        """Return the store error for an error of SQLite, or for content that cannot be decoded."""
         text, code = str(error), _code(error)
         if code == sqlite3.SQLITE_FULL:
             return StoreFullError(f"There is no room for the index {self._path}: {text}. Free space.")
@@ -159,7 +159,7 @@ class Database:
 
     def _create_file(self) -> None:
         try:
-            # SQLite gives the write-ahead log the permissions of the file, so they are set here, once.
+            # SQLite gives the write-ahead log the permissions that the file is created with.
             with suppress(FileExistsError):
                 os.close(os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
         except OSError as error:
@@ -168,11 +168,11 @@ class Database:
             ) from error
 
     def _connect(self) -> sqlite3.Connection:
-        # SQLite follows a link in place of the file, though none in place of the files beside it.
+        # SQLite follows a link in place of the database, though not in place of the files beside it.
         refuse_link(str(self._path))
         connection = connect_read_only(self._path, _BUSY_S) if self._read_only else self._connect_for_writing()
         try:
-            # The file may come from elsewhere: nothing in its schema may call functions.
+            # The file may come from elsewhere: its schema must not call functions.
             connection.execute("PRAGMA trusted_schema = OFF")
             if not self._read_only:
                 connection.execute("PRAGMA synchronous = NORMAL")
@@ -187,12 +187,12 @@ class Database:
         return connection
 
     def _connect_for_writing(self) -> sqlite3.Connection:
-        # Not made anew where somebody deleted it.
+        # mode=rw: a database that somebody deleted is not created again.
         uri = f"{self._path.absolute().as_uri()}?mode=rw"
         return sqlite3.connect(uri, uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
 
     def _check_schema(self, connection: sqlite3.Connection, schema: Sequence[str]) -> None:
-        # Also keeps triggers and look-alike tables out.
+        # This also refuses triggers and look-alike tables.
         query = "SELECT sql FROM sqlite_master WHERE substr(name, 1, 7) != 'sqlite_'"
         if {row[0] for row in connection.execute(query)} != set(schema):
             raise IndexDamagedError(
@@ -207,7 +207,7 @@ class Database:
 
 
 class _Use:
-    """A connection in use. Looking up a chunk is most of opening it, so this is no generator."""
+    """A connection in use; a class, since a generator would be slow for how often chunks are looked up."""
 
     __slots__ = ("_database",)
 
@@ -226,9 +226,9 @@ class _Use:
 
 
 def _code(error: Exception) -> int | None:
-    """Return what kind of failure SQLite reported; None for what is no report of SQLite's."""
+    """Return SQLite's primary result code; None if the error is not SQLite's."""
     extended: int | None = getattr(error, "sqlite_errorcode", None)
-    # The kind is in the lowest eight bits.
+    # The primary code is in the lowest eight bits.
     return None if extended is None else extended & 0xFF
 
 

@@ -1,6 +1,7 @@
-"""What the chunks take, where they are, and how they are used: the part of the index that changes all the time.
+"""The ledger: where chunks are, how large they are, and how they are used.
 
-It stands in tables of its own, so that counting a use does not rewrite a row with a text in it.
+This part of the index changes all the time. It has tables of its own, so that counting a use does not rewrite a row
+that contains a text.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Place(NamedTuple):
 
 
 class Victim(NamedTuple):
-    """A chunk that may be evicted: its key, the bytes that go with it, whether the remote tier has it."""
+    """A chunk that may be evicted: its key, the bytes that this frees, and whether the remote tier has it."""
 
     key: str
     nbytes: int
@@ -95,7 +96,7 @@ class Ledger:
         return Place(bool(found[0]), bool(found[1])) if found is not None else None
 
     def move(self, key: str, place: Place, nbytes: int | None = None) -> None:
-        """Change where a chunk is, and the bytes that it takes there; inside a transaction."""
+        """Change where a chunk is, and how many bytes it takes there; inside a transaction."""
         with self._database.connection() as connection:
             found = connection.execute("SELECT on_disk, nbytes FROM places WHERE key = ?", (key,)).fetchone()
             if found is None:
@@ -147,13 +148,13 @@ class Ledger:
         return found[0] if found is not None else 0.0
 
     def recount(self) -> None:
-        """Add up again what the chunks take; inside a transaction."""
+        """Sum the chunks' bytes anew; inside a transaction."""
         with self._database.connection() as connection:
             query = "SELECT coalesce(sum(nbytes), 0) FROM places WHERE on_disk = 1"
             self._set("disk_nbytes", connection.execute(query).fetchone()[0])
 
     def advance_clock(self, priority: float) -> None:
-        """Note the priority of what was evicted (RAGCache equation 3); inside a transaction."""
+        """Advance the clock to the priority of an evicted chunk (RAGCache equation 3); inside a transaction."""
         self._set("clock", max(priority, self.total("clock")))
 
     def victims(self, limit: int) -> list[Victim]:
@@ -167,7 +168,7 @@ class Ledger:
         return [Victim(key, nbytes, priority, bool(remote)) for key, nbytes, priority, remote in found]
 
     def count(self, uses: Mapping[str, Uses]) -> None:
-        """Note how chunks were used, and give them new priorities; inside a transaction."""
+        """Record uses of chunks, and update their priorities; inside a transaction."""
         clock = self.total("clock")
         with self._database.connection() as connection:
             for key, use in uses.items():
@@ -180,7 +181,7 @@ class Ledger:
                 connection.execute(update, (entry.hits, entry.reuse, entry.used, priority, key))
 
     def add_counts(self, counts: Mapping[str, int]) -> None:
-        """Add to what all processes have counted; inside a transaction."""
+        """Add to the counters of all processes; inside a transaction."""
         for name, number in counts.items():
             self._set(name, self.total(name) + number)
 
@@ -197,7 +198,7 @@ class Ledger:
                 connection.execute("INSERT OR REPLACE INTO settings VALUES (?, ?)", (_ABOUT + identity, about))
 
     def descriptions(self) -> dict[str, str]:
-        """Return what people call the identities."""
+        """Return the readable names of identities."""
         with self._database.connection() as connection:
             query = "SELECT substr(name, ?), value FROM settings WHERE substr(name, 1, ?) = ?"
             return dict(connection.execute(query, (len(_ABOUT) + 1, len(_ABOUT), _ABOUT)).fetchall())

@@ -1,7 +1,7 @@
-"""Which chunk to give up first when a tier is full: replacement policies as data.
+"""Which entry to evict first when a tier is full: replacement policies as functions.
 
-A policy is a function from what is known about an entry to a priority; the lowest priority goes first, and among
-equals the one that was not used for longest. Nothing here knows about files or tensors.
+A policy maps an entry to a priority. The lowest priority is evicted first; among equal ones, the least recently used.
+Nothing here knows about files or tensors.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ DEFAULT_POLICY = "pgdsf"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a policy may know about a chunk.
+    """What a policy may know about a chunk or sidecar.
 
     Parameters
     ----------
     size : float
-        What it takes of the budget: bytes, or tokens.
+        Its share of the budget: bytes, or tokens.
     cost : float
         Seconds to compute it again, or a number proportional to them.
     hits : int
@@ -138,7 +138,7 @@ class EvictionQueue:
         self._places.pop(key, None)
 
     def pop(self, keep: Collection[str] = ()) -> str | None:
-        """Give up the entry of the lowest priority that is not in `keep`; None if there is none."""
+        """Remove and return the entry of the lowest priority that is not in `keep`; None if there is none."""
         kept = []
         found = None
         while self._heap:

@@ -1,4 +1,4 @@
-"""Reading stored files: chunks and sidecars, the memory tier, and what a caller holds of an opened one."""
+"""Reading chunks and sidecars: the files, the memory tier, and the objects that callers read from."""
 
 from __future__ import annotations
 

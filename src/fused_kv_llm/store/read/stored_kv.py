@@ -1,4 +1,4 @@
-"""What a caller holds of an opened chunk, whichever tier it comes from."""
+"""An opened chunk, whichever tier it comes from."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LayerSource(Protocol):
         """Ask the system to read layers ``start`` to ``stop - 1`` ahead, where they have to be read from a disk."""
 
     def release(self) -> None:
-        """Let go of the chunk."""
+        """Release the chunk."""
 
 
 class StoredLayers(NamedTuple):
@@ -71,7 +71,7 @@ class StoredKV:
     Parameters
     ----------
     tier : {"memory", "disk", "remote"}
-        Where the layers come from.
+        The tier that the layers come from.
     header : ChunkHeader
         What the chunk's file says about it.
     source : LayerSource
@@ -143,9 +143,8 @@ class StoredKV:
         Returns
         -------
         keys, values : torch.Tensor
-            ``[stop - start, kv_heads, tokens, head_dim]`` on the CPU, in ``dtype``. Where that is how they are
-            stored, they are views of buffers that other requests use too: do not write to them. They stay
-            valid after ``close``.
+            ``[stop - start, kv_heads, tokens, head_dim]`` on the CPU, in ``dtype``. If they are stored in it, they are
+            views of buffers that other requests use too: do not write to them. They stay valid after ``close``.
 
         Raises
         ------
@@ -159,14 +158,14 @@ class StoredKV:
         return expand(self._read(start, stop), self._header.storage, self.dtype)
 
     def read_stored(self, start: int, stop: int) -> StoredLayers:
-        """Return what ``read_layers`` returns, int8 without having been dequantised; raises as it does."""
+        """Return what ``read_layers`` returns, but int8 as it is stored; raises as it does."""
         parts = self._read(start, stop)
         if self._header.storage == "int8":
             return StoredLayers(parts["k"], parts["v"], (parts["k_scale"], parts["v_scale"]))
         return StoredLayers(*expand(parts, self._header.storage, self.dtype))
 
     def announce_layers(self, start: int, stop: int) -> None:
-        """Have the system read layers ``start`` to ``stop - 1`` ahead, since they will be needed soon.
+        """Ask the system to read layers ``start`` to ``stop - 1`` ahead, since they will be needed soon.
 
         Raises
         ------
@@ -187,7 +186,7 @@ class StoredKV:
             raise StoreError(f"The KV of chunk {self.key[:16]} was closed. Read its layers before close().")
 
     def close(self) -> None:
-        """Let go of the chunk; layers that were read stay valid. Closing twice is harmless."""
+        """Release the chunk; layers that were read stay valid. Closing twice is harmless."""
         with self._lock:
             if self._closed:
                 return

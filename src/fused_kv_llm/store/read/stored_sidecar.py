@@ -1,4 +1,4 @@
-"""What a caller holds of an opened sidecar."""
+"""An opened sidecar."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class StoredSidecar:
             self._source.announce(start, stop)
 
     def close(self) -> None:
-        """Let go of the file; rows that were read stay valid. Closing twice is harmless."""
+        """Release the file; rows that were read stay valid. Closing twice is harmless."""
         with self._lock:
             if self._closed:
                 return

@@ -39,7 +39,7 @@ class RemoteRedis:
             self._client: Any = redis.Redis.from_url(url, **settings)
             self._client.ping()
         except ValueError as error:
-            # Without its cause, which may quote the password: so does every error below.
+            # "from None": the cause may quote the password. The same holds for every error below.
             raise ConfigError(f"remote={self.url!r} cannot work: {self._scrub(str(error))}") from None
         except redis.RedisError as error:
             raise self._unavailable(error) from None

@@ -1,7 +1,7 @@
-"""The remote tier: an object store that several machines share, behind five calls.
+"""The remote tier: an object store that several machines share, behind five methods.
 
-Objects are the very files of the disk tier under their names, so whoever can read the bucket can look at them, and
-an encrypted store's objects are encrypted. Nothing that comes from there is believed before it is verified.
+Objects are the files of the disk tier under the same names, so an encrypted store's objects are encrypted. Nothing that
+comes from a remote tier is used before it is verified.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["RemoteFiles", "RemoteTier", "open_remote"]
 
 
 class RemoteTier(Protocol):
-    """Named objects somewhere else; every call raises StoreUnavailableError where it cannot be done."""
+    """Named objects on another machine; every method raises StoreUnavailableError if it fails."""
 
     url: str
 
@@ -27,16 +27,16 @@ class RemoteTier(Protocol):
         """Return those objects that are there, or their beginnings, in one call of the backend."""
 
     def put(self, name: str, parts: Sequence[memoryview]) -> None:
-        """Store an object; it is there whole or not at all."""
+        """Store an object, completely or not at all."""
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete objects, which need not be there."""
+        """Delete objects; missing ones are ignored."""
 
     def sizes(self) -> dict[str, int]:
         """Return the names and sizes of all objects."""
 
     def close(self) -> None:
-        """Let go of connections."""
+        """Close connections."""
 
 
 def open_remote(url: str, options: dict[str, Any] | None = None) -> RemoteTier:
@@ -96,7 +96,7 @@ class RemoteFiles:
             scheme = url.partition("://")[0]
             raise MissingExtraError(f"the fsspec backend of {scheme}", "s3" if scheme == "s3" else "remote") from error
         except ValueError as error:
-            # Without its cause, which may quote a password: so does every error below.
+            # "from None": the cause may quote a password. The same holds for every error below.
             raise ConfigError(f"remote={self.url!r} cannot work: {self._scrub(str(error))}") from None
         except Exception as error:  # whatever a backend raises
             raise self._unavailable(error) from None
@@ -132,7 +132,7 @@ class RemoteFiles:
             raise self._unavailable(error) from None
 
     def _put_file(self, path: str, parts: Sequence[memoryview]) -> None:
-        # Object stores show an object when it is whole; a folder needs a rename for that.
+        # Object stores show an object once it is complete; in a folder a rename does that.
         temp = f"{path}.{secrets.token_hex(4)}.part"
         fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -167,7 +167,7 @@ class RemoteFiles:
         return {path.rpartition("/")[2]: int(about["size"]) for path, about in found.items()}
 
     def close(self) -> None:
-        """Do nothing: fsspec keeps its connections for others."""
+        """Do nothing: fsspec shares its connections."""
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"

@@ -1,4 +1,4 @@
-"""A remote tier's URL without its secrets: all that may be shown, logged or serialised of it.
+"""A remote tier's URL without its secrets: only this may be shown, logged or serialised.
 
 Passwords stand before the host (``redis://:password@host``), or among the parameters (``?password=...``).
 """
@@ -13,7 +13,7 @@ from urllib.parse import parse_qsl, unquote, urlencode
 __all__ = ["public_url", "scrub"]
 
 _HIDDEN = "***"
-# Of parameters with other names nobody here knows whether they are secret.
+# Parameters with other names may be secret.
 _PUBLIC = frozenset(
     {"db", "protocol", "ssl_cert_reqs", "ssl_check_hostname", "max_connections", "socket_timeout", "region"}
 )
@@ -26,7 +26,7 @@ def public_url(url: object) -> str:
     Parameters
     ----------
     url : object
-        What was given as one; of anything but a string only its type is told.
+        The URL; of anything but a string only the type is returned.
 
     Returns
     -------
@@ -57,7 +57,7 @@ def scrub(text: str, url: str, options: Mapping[str, Any] | None = None) -> str:
     rest = _split(url)[1]
     secret = _secret_part(rest).removesuffix("@")
     found = {secret, secret.partition(":")[2]}
-    # A URL that cannot be parsed is quoted in parts, such as the port that a slash in a password makes.
+    # A message quotes parts of a URL that cannot be parsed, such as the "port" that a slash in a password makes.
     found |= set(re.split(r"[:/?#\[\]@]", secret.partition(":")[2]))
     found |= {value for name, value in parse_qsl(rest.partition("?")[2]) if name not in _PUBLIC}
     found |= {
@@ -78,7 +78,7 @@ def _secret_part(rest: str) -> str:
     """Return what stands before the host, with its ``@``; empty if there is nothing."""
     authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
     port = authority.rpartition(":")[2] if ":" in authority else ""
-    # Without an @ before the path, a port that is no number is a password with a slash in it; and what is chained to
-    # another URL may have its own.
+    # Without an @ before the path, a port that is not a number is a password with a slash in it. A chained URL may
+    # have a password of its own.
     doubtful = "@" in authority or (port and not port.isdecimal()) or "://" in rest
     return rest[: rest.rindex("@") + 1] if doubtful and "@" in rest else ""
