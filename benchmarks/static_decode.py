@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_kv_kernels import RowPlan
-from fused_kv_llm.model import LoadedModel, RowPass, forward_rows
+from fused_kv_llm.model import ForwardPass, LoadedModel, forward_rows
 
 __all__ = ["StaticDecoder"]
 
@@ -38,14 +37,13 @@ class StaticDecoder:
         self._capacity = int(cache.keys.shape[3])
         self._ids = torch.zeros(1, 1, dtype=torch.int64, device=loaded.device)
         self._position = torch.full((1,), cache.length, device=loaded.device)
-        # The plan keeps the tensor itself: what is written into it later is what the kernel reads.
-        self._state = RowPass(RowPlan(self._position, self._capacity))
-        cache.rows, cache.visible = self._position, self._capacity
+        # The pass keeps the tensor itself: what is written into it later is what the kernel reads.
+        self._pass = ForwardPass(self._position, self._capacity)
         self._recorded = self._record() if graph else None
 
     def _step(self) -> Tensor:
         with torch.inference_mode():
-            return forward_rows(self._loaded, self._ids, self._position, self._cache, self._state, keep=1)
+            return forward_rows(self._loaded, self._ids, self._position, self._cache, self._pass)
 
     def _record(self) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         # Kernels are tuned and memory is found on the way; what these steps write, the first real step overwrites.

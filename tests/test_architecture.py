@@ -25,9 +25,9 @@ BASES = {
 FLOORS = [
     {"fused_kv_kernels"},
     {"errors", "report"},
-    {"chunk", "config", "paths", "thread_pool"},
+    {"chunk", "config", "context_shift", "paths", "thread_pool"},
     {"store", "prompt", "model"},
-    {"selectors", "decoding", "catalog", "context_shift"},
+    {"selectors", "decoding", "catalog", "kv"},
     {"offline", "online"},
     {"engine"},
     {"adapter", "tuning"},

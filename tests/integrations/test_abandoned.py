@@ -41,7 +41,7 @@ def left_over(engine: FusedKVEngine) -> list[str]:
         caches = [thing for thing in gc.get_objects() if type(thing) is FusedCache and thing._buffer is not None]
         left = ["a cache"] * len(caches)
         left += ["the model's lock"] * engine.model_lock.locked()
-        left += ["the pool's buffer"] * (engine.requests.buffers._kept is None)
+        left += ["the pool's buffer"] * (engine.requests.context.pool._kept is None)
         if not left:
             return []
         time.sleep(0.02)
@@ -123,7 +123,7 @@ def test_a_callback_that_raises(quick: FusedKVEngine, kind: Any) -> None:
 
 def test_a_stream_that_nobody_reads(quick: FusedKVEngine) -> None:
     stream = quick.stream(PROMPT, max_tokens=6)
-    assert quick.requests.buffers._kept is None
+    assert quick.requests.context.pool._kept is None
     stream.close()
     assert left_over(quick) == []
 

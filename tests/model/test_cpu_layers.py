@@ -14,17 +14,18 @@ from corpus import SHORT, rag_prompt
 from models import ARCHITECTURES, smollm2_tokenizer, tiny_model
 from torch.nn.functional import linear
 
-from fused_kv_kernels import RowPlan, few_row_linears, few_row_mlp, why_not_native
+from fused_kv_kernels import few_row_linears, few_row_mlp, why_not_native
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.errors import ConfigError
-from fused_kv_llm.model import BufferPool, FusedCache, RowPass, cpu_layers, forward_rows, load_model
+from fused_kv_llm.model import CachePool, ForwardPass, FusedCache, cpu_layers, forward_rows, load_model
 from fused_kv_llm.model.cpu_layers import attach_cpu_layers
 from fused_kv_llm.model.cpu_linear import _has_avx512_that_mkl_ignores, linear_in_onednn
 from fused_kv_llm.model.fast_forward import own_parts
-from fused_kv_llm.model.fused_forward import fused_forward
 from fused_kv_llm.model.last_row import attach_last_row
+from fused_kv_llm.model.pass_context import running
 
 IDS = torch.arange(3, 43)[None]
+PASS = ForwardPass(torch.arange(5), 5)
 
 
 def modules_with_own_forward(model: Any) -> list[str]:
@@ -70,7 +71,7 @@ def test_linear_layers_in_float32_take_the_faster_way(faster: bool, monkeypatch:
     with torch.inference_mode():
         want = mlp(x)
         assert calls == []
-        with fused_forward():
+        with running(PASS):
             torch.testing.assert_close(mlp(x), want, atol=1e-6, rtol=1e-5)
             assert len(calls) == 3 * faster
             mlp.double()
@@ -94,7 +95,7 @@ def test_linear_layers_in_bfloat16_take_the_native_way_for_few_rows(monkeypatch:
     with torch.inference_mode():
         want = mlp(x)
         assert calls == []
-        with fused_forward():
+        with running(PASS):
             torch.testing.assert_close(mlp(x), want, atol=2e-2, rtol=2e-2)
             assert calls == [2, 1]
             seen: list[int] = []
@@ -208,10 +209,10 @@ def test_what_is_kept_of_a_layer_does_not_outlive_a_change(change: Callable[[Any
 
     def logits(of: Any) -> torch.Tensor:
         loaded = load_model(of, tokenizer=smollm2_tokenizer())
-        cache = FusedCache(loaded.geometry, 20, BufferPool(torch.bfloat16, torch.device("cpu")))
-        cache.rows, cache.visible = torch.arange(20), 20
+        cache = FusedCache(loaded.geometry, 20, CachePool(torch.bfloat16, torch.device("cpu")))
+        rows = torch.arange(20)
         with torch.inference_mode():
-            return forward_rows(loaded, IDS[:, :20], cache.rows, cache, RowPass(RowPlan(cache.rows, 20)), keep=0)
+            return forward_rows(loaded, IDS[:, :20], rows, cache, ForwardPass(rows, 20))
 
     first = logits(model)
     layer = model.get_decoder().layers[0]
@@ -229,7 +230,7 @@ def test_a_gate_that_is_exchanged_or_hooked_later_is_used(architecture: str) -> 
     attach_cpu_layers(model)
     mlp, x, seen = model.get_decoder().layers[0].mlp, torch.randn(1, 5, 48).bfloat16(), []
     name = "act_fn" if hasattr(mlp, "act_fn") else "activation_fn"
-    with torch.inference_mode(), fused_forward():
+    with torch.inference_mode(), running(PASS):
         silu = mlp(x)
         handle = getattr(mlp, name).register_forward_hook(lambda *_: seen.append(1))
         torch.testing.assert_close(mlp(x), silu, atol=2e-2, rtol=2e-2)
@@ -320,7 +321,7 @@ def test_the_last_row_alone_gives_the_same_logits(architecture: str) -> None:
     attach_last_row(model)
     with torch.inference_mode():
         want = model(IDS, logits_to_keep=1).logits
-        with fused_forward(last_row_only=True):
+        with running(ForwardPass(torch.arange(40), 40, final_layer=model.config.num_hidden_layers - 1)):
             got = model(IDS, logits_to_keep=1).logits
         after = model(IDS).logits
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,25 +11,31 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from fused_kv_kernels.reference import rerotate_keys_reference, row_attention_reference
 from fused_kv_llm import FusedKVEngine
-from fused_kv_llm.model import BufferPool, FusedCache
+from fused_kv_llm.kv import ChunkSink
+from fused_kv_llm.model import CachePool, FusedCache
 from fused_kv_llm.online import Request
-from fused_kv_llm.online.loading import ChunkLoader
+from fused_kv_llm.online.request_kv import RequestKV
 
 
 def stitched_kv(engine: FusedKVEngine, request: Request) -> FusedCache:
-    """Return a cache with the header's and the chunks' stored KV in place and nothing else."""
-    pool = BufferPool(engine.loaded.dtype, engine.loaded.device)
-    cache = FusedCache(engine.loaded.geometry, request.num_tokens, pool)
-    cache.keys.zero_()
-    cache.values.zero_()
+    """Return a cache with the prefix's and the chunks' stored KV in place and nothing else."""
+    return stitched(engine, request).cache
+
+
+def stitched(engine: FusedKVEngine, request: Request) -> RequestKV:
+    """Return the same as a probe takes it; nothing is left to be filled."""
+    # Of memory of its own: the engine's is written in inference mode only.
+    pool = CachePool(engine.loaded.dtype, engine.loaded.device)
+    kv = RequestKV(replace(engine.requests.context, pool=pool), request, request.num_tokens)
     count = request.prefix_tokens
-    cache.keys[:, 0, :, :count] = engine._parts.prefix.keys[:, :, :count]
-    cache.values[:, 0, :, :count] = engine._parts.prefix.values[:, :, :count]
-    with ThreadPoolExecutor(1) as pool:
-        loader = ChunkLoader(request.placements, engine.loaded.geometry, cache, pool)
-        for layer in range(engine.loaded.geometry.num_layers):
-            loader(layer)
-    return cache
+    for part in (kv.cache.keys, kv.cache.values):
+        part[:, :, :, count:] = 0
+    num_layers, inv_freq = engine.loaded.geometry.num_layers, engine.loaded.geometry.inv_freq
+    sink = ChunkSink(request.chunks, kv.cache, inv_freq)
+    sink.receive(range(num_layers), [chunk.stored.read_stored(0, num_layers) for chunk in request.chunks])
+    for layer in range(num_layers):
+        sink.place(layer)
+    return kv
 
 
 def project(layer: Any, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:

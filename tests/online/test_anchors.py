@@ -14,9 +14,9 @@ from models import smollm2_tokenizer, tiny_model
 
 from fused_kv_kernels.reference import token_scores_reference
 from fused_kv_llm import FusedKVEngine
+from fused_kv_llm.kv import PlacedChunk
 from fused_kv_llm.online import Request
 from fused_kv_llm.online.anchors import read_anchors
-from fused_kv_llm.online.request import Placement
 from fused_kv_llm.report import FusionReport
 from fused_kv_llm.selectors import Anchors, QueryAttention, View
 from fused_kv_llm.selectors.anchors import anchor_positions, knorm_scores, side_name, sink_scores
@@ -46,12 +46,17 @@ def plan(engine: FusedKVEngine) -> Request:
 
 def stored_anchors(engine: FusedKVEngine, request: Request) -> list[int]:
     found = []
-    for placement in request.placements:
-        side = engine.store.sidecars.read(placement.stored.key, side_name(ANCHORS, LAYERS))
+    for chunk in request.chunks:
+        side = engine.store.sidecars.read(chunk.stored.key, side_name(ANCHORS, LAYERS))
         assert side is not None
-        places = side["positions"].long() - placement.segment.chunk_start + placement.segment.start
-        found += [p for p in places.tolist() if placement.segment.start <= p < placement.segment.stop]
+        places = side["positions"].long() - chunk.segment.chunk_start + chunk.segment.start
+        found += [p for p in places.tolist() if chunk.segment.start <= p < chunk.segment.stop]
     return found
+
+
+def sidecar_path(engine: FusedKVEngine, key: str, name: str) -> Path:
+    (path,) = (path for path in Path(engine.store.kv_dir).rglob(f"*{name}*") if key in str(path))
+    return path
 
 
 @torch.inference_mode()
@@ -130,14 +135,14 @@ def test_anchors_stand_side_by_side_between_the_rows_of_the_prompt(engine: Fused
     """Also of a chunk that is there twice, once in part, behind a question of some length."""
     question = "Question: which of the following passages says how many passengers there are?"
     planned = engine.requests.planner.plan(f"{question}\n\n{SHORT[1]}\n\n{SHORT[2]}\n\n{SHORT[1]}", FusionReport())
-    first, second, third = planned.placements
+    first, second, third = planned.chunks
     segment = third.segment
     cut = replace(segment, start=segment.start + 3, stop=segment.stop - 4, chunk_start=segment.chunk_start + 3)
-    placements = [first, second, Placement(cut, third.stored)]
-    request = Request(planned.ids, planned.prefix_tokens, placements)
+    chunks = [first, second, PlacedChunk(cut, third.stored)]
+    request = Request(planned.ids, planned.prefix_tokens, chunks)
     rows, _ = request.question_rows()
-    assert int(rows[0]) < request.placements[0].segment.start
-    anchors = read_anchors(request, ANCHORS, LAYERS, engine.store.sidecars, engine.loaded.geometry, FusionReport())
+    assert int(rows[0]) < request.chunks[0].segment.start
+    anchors = read_anchors(request, ANCHORS, LAYERS, engine.store.sidecars, engine.loaded.geometry)
     positions = torch.cat(anchors.positions)
     assert positions.tolist() == stored_anchors(engine, request)
     header = torch.arange(request.prefix_tokens)
@@ -158,7 +163,7 @@ def test_anchors_stand_side_by_side_between_the_rows_of_the_prompt(engine: Fused
 def test_the_probe_reads_the_side_files_only(engine: FusedKVEngine) -> None:
     engine.store.drop_memory()
     _, report = engine.prefill(rag_prompt(SHORT[:5]), recompute_ratio=0.3)
-    sides = [engine.store.sidecars.read(p.stored.key, side_name(ANCHORS, LAYERS)) for p in plan(engine).placements]
+    sides = [engine.store.sidecars.read(p.stored.key, side_name(ANCHORS, LAYERS)) for p in plan(engine).chunks]
     assert report.selection_bytes == sum(part.nbytes for side in sides for part in side.values())
     assert report.sidecar_bytes_loaded == {"anchors": report.selection_bytes}
     # 3 of 5 layers for a fifth of the tokens, and the keys of two layers.
@@ -189,13 +194,13 @@ def test_a_chunk_without_anchors_is_read_and_reported(engine: FusedKVEngine) -> 
     assert key is not None
     name = side_name(ANCHORS, LAYERS)
     before = engine.prefill(rag_prompt(SHORT[:5]), recompute_ratio=0.3)[1].selection_bytes
-    path = engine.store.sidecars._path(key, name)
+    path = sidecar_path(engine, key, name)
     side = engine.store.sidecars.read(key, name)
     path.unlink()
     _, report = engine.prefill(rag_prompt(SHORT[:5]), recompute_ratio=0.3)
     # Layers up to the deepest critical one are read, whatever of them is used.
-    (placement,) = engine.requests.planner.plan(rag_prompt([SHORT[2]]), FusionReport()).placements
-    with placement.stored as chunk:
+    (placed,) = engine.requests.planner.plan(rag_prompt([SHORT[2]]), FusionReport()).chunks
+    with placed.stored as chunk:
         whole = chunk.nbytes * (max(LAYERS) + 1) // chunk.num_layers
     assert side is not None
     assert report.selection_bytes - before == whole - sum(part.nbytes for part in side.values())
@@ -210,7 +215,7 @@ def test_a_damaged_side_file_is_a_miss(engine: FusedKVEngine) -> None:
     key = engine.chunk_id(SHORT[3])
     assert key is not None
     name = side_name(ANCHORS, LAYERS)
-    path = engine.store.sidecars._path(key, name)
+    path = sidecar_path(engine, key, name)
     whole = bytearray(path.read_bytes())
     for broken in (bytes(whole[: len(whole) // 2]), bytes(whole[:-3]) + b"\x7f\x7f\x7f"):
         path.write_bytes(broken)

@@ -15,7 +15,7 @@ from fused_kv_llm.online.probe import probe_scores
 from fused_kv_llm.report import FusionReport
 from fused_kv_llm.selectors import QueryAttention, View
 
-from .reference_fusion import finish, project, recompute_rows, stitched_kv
+from .reference_fusion import finish, project, recompute_rows, stitched, stitched_kv
 
 
 @pytest.fixture
@@ -33,7 +33,6 @@ def engine(tmp_path: Path):
         "full_reuse",
         "random",
         "boundary",
-        "prefill_h2o",
         "fusionrag",
         "prophetkv",
         "middle_layers",
@@ -62,9 +61,9 @@ def test_fused_pass_equals_plain_recomputation(engine: FusedKVEngine, selector: 
 @pytest.mark.parametrize("layers", [(2,), (0, 1, 2), (1,)])
 def test_probe_scores_equal_plain_attention(engine: FusedKVEngine, layers: tuple[int, ...], full_context: bool) -> None:
     request = engine.requests.planner.plan(rag_prompt(SHORT[:6]), FusionReport())
-    stored = stitched_kv(engine, request)
+    kv = stitched(engine, request)
     with torch.inference_mode():
-        got = probe_scores(engine.loaded, request, stored, View(layers, full_context)).mean(0)
+        got = probe_scores(engine.loaded, request, kv, View(layers, full_context)).mean(0)
         want = _plain_scores(engine, request, layers, full_context)
     torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-4)
 

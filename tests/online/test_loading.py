@@ -14,7 +14,7 @@ from corpus import SHORT, rag_prompt
 from models import smollm2_tokenizer, tiny_model
 
 from fused_kv_llm import FusedKVEngine
-from fused_kv_llm.store import StoredKV
+from fused_kv_llm.store import StoredKV, StoredLayers
 
 
 @pytest.mark.parametrize("threads", [0, 3])
@@ -83,8 +83,8 @@ def test_eight_bits_are_placed_without_a_copy_in_between(
         monkeypatch.setenv("FUSED_KV_KERNELS", "torch")
         got["torch"] = _placed_kv(engine)
         monkeypatch.undo()
-        # One chunk that says otherwise: all are dequantised first, since they are placed together.
-        monkeypatch.setattr(StoredKV, "storage", "auto")
+        # Dequantised before it is placed.
+        monkeypatch.setattr(StoredKV, "read_stored", lambda self, *layers: StoredLayers(*self.read_layers(*layers)))
         want = _placed_kv(engine)
     assert torch.equal(got["disk"], got["memory"])
     # What was dequantised to bfloat16 first is rounded before it is turned, by up to 2^-9 of the pair.

@@ -24,7 +24,7 @@ def test_groups_cover_all_layers_once_with_the_needed_ones_first(num_layers: int
     assert read[: len(first)] == sorted(first)
     assert len(groups[0]) <= 4
     assert all(len(group) <= 8 for group in groups)
-    assert [layer for group in layer_groups(num_layers, first, at_hand=True) for layer in group] == read
+    assert [layer for group in layer_groups(num_layers, first, resident=True) for layer in group] == read
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_an_error_is_of_its_group_alone(executor: ThreadPoolExecutor) -> None:
 
 
 def test_with_nothing_to_read_everything_is_there(executor: ThreadPoolExecutor) -> None:
-    ahead: ReadAhead[int] = ReadAhead(executor, layer_groups(6, at_hand=True), [])
+    ahead: ReadAhead[int] = ReadAhead(executor, layer_groups(6, resident=True), [])
     ahead.start()
     assert ahead.is_read(5)
     assert ahead.take(3) == []

@@ -43,19 +43,19 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FusedKVEngine]:
 def expected_kv(engine: FusedKVEngine, prompt: str) -> tuple[torch.Tensor, torch.Tensor]:
     request = engine.requests.planner.plan(prompt, FusionReport())
     cache, geometry = stitched_kv(engine, request), engine.loaded.geometry
-    for placement in request.placements:
-        side = engine.store.sidecars.read(placement.stored.key, CONTEXT_SHIFT)
+    for chunk in request.chunks:
+        side = engine.store.sidecars.read(chunk.stored.key, CONTEXT_SHIFT)
         assert side is not None
-        segment = placement.segment
-        weight = place_weight(segment.start - request.prefix_tokens, placement.stored.num_tokens)
-        inside = slice(segment.chunk_start, segment.chunk_start + placement.num_tokens)
+        segment = chunk.segment
+        weight = place_weight(segment.start - request.prefix_tokens, chunk.stored.num_tokens)
+        inside = slice(segment.chunk_start, segment.chunk_start + chunk.num_tokens)
         for name, target in (("keys", cache.keys), ("values", cache.values)):
             change = (side[name] * side[f"{name}_scale"])[:, :, inside] * weight
             if name == "keys":
-                turns = torch.full((placement.num_tokens,), placement.delta)
+                turns = torch.full((chunk.num_tokens,), chunk.delta)
                 change = rerotate_keys_reference(change, turns, geometry.inv_freq)
             target[:, 0, :, segment.start : segment.stop] += change
-        placement.stored.close()
+        chunk.stored.close()
     chunk = request.chunk_positions
     return cache.keys[:, 0, :, chunk], cache.values[:, 0, :, chunk]
 
@@ -86,7 +86,7 @@ def test_a_chunk_right_after_the_header_is_exact(tmp_path: Path) -> None:
         torch.testing.assert_close(reused.logits, full.logits, atol=1e-4, rtol=1e-4)
 
 
-def test_what_a_selector_sees_includes_the_side_files(engine: FusedKVEngine) -> None:
+def test_what_a_selector_sees_includes_the_sidecars(engine: FusedKVEngine) -> None:
     prompt = rag_prompt(SHORT[:4])
     sides = sum(
         tensor.nbytes

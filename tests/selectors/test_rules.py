@@ -11,8 +11,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from probes import make_probe
 
-from fused_kv_llm.errors import FusedKVError
-from fused_kv_llm.selectors import CacheCraft, EarlyView, KVDeviation, Probe, resolve_selector
+from fused_kv_llm.errors import ConfigError, FusedKVError
+from fused_kv_llm.selectors import CacheCraft, FirstLayersView, KVDeviation, Probe, resolve_selector
 from fused_kv_llm.selectors.budget import allocate, top_positions
 from fused_kv_llm.selectors.cache_craft import adjusted_overlap, context_impact, focused_chunks
 
@@ -28,10 +28,11 @@ def test_cacheblend_takes_the_highest_deviation_and_kvshare_scales_it() -> None:
 
 
 def test_narrowing_skips_the_layers_that_a_model_does_not_have() -> None:
-    assert KVDeviation("x").view(30) == EarlyView(deviation=(1, 2, 3), keep=(1.5, 1.25, 1.0))
-    assert KVDeviation("x").view(2) == EarlyView(deviation=(1,), keep=(1.0,))
+    assert KVDeviation("x").view(30) == FirstLayersView(deviation=(1, 2, 3), keep=(1.5, 1.25, 1.0))
+    assert KVDeviation("x").view(2) == FirstLayersView(deviation=(1,), keep=(1.0,))
     assert KVDeviation("x").view(30).layers == (0, 1, 2, 3)
-    assert EarlyView().layers == ()
+    with pytest.raises(ConfigError, match="at least one"):
+        FirstLayersView(focus_window=3)
 
 
 def test_heavy_hitters_give_every_chunk_its_part() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, overload
 
@@ -10,7 +10,7 @@ from fused_kv_llm.chunk import chunk_text
 from fused_kv_llm.config import DEFAULT_MODEL, EngineConfig, GenerationConfig, check_ratio, check_seed
 from fused_kv_llm.decoding import Constraint
 from fused_kv_llm.offline import GivenNeighbours
-from fused_kv_llm.online import FusedPrompt, Generation, Piece, view_of
+from fused_kv_llm.online import FusedPrompt, Generation, PieceStream, Recipe, view_of
 from fused_kv_llm.prompt import ChatPrompt
 from fused_kv_llm.report import FusionReport, IngestReport
 from fused_kv_llm.selectors import Selector, resolve_selector
@@ -249,8 +249,8 @@ class FusedKVEngine:
         """
         ratio, chosen = self._chosen(recompute_ratio, selector)
         report = FusionReport() if report is None else report
-        options = {"max_tokens": max_tokens, "seed": check_seed(seed)}
-        return self.requests.prefill(prompt, ratio, chosen, report=report, **options), report
+        recipe = Recipe(chosen, ratio, check_seed(seed))
+        return self.requests.prefill(prompt, recipe, max_tokens, report), report
 
     def stream(
         self,
@@ -264,8 +264,8 @@ class FusedKVEngine:
         recompute_ratio: float | Literal["auto"] | None = None,
         selector: str | Selector | None = None,
         constraint: Constraint | None = None,
-    ) -> Generator[Piece]:
-        """Answer a prompt, token by token; closing the generator gives its memory back.
+    ) -> PieceStream:
+        """Answer a prompt, token by token; closing or dropping the stream gives its memory back.
 
         Parameters
         ----------
@@ -280,16 +280,16 @@ class FusedKVEngine:
             Called before every choice with the answer's token ids so far and the logits ``[vocabulary]``;
             returns the logits to choose from, for instance with all but the tokens of a grammar at -inf.
 
-        Yields
-        ------
-        Piece
-            The last one has the finish reason and the report.
+        Returns
+        -------
+        PieceStream
+            Of pieces, the last one with the finish reason and the report. The prompt has been prefilled.
         """
         config = GenerationConfig.create(
             max_tokens=max_tokens, temperature=temperature, top_p=top_p, stop=stop, seed=seed
         )
         ratio, chosen = self._chosen(recompute_ratio, selector)
-        return self.requests.stream(prompt, ratio, chosen, config, constraint)
+        return self.requests.stream(prompt, Recipe(chosen, ratio, config.seed or 0), config, constraint)
 
     def generate(self, prompt: str | Messages | ChatPrompt, **options: Any) -> Generation:
         """Answer a prompt; the options are those of :meth:`stream`."""

@@ -30,7 +30,7 @@ class EngineParts:
     identity : str
         Digest of everything besides its token ids on which a chunk's KV depends.
     prefix : PrefixKV
-        Exact KV of the header that the chat template puts before every prompt.
+        Exact KV of the ids that the chat template puts before every prompt.
     catalog : ChunkCatalog
         Finds the chunks of this identity by their text.
     model_lock : threading.Lock

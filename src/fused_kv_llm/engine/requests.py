@@ -1,24 +1,36 @@
 """The whole algorithm on one page: plan -> load -> select -> fuse -> generate.
 
-Everything below happens in the rooms it imports; requests of several threads are kept apart here.
+The rooms that are imported do the work; requests of several threads are kept apart here.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
 from fused_kv_llm.config import GenerationConfig
 from fused_kv_llm.decoding import Constraint
 from fused_kv_llm.errors import ChunkDamagedError
-from fused_kv_llm.model import BufferPool
-from fused_kv_llm.online import FusedPrompt, Piece, RequestPlanner, decode, fuse, layer_scores, reader_threads
+from fused_kv_llm.model import CachePool
+from fused_kv_llm.online import (
+    FusedPrompt,
+    FusionContext,
+    PieceStream,
+    Recipe,
+    RequestPlanner,
+    decode,
+    fuse,
+    layer_scores,
+    reader_threads,
+)
 from fused_kv_llm.prompt import ChatPrompt
 from fused_kv_llm.report import FusionReport, RequestSpan, stage_span
-from fused_kv_llm.selectors import Selector, View
+from fused_kv_llm.selectors import View
 from fused_kv_llm.thread_pool import ThreadPool
 
 from .corpus import EngineCorpus
@@ -41,7 +53,7 @@ class RequestRunner:
 
     def __init__(self, parts: EngineParts, corpus: EngineCorpus) -> None:
         self._loaded, self._store, self._corpus = parts.loaded, parts.store, corpus
-        self._prefix, self._model_lock = parts.prefix, parts.model_lock
+        self._model_lock = parts.model_lock
         self.planner = RequestPlanner(
             parts.renderer,
             parts.store,
@@ -52,23 +64,17 @@ class RequestRunner:
             parts.loaded.model_id,
             lambda text: corpus.expect([text]),
         )
-        self.buffers = BufferPool(parts.loaded.dtype, parts.loaded.device)
-        self._context_length = parts.context_length
         threads = reader_threads(parts.loaded.device)
         self._readers = ThreadPool(threads, "fused-kv-read") if threads else None
+        pool = CachePool(parts.loaded.dtype, parts.loaded.device)
+        self.context = FusionContext(parts.loaded, parts.prefix, pool, parts.store.sidecars, self._readers)
+        self._context_length = parts.context_length
 
     def prefill(
-        self,
-        prompt: str | Messages | ChatPrompt,
-        ratio: float,
-        selector: Selector,
-        *,
-        max_tokens: int,
-        seed: int,
-        report: FusionReport,
+        self, prompt: str | Messages | ChatPrompt, recipe: Recipe, max_tokens: int, report: FusionReport
     ) -> FusedPrompt:
         """Do everything up to the first token's logits."""
-        report.recompute_ratio, report.selector = ratio, selector.name
+        report.recompute_ratio, report.selector = recipe.ratio, recipe.selector.name
         while True:
             started = time.perf_counter()
             with stage_span("align"):
@@ -76,69 +82,43 @@ class RequestRunner:
             report.seconds["align"] = report.seconds.get("align", 0.0) + time.perf_counter() - started
             capacity = min(request.num_tokens + max_tokens, self._context_length)
             try:
-                readers = None if self._readers is None else self._readers.executor()
-                with self._model_lock:
-                    return fuse(
-                        self._loaded, request, self._prefix, selector, ratio, readers, self.buffers, report,
-                        capacity=capacity, sides=self._store.sidecars, seed=seed,
-                    )  # fmt: skip
+                with request, self._model_lock:
+                    return fuse(self.context, request, recipe, capacity, report)
             except ChunkDamagedError as error:
                 # Planned again without the damaged chunk, which is computed as fresh text then.
                 self._corpus.expect(row.text for row in self._store.rows([error.key]).values())
                 self._store.discard(error.key, error.reason)
                 report.chunks_missed += 1
                 report.warnings.append(str(error))
-            finally:
-                for placement in request.placements:
-                    placement.stored.close()
 
     def stream(
         self,
         prompt: str | Messages | ChatPrompt,
-        ratio: float,
-        selector: Selector,
+        recipe: Recipe,
         config: GenerationConfig,
         constraint: Constraint | None,
-    ) -> Generator[Piece]:
-        """Answer a prompt, token by token; closing the generator gives its memory back."""
+    ) -> PieceStream:
+        """Answer a prompt, token by token; closing or dropping the stream gives its memory back."""
         started = time.perf_counter()
         report, span = FusionReport(), RequestSpan(self._loaded.model_id)
         try:
             with span.stage("prefill"):
-                fused = self.prefill(
-                    prompt, ratio, selector, max_tokens=config.max_tokens, seed=config.seed or 0, report=report
-                )
+                fused = self.prefill(prompt, recipe, config.max_tokens, report)
         except BaseException:
             span.end()
             raise
-        pieces = self._decode(fused, config, report, started, constraint, span)
-        # Up to its first yield, so that closing it cleans up even if no piece was ever asked for.
-        next(pieces)
-        return cast("Generator[Piece]", pieces)
-
-    def _decode(
-        self,
-        fused: FusedPrompt,
-        config: GenerationConfig,
-        report: FusionReport,
-        started: float,
-        constraint: Constraint | None,
-        span: RequestSpan,
-    ) -> Generator[Piece | None]:
-        room = fused.cache.get_max_length() - fused.cache.length
-        if room < config.max_tokens:
-            config = GenerationConfig(room, config.temperature, config.top_p, config.stop, config.seed)
+        # Last in, first out. Ingestion comes at the end: it takes turns with forwards and would delay this answer.
+        resources = ExitStack()
+        resources.callback(self._corpus.ingest_expected, fused.text)
+        resources.callback(lambda: span.end(report.to_dict()))
         decoding = span.start("decode")
-        try:
-            yield None
-            yield from decode(self._loaded, fused, config, report, started, self._model_lock, constraint)
-        finally:
-            fused.cache.release()
-            if decoding is not None:
-                decoding.end()
-            span.end(report.to_dict())
-            # Only now: ingestion takes turns with forwards and would delay this answer's tokens.
-            self._corpus.ingest_expected(fused.text)
+        if decoding is not None:
+            resources.callback(decoding.end)
+        resources.callback(fused.cache.release)
+        room = fused.cache.get_max_length() - fused.cache.length
+        config = replace(config, max_tokens=min(room, config.max_tokens))
+        pieces = decode(self._loaded, fused, config, report, started, self._model_lock, constraint)
+        return PieceStream(pieces, resources)
 
     def attention_by_layer(self, prompt: str | Messages, view: View) -> tuple[Tensor, Tensor]:
         """Score a prompt's chunk tokens by the question's attention, layer by layer, for profiling.
@@ -156,14 +136,8 @@ class RequestRunner:
         scores : Tensor
             float32 ``[len(view.layers), C]``.
         """
-        request = self.planner.plan(prompt, FusionReport())
-        try:
-            with self._model_lock:
-                scores = layer_scores(self._loaded, request, self._prefix, view, self.buffers, self._store.sidecars)
-        finally:
-            for placement in request.placements:
-                placement.stored.close()
-        return request.chunk_positions, scores
+        with self.planner.plan(prompt, FusionReport()) as request, self._model_lock:
+            return request.chunk_positions, layer_scores(self.context, request, view)
 
     def close(self) -> None:
         """Stop the threads that read ahead."""

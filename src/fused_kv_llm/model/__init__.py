@@ -2,38 +2,31 @@
 
 from __future__ import annotations
 
-from fused_kv_llm.model.attention import ATTENTION_NAME
-from fused_kv_llm.model.embedded import EMBEDDED_MODELS, embedded_model_folder
-
-from .attention import AttentionPass, no_mask
-from .buffers import BufferPool
+from .attention import ATTENTION_NAME, no_mask
 from .cache import BatchCache, FusedCache
-from .forward import (
-    KVPass,
-    PrefixKV,
-    RowPass,
-    StopForwardError,
-    compute_prefix,
-    forward_kv,
-    forward_rows,
-)
+from .cache_pool import CachePool
+from .embedded import EMBEDDED_MODELS, embedded_model_folder
+from .forward import PrefixKV, compute_prefix, forward_kv, forward_rows
 from .geometry import Geometry, read_geometry
 from .loading import LoadedModel, choose_device, choose_dtype, load_model
+from .narrowing import NarrowingPass
 from .packed import PackedChunk, prefill_packed
+from .pass_context import ForwardPass, KVPass, LayerFiller, StopForwardError
 
 __all__ = [
     "ATTENTION_NAME",
     "EMBEDDED_MODELS",
-    "AttentionPass",
     "BatchCache",
-    "BufferPool",
+    "CachePool",
+    "ForwardPass",
     "FusedCache",
     "Geometry",
     "KVPass",
+    "LayerFiller",
     "LoadedModel",
+    "NarrowingPass",
     "PackedChunk",
     "PrefixKV",
-    "RowPass",
     "StopForwardError",
     "choose_device",
     "choose_dtype",

@@ -1,13 +1,12 @@
 """The attention seam: one attention function and one mask function, registered under one name.
 
-A fused forward passes its state as the keyword argument ``fused_pass``, which transformers hands through to
-the attention function. A forward without it, for instance a user's own ``model.generate``, takes
-transformers' SDPA path unchanged, mask included.
+Attention asks the pass that is being run (:mod:`.pass_context`). A forward outside of one, for instance a user's own
+``model.generate``, takes transformers' SDPA path unchanged, mask included.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,16 +14,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-__all__ = ["ATTENTION_NAME", "AttentionPass", "attach_attention", "no_mask"]
+from fused_kv_llm.model.pass_context import current_pass
+
+__all__ = ["ATTENTION_NAME", "attach_attention", "no_mask"]
 
 ATTENTION_NAME = "fused_kv"
-
-
-class AttentionPass(Protocol):
-    """State of one forward pass: which rows it computes and what attention does for them."""
-
-    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Return the attention output ``[B, Hq, R, D]`` of queries ``[B, Hq, R, D]``."""
 
 
 def _fused_attention(
@@ -33,15 +27,15 @@ def _fused_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    fused_pass: AttentionPass | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    if fused_pass is None:
+    forward_pass = current_pass()
+    if forward_pass is None:
         output, weights = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
         return output, weights
     scale = kwargs.get("scaling")
     scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
-    attended = fused_pass.attend(module.layer_idx, query, key, value, scale)
+    attended = forward_pass.attend(module.layer_idx, query, key, value, scale)
     return attended.transpose(1, 2).contiguous(), None
 
 

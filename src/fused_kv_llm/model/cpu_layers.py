@@ -24,6 +24,7 @@ from fused_kv_kernels import (
 )
 from fused_kv_llm.model.cpu_linear import linear_in_onednn, onednn_is_faster
 from fused_kv_llm.model.fast_forward import FastForward, has_known_gate, is_plain, own_parts
+from fused_kv_llm.model.pass_context import required_pass
 
 __all__ = ["attach_cpu_layers"]
 
@@ -78,13 +79,12 @@ def _attention(
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     past_key_values: Any,
-    fused_pass: Any,
     **_: Any,
 ) -> tuple[Tensor, None]:
     q, k, v = (part.transpose(1, 2) for part in _projected(module, hidden_states))
     q, k = (rotate_rows_(part, *position_embeddings) for part in (q, k))
     k, v = past_key_values.update(k, v, module.layer_idx)
-    attended = fused_pass.attend(module.layer_idx, q, k, v, float(module.scaling))
+    attended = required_pass().attend(module.layer_idx, q, k, v, float(module.scaling))
     return module.o_proj(attended.transpose(1, 2).flatten(2)), None
 
 
@@ -118,7 +118,7 @@ def _decoder_layer(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any
     attention, (cos, sin) = module.self_attn, kwargs["position_embeddings"]
     q, k, v = few_row_heads(hidden_states, *parts.norm, parts.heads, cos, sin, attention.head_dim, parts.head_norms)
     k, v = kwargs["past_key_values"].update(k, v, attention.layer_idx)
-    attended = kwargs["fused_pass"].attend(attention.layer_idx, q, k, v, float(attention.scaling))
+    attended = required_pass().attend(attention.layer_idx, q, k, v, float(attention.scaling))
     attended = attended.transpose(1, 2).flatten(2)
     return few_row_mlp(hidden_states, *parts.mlp_norm, *parts.mlp, (attended, parts.output))
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers.activations import ACT2FN
 
-from fused_kv_llm.model.fused_forward import in_fused_forward
+from fused_kv_llm.model.pass_context import current_pass
 
 __all__ = ["FastForward", "LayerParts", "has_known_gate", "is_ours", "is_plain", "own_parts"]
 
@@ -48,7 +48,7 @@ class FastForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
         module = self.module
-        if in_fused_forward() and not torch.is_grad_enabled() and type(module) is self.kind:
+        if current_pass() is not None and not torch.is_grad_enabled() and type(module) is self.kind:
             return self.way(module, *args, **kwargs)
         return type(module).forward(module, *args, **kwargs)
 

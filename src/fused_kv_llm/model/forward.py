@@ -9,71 +9,16 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from fused_kv_kernels import RowPlan, row_attention
 from fused_kv_llm.errors import ConfigError
-from fused_kv_llm.model.attention import ATTENTION_NAME, AttentionPass, no_mask
+from fused_kv_llm.model.attention import ATTENTION_NAME, no_mask
 from fused_kv_llm.model.cache import BatchCache
-from fused_kv_llm.model.fused_forward import fused_forward
 from fused_kv_llm.model.loading import LoadedModel
+from fused_kv_llm.model.pass_context import ForwardPass, KVPass, StopForwardError, running
 
-__all__ = [
-    "KVPass",
-    "PrefixKV",
-    "RowPass",
-    "StopForwardError",
-    "compute_prefix",
-    "forward_kv",
-    "forward_rows",
-]
+__all__ = ["PrefixKV", "compute_prefix", "forward_kv", "forward_rows"]
 
 
-class StopForwardError(Exception):
-    """Raised by an attention pass to end a forward that has brought what it was run for."""
-
-
-class RowPass:
-    """A forward pass whose rows attend by true position.
-
-    Parameters
-    ----------
-    plan : RowPlan
-        Rows and keys.
-    final_layer : int or None
-        The model's last layer when only the last row's logits are wanted: there, no other row's attention
-        output is used by anything, so it is not computed.
-    """
-
-    def __init__(self, plan: RowPlan, final_layer: int | None = None) -> None:
-        self.plan = plan
-        self.final_layer = final_layer if plan.num_rows > 1 else None
-        self.last_row = RowPlan(plan.q_positions[-1:], plan.num_keys) if self.final_layer is not None else plan
-
-    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Return the attention output ``[B, Hq, R, D]``."""
-        if layer_idx != self.final_layer:
-            return row_attention(q, k, v, self.plan, scale)
-        output = torch.zeros_like(q)
-        output[:, :, -1:] = row_attention(q[:, :, -1:], k, v, self.last_row, scale)
-        return output
-
-
-class KVPass(RowPass):
-    """A forward pass that is run for its keys and values only: it ends once the last layer's are there."""
-
-    def __init__(self, plan: RowPlan, last_layer: int) -> None:
-        super().__init__(plan)
-        self.last_layer = last_layer
-
-    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Return the attention output ``[B, Hq, R, D]``, or end the forward."""
-        if layer_idx == self.last_layer:
-            raise StopForwardError
-        return super().attend(layer_idx, q, k, v, scale)
-
-
-def _inputs(
-    loaded: LoadedModel, ids: Tensor, positions: Tensor, cache: Cache, state: AttentionPass
-) -> dict[str, object]:
+def _inputs(loaded: LoadedModel, ids: Tensor, positions: Tensor, cache: Cache) -> dict[str, object]:
     chosen = loaded.model.config._attn_implementation
     if chosen != ATTENTION_NAME:
         raise ConfigError(
@@ -86,11 +31,10 @@ def _inputs(
         "past_key_values": cache,
         "use_cache": True,
         "attention_mask": no_mask(loaded.device),
-        "fused_pass": state,
     }
 
 
-def forward_kv(loaded: LoadedModel, ids: Tensor, positions: Tensor, cache: Cache, state: AttentionPass) -> None:
+def forward_kv(loaded: LoadedModel, ids: Tensor, positions: Tensor, cache: Cache, forward_pass: ForwardPass) -> None:
     """Run the decoder, without its output head, until the pass ends it.
 
     Parameters
@@ -99,28 +43,34 @@ def forward_kv(loaded: LoadedModel, ids: Tensor, positions: Tensor, cache: Cache
     ids : Tensor
         int64 ``[B, R]``.
     positions : Tensor
-        int64 ``[R]``.
+        int64 ``[R]``: what the rows' rotation is of.
     cache : Cache
         Receives the keys and values.
-    state : AttentionPass
+    forward_pass : ForwardPass
         Raises :class:`StopForwardError` when it has what it needs.
     """
-    with fused_forward(), contextlib.suppress(StopForwardError):
-        loaded.model.get_decoder()(**_inputs(loaded, ids, positions, cache, state))
+    with running(forward_pass), contextlib.suppress(StopForwardError):
+        loaded.model.get_decoder()(**_inputs(loaded, ids, positions, cache))
 
 
 def forward_rows(
-    loaded: LoadedModel, ids: Tensor, positions: Tensor, cache: Cache, state: AttentionPass, keep: int
+    loaded: LoadedModel, ids: Tensor, positions: Tensor, cache: Cache, forward_pass: ForwardPass
 ) -> Tensor:
-    """Run the model and return the logits of the last `keep` rows.
+    """Run the model and return logits.
+
+    Parameters
+    ----------
+    loaded, ids, positions, cache, forward_pass
+        As :func:`forward_kv` takes them.
 
     Returns
     -------
     Tensor
-        float32 ``[keep, vocabulary]``; `keep` 0 means all rows.
+        float32 ``[R, vocabulary]``; of the last row only, ``[1, vocabulary]``, where the pass has a final layer.
     """
-    with fused_forward(last_row_only=keep == 1):
-        output = loaded.model(**_inputs(loaded, ids, positions, cache, state), logits_to_keep=keep)
+    keep = 0 if forward_pass.final_layer is None else 1
+    with running(forward_pass):
+        output = loaded.model(**_inputs(loaded, ids, positions, cache), logits_to_keep=keep)
     logits: Tensor = output.logits
     return logits[0].float()
 
@@ -143,7 +93,7 @@ class PrefixKV:
 
 
 def compute_prefix(loaded: LoadedModel, token_ids: tuple[int, ...]) -> PrefixKV:
-    """Prefill the prompt's fixed header once.
+    """Prefill the ids that every prompt begins with.
 
     Parameters
     ----------
@@ -162,7 +112,7 @@ def compute_prefix(loaded: LoadedModel, token_ids: tuple[int, ...]) -> PrefixKV:
     positions = torch.arange(len(token_ids), device=loaded.device)
     cache = BatchCache(empty, empty)
     with torch.inference_mode():
-        state = KVPass(RowPlan(positions, len(token_ids)), geometry.num_layers - 1)
-        forward_kv(loaded, torch.tensor([token_ids], device=loaded.device), positions, cache, state)
+        forward_pass = KVPass(positions, len(token_ids), geometry.num_layers - 1)
+        forward_kv(loaded, torch.tensor([token_ids], device=loaded.device), positions, cache, forward_pass)
         keys, values = cache.chunk(0, len(token_ids))
     return PrefixKV(token_ids, keys, values)

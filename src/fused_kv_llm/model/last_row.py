@@ -1,8 +1,8 @@
 """The last layer for the last row only.
 
-When a pass wants the next token's logits and nothing else, only the last row of the last layer is read: there, the
-projections behind attention and the MLP are computed for that row alone. Their result is added to the residual of all
-rows; what the others become, nobody looks at.
+When a pass wants the next token's logits and nothing else, only the last row of the last layer is read. So the output
+projection of attention and the MLP are computed for that row alone there. Their result is added to the residual of all
+rows; what becomes of the others does not matter.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fused_kv_llm.model.fused_forward import wants_last_row_only
+from fused_kv_llm.model.pass_context import current_pass
 
 __all__ = ["attach_last_row"]
 
@@ -31,4 +31,7 @@ def attach_last_row(model: Any) -> None:
 
 
 def _last_row(module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-    return (inputs[0][:, -1:], *inputs[1:]) if wants_last_row_only() else None
+    forward_pass = current_pass()
+    if forward_pass is None or forward_pass.final_layer is None:
+        return None
+    return (inputs[0][:, -1:], *inputs[1:])

@@ -15,6 +15,7 @@ from fused_kv_llm.model.cpu_layers import attach_cpu_layers
 from fused_kv_llm.model.fingerprint import fingerprint_files, fingerprint_tokenizer
 from fused_kv_llm.model.geometry import Geometry, read_geometry
 from fused_kv_llm.model.last_row import attach_last_row
+from fused_kv_llm.model.narrowing import attach_narrowing
 from fused_kv_llm.model.pretrained import cached_folder, locate, read_model, read_tokenizer
 
 __all__ = ["LoadedModel", "choose_device", "choose_dtype", "has_native_bfloat16", "load_model"]
@@ -169,6 +170,7 @@ def load_model(
     network.eval()
     attach_attention(network)
     attach_last_row(network)
+    attach_narrowing(network)
     if chosen_device.type == "cpu":
         attach_cpu_layers(network)
     return LoadedModel(

@@ -1,4 +1,4 @@
-"""Packed prefill: several chunks in one forward, each after a context of its own whose KV is at hand.
+"""Packed prefill: several chunks in one forward, each after a context of its own whose KV is in memory.
 
 The chunks' tokens stand one after another in a single row, so that no padding is computed; attention goes chunk by
 chunk, over the context's KV moved to its place and the chunk's own.
@@ -15,9 +15,10 @@ from torch import Tensor
 from fused_kv_kernels import ChunkStack, RowPlan, rerotate_keys, rotation_tables, row_attention
 from fused_kv_llm.chunk import ChunkKV
 from fused_kv_llm.model.cache import BatchCache
-from fused_kv_llm.model.forward import PrefixKV, StopForwardError, forward_kv
+from fused_kv_llm.model.forward import PrefixKV, forward_kv
 from fused_kv_llm.model.geometry import Geometry
 from fused_kv_llm.model.loading import LoadedModel
+from fused_kv_llm.model.pass_context import KVPass, StopForwardError
 
 __all__ = ["PackedChunk", "prefill_packed"]
 
@@ -31,7 +32,7 @@ class PackedChunk:
     token_ids : tuple of int
         ``T`` ids.
     context : tuple of ChunkKV
-        KV that stands between the header and the chunk, in order; each is moved to its place there.
+        KV that stands between the prefix and the chunk, in order; each is moved to its place there.
     """
 
     token_ids: tuple[int, ...]
@@ -39,19 +40,20 @@ class PackedChunk:
 
     @property
     def num_context_tokens(self) -> int:
-        """Tokens between the header and the chunk."""
+        """Tokens between the prefix and the chunk."""
         return sum(len(kv.token_ids) for kv in self.context)
 
 
-class _PackedPass:
-    """Attention of a packed forward: in one buffer, for each chunk in turn, the header, its context and itself."""
+class _PackedPass(KVPass):
+    """A packed forward: attention goes chunk by chunk, over the prefix, the chunk's context and the chunk itself."""
 
     def __init__(self, chunks: Sequence[PackedChunk], prefix: PrefixKV, geometry: Geometry, dtype: torch.dtype) -> None:
         device, before = prefix.keys.device, len(prefix.token_ids)
+        rows = sum(len(chunk.token_ids) for chunk in chunks)
+        super().__init__(torch.arange(rows, device=device), rows, geometry.num_layers - 1)
         self.prefix = prefix
-        self.last_layer = geometry.num_layers - 1
         self.spans: list[slice] = []
-        self.seen: list[slice] = []
+        self.stretches: list[slice] = []
         self.plans: list[RowPlan] = []
         starts: list[int] = []
         deltas: list[int] = []
@@ -65,7 +67,7 @@ class _PackedPass:
                 at += len(kv.token_ids)
             self.spans.append(slice(row, row + tokens))
             row, at = row + tokens, at + tokens
-            self.seen.append(slice(begin, at))
+            self.stretches.append(slice(begin, at))
             self.plans.append(RowPlan(torch.arange(at - tokens - begin, at - begin, device=device), at - begin))
         self.positions = torch.cat([plan.q_positions for plan in self.plans])
         pieces = [(kv.keys, kv.values) for chunk in chunks for kv in chunk.context]
@@ -81,27 +83,27 @@ class _PackedPass:
             raise StopForwardError
         self.stack.place(layer_idx, self.keys, self.values)
         out = torch.empty_like(q)
-        for span, seen, plan in zip(self.spans, self.seen, self.plans, strict=True):
+        for span, stretch, plan in zip(self.spans, self.stretches, self.plans, strict=True):
             for whole, before, own in ((self.keys, self.prefix.keys, k), (self.values, self.prefix.values, v)):
-                whole[:, seen.start : seen.start + before.shape[2]] = before[layer_idx]
-                whole[:, seen.stop - plan.num_rows : seen.stop] = own[0, :, span]
-            keys, values = self.keys[None, :, seen], self.values[None, :, seen]
+                whole[:, stretch.start : stretch.start + before.shape[2]] = before[layer_idx]
+                whole[:, stretch.stop - plan.num_rows : stretch.stop] = own[0, :, span]
+            keys, values = self.keys[None, :, stretch], self.values[None, :, stretch]
             out[:, :, span] = row_attention(q[:, :, span], keys, values, plan, scale)
         return out
 
 
 def prefill_packed(loaded: LoadedModel, chunks: Sequence[PackedChunk], prefix: PrefixKV) -> list[ChunkKV]:
-    """Compute the KV of chunks that each follow the header and a context of their own.
+    """Compute the KV of chunks that each follow the prefix and a context of their own.
 
     FusionRAG section 3.1, equation 10: the context's KV is taken as it is, the chunk attends to it. The keys
-    are moved back to the position right after the header, where every stored chunk stands.
+    are moved back to the position right after the prefix, where every stored chunk stands.
 
     Parameters
     ----------
     loaded : LoadedModel
     chunks : sequence of PackedChunk
     prefix : PrefixKV
-        The header's KV, ``P`` tokens.
+        The prefix's KV, ``P`` tokens.
 
     Returns
     -------

@@ -13,8 +13,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from fused_kv_kernels import RowPlan, row_attention
-from fused_kv_llm.model import BufferPool, FusedCache, LoadedModel, PrefixKV, StopForwardError, forward_kv
+from fused_kv_llm.model import CachePool, ForwardPass, FusedCache, LoadedModel, PrefixKV, StopForwardError, forward_kv
 from fused_kv_llm.selectors import Anchors, anchor_positions, knorm_scores, side_name, sink_scores
 from fused_kv_llm.store import KVStore, StoredKV
 
@@ -26,11 +25,11 @@ _REPEAT = "\n\nRepeat the previous context exactly.\n\n"
 
 
 def kvzip_scores(
-    loaded: LoadedModel, prefix: PrefixKV, stored: StoredKV, repeat_ids: Sequence[int], pool: BufferPool
+    loaded: LoadedModel, prefix: PrefixKV, stored: StoredKV, repeat_ids: Sequence[int], pool: CachePool
 ) -> Tensor:
     """Rank tokens by how much the model needs them to repeat the chunk (KVzip, Kim et al. 2025).
 
-    After the header and the chunk's stored KV stands a request to repeat the context and the chunk once more. A
+    After the prefix and the chunk's stored KV stands a request to repeat the context and the chunk once more. A
     token's score is the highest attention weight that it receives from any row of the repetition and any head,
     averaged over the layers.
 
@@ -38,12 +37,12 @@ def kvzip_scores(
     ----------
     loaded : LoadedModel
     prefix : PrefixKV
-        KV of the header.
+        KV of the prefix.
     stored : StoredKV
         The chunk.
     repeat_ids : sequence of int
         The request and the chunk's ids; the latter are the last ``stored.num_tokens``.
-    pool : BufferPool
+    pool : CachePool
         Where the working memory comes from.
 
     Returns
@@ -51,31 +50,32 @@ def kvzip_scores(
     Tensor
         float32 ``[tokens]``.
     """
-    header, tokens = len(prefix.token_ids), stored.num_tokens
-    count = header + tokens + len(repeat_ids)
+    start_of_chunk, tokens = len(prefix.token_ids), stored.num_tokens
+    count = start_of_chunk + tokens + len(repeat_ids)
     cache = FusedCache(loaded.geometry, count, pool)
     keys, values = (part.to(loaded.device) for part in stored.read_layers(0, stored.num_layers))
     for target, before, own in ((cache.keys, prefix.keys, keys), (cache.values, prefix.values, values)):
-        target[:, 0, :, :header] = before
-        target[:, 0, :, header : header + tokens] = own
+        target[:, 0, :, :start_of_chunk] = before
+        target[:, 0, :, start_of_chunk : start_of_chunk + tokens] = own
     # The chunk's keys carry the positions of its prefill; only distances matter, so the repetition follows them.
     start = stored.position + tokens
-    cache.rows, cache.visible = torch.arange(header + tokens, count, device=loaded.device), count
-    state = _RepeatPass(RowPlan(cache.rows, count), slice(header, header + tokens), stored.num_layers - 1)
+    rows = torch.arange(start_of_chunk + tokens, count, device=loaded.device)
+    repetition = _RepeatPass(rows, count, slice(start_of_chunk, start_of_chunk + tokens), stored.num_layers - 1)
     positions = torch.arange(start, start + len(repeat_ids), device=loaded.device)
     try:
-        forward_kv(loaded, torch.tensor([list(repeat_ids)], device=loaded.device), positions, cache, state)
+        forward_kv(loaded, torch.tensor([list(repeat_ids)], device=loaded.device), positions, cache, repetition)
     finally:
         cache.release()
-    return (state.total / stored.num_layers).cpu()
+    return (repetition.total / stored.num_layers).cpu()
 
 
-class _RepeatPass:
-    """Attention of the repetition: keeps the highest weight that each chunk token receives in a layer."""
+class _RepeatPass(ForwardPass):
+    """The forward of the repetition: keeps the highest weight that each chunk token receives in a layer."""
 
-    def __init__(self, plan: RowPlan, chunk: slice, last_layer: int) -> None:
-        self.plan, self.chunk, self.last_layer = plan, chunk, last_layer
-        self.total = torch.zeros(chunk.stop - chunk.start, device=plan.q_positions.device)
+    def __init__(self, rows: Tensor, num_keys: int, chunk: slice, last_layer: int) -> None:
+        super().__init__(rows, num_keys)
+        self.chunk, self.last_layer = chunk, last_layer
+        self.total = torch.zeros(chunk.stop - chunk.start, device=rows.device)
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Return the attention output; end the forward after the last layer."""
@@ -86,7 +86,7 @@ class _RepeatPass:
         self.total += weights[:, :, self.chunk].amax(dim=(0, 1))
         if layer_idx == self.last_layer:
             raise StopForwardError
-        return row_attention(q, k, v, self.plan, scale)
+        return super().attend(layer_idx, q, k, v, scale)
 
 
 class AnchorBuilder:
@@ -114,7 +114,7 @@ class AnchorBuilder:
         self._loaded, self._store, self._prefix, self._lock = loaded, store, prefix, lock
         self._encode = encode
         self._sides = store.sidecars
-        self._pool = BufferPool(loaded.dtype, loaded.device)
+        self._pool = CachePool(loaded.dtype, loaded.device)
 
     def run(self, keys: Iterable[str], anchors: Anchors, layers: Sequence[int], *, progress: bool = True) -> int:
         """Rank and store the anchors of these chunks, and return how many were new; resumes where it was stopped.

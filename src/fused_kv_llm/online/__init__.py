@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from fused_kv_llm.online.read_ahead import reader_threads
-from fused_kv_llm.online.selection import layer_scores, view_of
-
+from .context import FusionContext, Recipe
 from .fusion import FusedPrompt, fuse
-from .generation import FinishReason, Generation, Piece, decode
+from .generation import FinishReason, Generation, Piece, PieceStream, decode
 from .planning import RequestPlanner
-from .request import Placement, Request
+from .read_ahead import reader_threads
+from .request import Request
+from .selection import layer_scores, view_of
 
 __all__ = [
     "FinishReason",
     "FusedPrompt",
+    "FusionContext",
     "Generation",
     "Piece",
-    "Placement",
+    "PieceStream",
+    "Recipe",
     "Request",
     "RequestPlanner",
     "decode",

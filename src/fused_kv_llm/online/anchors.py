@@ -1,8 +1,7 @@
-"""What an anchor probe sees of the chunks, put into the request's cache from the sidecars alone.
+"""What an anchor probe sees of the chunks, put into the request's cache from sidecars alone.
 
-The loader writes over it later: until then, all of a cache behind the header is the probe's to use. So the keys and
-values that the question sees stand there side by side, in the order of their positions and without gaps, and nothing
-has to be gathered layer by layer.
+The chunks' KV overwrites it later. Until then the probe may use all of the cache behind the prefix: the keys and values
+that the question sees stand there side by side, ordered by position, so that nothing is gathered layer by layer.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ import torch
 from torch import Tensor
 
 from fused_kv_kernels import place_chunks, rotation_tables
+from fused_kv_llm.kv import PlacedChunk
 from fused_kv_llm.model import FusedCache, Geometry
-from fused_kv_llm.report import FusionReport
 from fused_kv_llm.selectors import Anchors, anchor_positions, side_name, sink_scores
 from fused_kv_llm.store import Sidecars
 
-from .request import Placement, Request
+from .request import Request
 
 __all__ = ["ChunkAnchors", "read_anchors"]
 
@@ -41,6 +40,12 @@ class ChunkAnchors:
         Where the chunks begin in the prompt.
     cos, sin : Tensor
         float32 ``[chunks, rotary / 2]``: how far each chunk's keys have to move.
+    bytes_read : int
+        Bytes read of sidecars, and of chunks without one.
+    bytes_of_sidecars : int
+        Bytes of the sidecars, each counted once.
+    num_missing : int
+        Chunks without a sidecar.
     """
 
     positions: list[Tensor]
@@ -49,6 +54,9 @@ class ChunkAnchors:
     starts: list[int]
     cos: Tensor
     sin: Tensor
+    bytes_read: int = 0
+    bytes_of_sidecars: int = 0
+    num_missing: int = 0
 
     def place(self, cache: FusedCache, visible: Tensor, available: Tensor, num_scored: int) -> Tensor:
         """Put the anchors into the cache and return the keys that are scored.
@@ -57,9 +65,9 @@ class ChunkAnchors:
         ----------
         cache : FusedCache
             Gets keys and values of the anchors in all layers below the deepest critical one, each at its index in
-            `visible`; what stands behind the header is lost otherwise.
+            `visible`; anything else behind the prefix is lost.
         visible, available : Tensor
-            int64, ascending prompt positions: what the question sees, and what is scored. Both contain the header.
+            int64, ascending prompt positions: what the question sees, and what is scored. Both contain the prefix.
         num_scored : int
             Layers that score.
 
@@ -71,7 +79,7 @@ class ChunkAnchors:
         _, _, heads, _, dim = cache.keys.shape
         scored = torch.empty(num_scored, heads, available.shape[0], dim, dtype=cache.keys.dtype,
                              device=cache.keys.device)  # fmt: skip
-        # Chunks come with values. Those of the scored keys are nobody's: they go where the anchors are put next.
+        # The operator wants values too; those of the scored keys go where the anchors are put next.
         unused = cache.values[:num_scored, 0].flatten(0, 1)[:, : available.shape[0]]
         self._place([(keys, keys) for keys in self.critical_keys], available, scored.flatten(0, 1), unused)
         below = max((keys.shape[0] for keys, _ in self.anchors), default=0)
@@ -80,17 +88,18 @@ class ChunkAnchors:
         return scored
 
     def _place(self, chunks: list[_Pair], order: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Place all layers at once: to an operator that knows of heads only, they are heads."""
+        """Place all layers at once, as if they were heads of one layer."""
         flat = [(chunk_keys.flatten(0, 1), chunk_values.flatten(0, 1)) for chunk_keys, chunk_values in chunks]
         starts = torch.searchsorted(order, torch.tensor(self.starts, dtype=torch.int64)).tolist()
         place_chunks(flat, starts, self.cos.to(keys.device), self.sin.to(keys.device), keys, values)
 
 
 def read_anchors(
-    request: Request, anchors: Anchors, layers: tuple[int, ...], sides: Sidecars, geometry: Geometry,
-    report: FusionReport,
-) -> ChunkAnchors:  # fmt: skip
+    request: Request, anchors: Anchors, layers: tuple[int, ...], sidecars: Sidecars, geometry: Geometry
+) -> ChunkAnchors:
     """Read what is stored of the anchors of a request's chunks.
+
+    A chunk without a sidecar has its first tokens as anchors, and its own KV is read for them.
 
     Parameters
     ----------
@@ -98,45 +107,38 @@ def read_anchors(
     anchors : Anchors
     layers : tuple of int
         The critical layers.
-    sides : Sidecars
+    sidecars : Sidecars
     geometry : Geometry
-    report : FusionReport
-        Gets the bytes read, and a warning where a chunk has no sidecar: its first tokens are its anchors then,
-        and its own KV is read.
     """
-    name, missing = side_name(anchors, layers), 0
+    name, missing, bytes_read = side_name(anchors, layers), 0, 0
     found: list[dict[str, Tensor]] = []
     loaded: dict[str, int] = {}
-    for placement in request.placements:
-        side = sides.read(placement.stored.key, name)
+    for chunk in request.chunks:
+        side = sidecars.read(chunk.stored.key, name)
         if side is None:
             missing += 1
-            side, nbytes = _from_the_chunk(placement, anchors, layers)
+            side, nbytes = _from_the_chunk(chunk, anchors, layers)
         else:
-            nbytes = loaded[placement.stored.key] = sum(part.nbytes for part in side.values())
-        report.selection_bytes += nbytes
-        found.append(_in_the_prompt(side, placement))
-    if loaded:
-        report.sidecar_bytes_loaded["anchors"] = sum(loaded.values())
-    if missing:
-        report.warnings.append(
-            f"{missing} chunks have no stored anchors for {name}: their KV was read instead. "
-            "FusedKVEngine.build_anchors() stores them."
-        )
-    deltas = torch.tensor([placement.delta for placement in request.placements], dtype=torch.int64)
+            nbytes = loaded[chunk.stored.key] = sum(part.nbytes for part in side.values())
+        bytes_read += nbytes
+        found.append(_in_the_prompt(side, chunk))
+    deltas = torch.tensor([chunk.delta for chunk in request.chunks], dtype=torch.int64)
     return ChunkAnchors(
         [side["positions"] for side in found],
         [(side["keys"], side["values"]) for side in found],
         [side["critical_keys"] for side in found],
-        [placement.segment.start for placement in request.placements],
+        [chunk.segment.start for chunk in request.chunks],
         *rotation_tables(deltas, geometry.inv_freq),
+        bytes_read,
+        sum(loaded.values()),
+        missing,
     )
 
 
-def _from_the_chunk(placement: Placement, anchors: Anchors, layers: tuple[int, ...]) -> tuple[dict[str, Tensor], int]:
+def _from_the_chunk(chunk: PlacedChunk, anchors: Anchors, layers: tuple[int, ...]) -> tuple[dict[str, Tensor], int]:
     """Return what the sidecar would have, and the bytes that were read for it."""
-    chosen = anchor_positions(sink_scores(placement.stored.num_tokens), anchors.ratio)
-    keys, values = placement.stored.read_layers(0, max(layers) + 1)
+    chosen = anchor_positions(sink_scores(chunk.stored.num_tokens), anchors.ratio)
+    keys, values = chunk.stored.read_layers(0, max(layers) + 1)
     side = {
         "positions": chosen,
         "keys": keys[: max(layers), :, chosen],
@@ -146,14 +148,13 @@ def _from_the_chunk(placement: Placement, anchors: Anchors, layers: tuple[int, .
     return side, keys.nbytes + values.nbytes
 
 
-def _in_the_prompt(side: dict[str, Tensor], placement: Placement) -> dict[str, Tensor]:
+def _in_the_prompt(side: dict[str, Tensor], chunk: PlacedChunk) -> dict[str, Tensor]:
     """Return what of a sidecar stands in the prompt, at the anchors' positions there."""
-    segment, count = placement.segment, placement.num_tokens
+    segment, count = chunk.segment, chunk.num_tokens
     positions = side["positions"].long() - segment.chunk_start
-    if count < placement.stored.num_tokens:
-        inside = (positions >= 0) & (positions < count)
-        span = slice(segment.chunk_start, segment.chunk_start + count)
-        cut = {"keys": side["keys"][:, :, inside], "values": side["values"][:, :, inside]}
-        side = {**cut, "critical_keys": side["critical_keys"][:, :, span]}
-        positions = positions[inside]
+    if count < chunk.stored.num_tokens:
+        kept = (positions >= 0) & (positions < count)
+        cut = {"keys": side["keys"][:, :, kept], "values": side["values"][:, :, kept]}
+        side = {**cut, "critical_keys": side["critical_keys"][:, :, chunk.inside]}
+        positions = positions[kept]
     return {**side, "positions": positions + segment.start}

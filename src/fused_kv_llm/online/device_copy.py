@@ -1,69 +1,79 @@
 """Copying ahead on a GPU: chunk KV travels on a stream of its own while the model computes on another.
 
-The memory of the chunks is pinned (:mod:`fused_kv_llm.store.read.buffers`), so that copies run beside the computation.
-Each layer has an event: the computation waits for the layer that it needs, and for nothing else.
+The chunks' memory in the store is pinned, so that copies run beside the computation. Each layer has an event: the
+computation waits for the layer that it needs, and for nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from concurrent.futures import Executor
 
 import torch
 
-__all__ = ["CopyStream", "copy_stream"]
+from fused_kv_llm.kv import ChunkSink, PlacedChunk
+
+from .chunk_feed import ChunkFeed
+
+__all__ = ["DeviceChunkFeed"]
+
+_LAYERS_AHEAD = 2
 
 
-class CopyStream:
-    """Places layers of one request's cache on a side stream of its device.
+class DeviceChunkFeed(ChunkFeed):
+    """A chunk feed that copies on a side stream, some layers ahead of the one that is due.
 
     Parameters
     ----------
+    chunks, sink, groups, executor
+        As :class:`.ChunkFeed` takes them.
     device : torch.device
         A CUDA device.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[PlacedChunk],
+        sink: ChunkSink,
+        groups: Sequence[range],
+        executor: Executor | None,
+        device: torch.device,
+    ) -> None:
+        super().__init__(chunks, sink, groups, executor)
         self._device = device
+        self._coming = [layer for group in groups for layer in group]
+        self._queued: dict[int, torch.cuda.Event] = {}
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._placed: dict[int, torch.cuda.Event] = {}
-        # The cache's memory may still be read by what the last request had computed from it.
-        self._follow()
+        # What the last request computed may still read the cache's memory.
+        self._stream.wait_stream(torch.cuda.current_stream(device))
 
-    def _follow(self) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+    def fill(self, layer_idx: int) -> None:
+        """Let the computation wait for one layer's chunk KV, and queue the copies of the next layers.
 
-    def is_placed(self, layer_idx: int) -> bool:
-        """Whether a layer's KV is there, or on its way, and nobody has waited for it."""
-        return layer_idx in self._placed
+        The calling thread waits for reads from disk only, never for a copy.
 
-    def place(self, layer_idx: int, place: Callable[[int], None], again: bool = False) -> None:
-        """Queue what puts a layer in place.
-
-        Parameters
-        ----------
-        layer_idx : int
-        place : callable
-            Queues copies and kernels on the current stream.
-        again : bool
-            Whether the layer has been used before: then what was computed so far is waited for.
+        Raises
+        ------
+        ChunkDamagedError
+            If a chunk's file turns out to be damaged.
         """
-        if again:
-            self._follow()
+        if layer_idx in self._coming:
+            self._queue(layer_idx)
+        if layer_idx not in self._queued:
+            return
+        torch.cuda.current_stream(self._device).wait_event(self._queued.pop(layer_idx))
+        while len(self._queued) < _LAYERS_AHEAD and self._coming and self._ahead.is_read(self._coming[0]):
+            self._queue(self._coming[0])
+
+    def _queue(self, layer_idx: int) -> None:
         with torch.cuda.stream(self._stream):
-            place(layer_idx)
+            super().fill(layer_idx)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
-        self._placed[layer_idx] = event
+        self._queued[layer_idx] = event
+        self._coming.remove(layer_idx)
 
-    def wait(self, layer_idx: int) -> None:
-        """Let the computation go on once a placed layer is there; the calling thread does not wait."""
-        torch.cuda.current_stream(self._device).wait_event(self._placed.pop(layer_idx))
-
-    def finish(self) -> None:
-        """Let the computation go on once all that was queued is done, so that memory can be used for other things."""
+    def close(self) -> None:
+        """Drop what has not begun; the computation goes on once all copies are done, so that memory can be reused."""
+        super().close()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
-
-
-def copy_stream(device: torch.device) -> CopyStream | None:
-    """Return a request's copy stream; None on devices without streams."""
-    return CopyStream(device) if device.type == "cuda" else None

@@ -5,33 +5,24 @@ load -> probe -> select -> recompute the selected and the fresh tokens by true p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import Executor
-from contextlib import ExitStack, contextmanager
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fused_kv_kernels import RowPlan
-from fused_kv_llm.model import (
-    BufferPool,
-    FusedCache,
-    LoadedModel,
-    PrefixKV,
-    RowPass,
-    forward_rows,
-)
+from fused_kv_llm.kv import PlacedChunk
+from fused_kv_llm.model import ForwardPass, FusedCache, LoadedModel, forward_rows
 from fused_kv_llm.report import FusionReport, PromptTrace
-from fused_kv_llm.selectors import EarlyView, Selector, TransferringSelector, View, budget_tokens
-from fused_kv_llm.store import Sidecars
+from fused_kv_llm.selectors import FirstLayersView, Selector, TransferringSelector, View, budget_tokens
 
-from .focus import FocusPass
-from .loading import ChunkLoader
-from .request import Placement, Request
-from .selection import select, start_cache, timed, view_of
-from .shifting import ContextShift
-from .transfer import DeviationTransfer
+from .context import FusionContext, Recipe
+from .first_layers import FirstLayersPass
+from .request import Request
+from .request_kv import RequestKV
+from .selection import describe_chunks, select, timed, view_of
+from .transfer import TransferPass
 
 __all__ = ["FusedPrompt", "fuse"]
 
@@ -74,50 +65,23 @@ class FusedPrompt:
         cache, count = self.cache, len(token_ids)
         positions = torch.arange(cache.length, cache.length + count, device=loaded.device)
         cache.length += count
-        cache.rows, cache.visible = positions, cache.length
         with torch.inference_mode():
             ids = torch.tensor([token_ids], device=loaded.device)
-            state = RowPass(RowPlan(positions, cache.length))
-            return forward_rows(loaded, ids, positions, cache, state, keep=0)
+            return forward_rows(loaded, ids, positions, cache, ForwardPass(positions, cache.length))
 
 
-def fuse(
-    loaded: LoadedModel,
-    request: Request,
-    prefix: PrefixKV,
-    selector: Selector,
-    ratio: float,
-    executor: Executor | None,
-    pool: BufferPool,
-    report: FusionReport,
-    *,
-    capacity: int,
-    sides: Sidecars,
-    seed: int = 0,
-) -> FusedPrompt:
-    """Build a request's KV, recomputing only what the selector picks.
+def fuse(context: FusionContext, request: Request, recipe: Recipe, capacity: int, report: FusionReport) -> FusedPrompt:
+    """Build a request's KV, recomputing only what the recipe's selector picks.
 
     Parameters
     ----------
-    loaded : LoadedModel
+    context : FusionContext
     request : Request
-    prefix : PrefixKV
-        KV of the prompt's header.
-    selector : Selector
-    ratio : float
-        Recomputed chunk tokens over reusable chunk tokens, in [0, 1].
-    executor : Executor or None
-        Threads that read from disk; without them, the system is asked to read ahead.
-    pool : BufferPool
-        Where the cache's memory comes from.
-    report : FusionReport
-        Gets token counts, bytes and the seconds of load, probe, select and fuse.
+    recipe : Recipe
     capacity : int
         Prompt tokens plus room for the answer.
-    sides : Sidecars
-        Where anchors are.
-    seed : int
-        For selectors that draw.
+    report : FusionReport
+        Gets token counts, bytes and the seconds of load, probe, select and fuse.
 
     Returns
     -------
@@ -126,97 +90,74 @@ def fuse(
     Raises
     ------
     ChunkDamagedError
-        If a chunk's file turns out to be damaged while it is read; nothing has been returned then, and the
-        request can be planned again without it.
+        If a chunk's file turns out to be damaged while it is read. Nothing has been returned then, and the request can
+        be planned again without it.
     """
-    chunk = request.chunk_positions
-    budget = budget_tokens(ratio, int(chunk.shape[0]))
-    everything = budget == chunk.shape[0]
-    view = View() if budget == 0 or everything else view_of(selector, loaded, report)
-    placements = [] if everything else request.placements
+    num_chunk_tokens = int(request.chunk_positions.shape[0])
+    budget = budget_tokens(recipe.ratio, num_chunk_tokens)
+    reuses = budget < num_chunk_tokens
+    view = view_of(recipe.selector, context.loaded, report) if budget and reuses else View()
     with torch.inference_mode():
         with timed(report, "load"):
-            cache = start_cache(loaded, request, prefix, capacity, pool)
-        try:
-            with _loading(loaded, request, placements, cache, executor, view, report, sides) as (loader, shift):
-                selected = select(loaded, request, cache, selector, view, budget, seed, report, sides)
-                report.selection_bytes += loader.bytes_filled + shift.bytes_read
+            kv = RequestKV(context, request, capacity)
+        with kv:
+            if reuses:
+                # An anchor probe needs nothing of the chunks themselves.
+                by_anchors = isinstance(view, View) and view.anchors is not None
+                with timed(report, "load"):
+                    kv.feed(() if by_anchors else view.layers, shifts_at_once=not by_anchors)
+            if isinstance(view, FirstLayersView):
+                selected, logits = _select_on_the_way(context, request, kv, recipe, view, report)
+            else:
+                selected = select(context, request, kv, recipe, view, report)
+                report.selection_bytes += kv.bytes_read
                 with timed(report, "fuse"):
-                    window = view.focus_window if isinstance(view, EarlyView) else 0
-                    strength = selector.transfer if isinstance(selector, TransferringSelector) else 0.0
-                    logits = _recompute(loaded, request, cache, selected, window, strength, shift)
-        except BaseException:
-            cache.release()
-            raise
+                    logits = _recompute(context.loaded, request, kv, selected, recipe.selector)
+    kv.cache.length = request.num_tokens
     _count(report, request, selected)
-    report.bytes_loaded = _bytes_by_tier(placements)
-    if shift.bytes_loaded:
-        report.sidecar_bytes_loaded["context_shift"] = shift.bytes_loaded
-    return FusedPrompt(cache, logits, selected, request.text)
+    if reuses:
+        report.bytes_loaded = _bytes_by_tier(request.chunks)
+    if kv.shifts is not None and kv.shifts.bytes_loaded:
+        report.sidecar_bytes_loaded["context_shift"] = kv.shifts.bytes_loaded
+    return FusedPrompt(kv.cache, logits, selected, request.text)
 
 
-@contextmanager
-def _loading(
-    loaded: LoadedModel,
-    request: Request,
-    placements: list[Placement],
-    cache: FusedCache,
-    executor: Executor | None,
-    view: View | EarlyView,
+def _recompute(loaded: LoadedModel, request: Request, kv: RequestKV, selected: Tensor, selector: Selector) -> Tensor:
+    """Compute the selected and the fresh tokens; return the last one's logits."""
+    strength = selector.transfer if isinstance(selector, TransferringSelector) else 0.0
+    rows, geometry = request.rows(selected).to(loaded.device), loaded.geometry
+    if strength and 0 < selected.shape[0] < request.chunk_positions.shape[0]:
+        fused_pass: ForwardPass = TransferPass(request, selected, kv, geometry, strength)
+    else:
+        fused_pass = ForwardPass(rows, request.num_tokens, kv.fillers, geometry.num_layers - 1)
+    return _run(loaded, request, kv, fused_pass)
+
+
+def _select_on_the_way(
+    context: FusionContext, request: Request, kv: RequestKV, recipe: Recipe, view: FirstLayersView,
     report: FusionReport,
-    sides: Sidecars,
-) -> Iterator[tuple[ChunkLoader, ContextShift]]:
-    # Of the chunks themselves an anchor probe needs nothing.
-    by_anchors = isinstance(view, View) and view.anchors is not None
-    first = () if by_anchors else view.layers
-    with ExitStack() as stack:
-        with timed(report, "load"):
-            shift = ContextShift(placements, request.prefix_tokens, cache, loaded.geometry, sides, executor, first)
-            stack.callback(shift.close)
-            if not by_anchors:
-                shift.start()
-            loader = ChunkLoader(placements, loaded.geometry, cache, executor, first)
-            stack.callback(loader.cancel)
-
-        def fill(layer_idx: int) -> None:
-            loader(layer_idx)
-            shift(layer_idx)
-
-        cache.filler = fill
-        try:
-            yield loader, shift
-        finally:
-            cache.filler = None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Select by the first layers of the fused pass itself; return the selected positions and the last logits."""
+    probe = describe_chunks(request, recipe.seed)
+    budget = budget_tokens(recipe.ratio, probe.positions.shape[0])
+    fused_pass = FirstLayersPass(request, kv, view, recipe.selector, probe, budget)
+    started_s = time.perf_counter()
+    with timed(report, "fuse"):
+        logits = _run(context.loaded, request, kv, fused_pass)
+    report.seconds["probe"] = fused_pass.selected_at_s - started_s
+    report.seconds["fuse"] -= report.seconds["probe"]
+    report.selection_bytes += fused_pass.selection_bytes
+    return fused_pass.selected, logits
 
 
-def _recompute(
-    loaded: LoadedModel,
-    request: Request,
-    cache: FusedCache,
-    selected: Tensor,
-    focus_window: int,
-    strength: float,
-    shift: ContextShift,
-) -> Tensor:
-    count, rows = request.num_tokens, request.rows(selected)
-    cache.rows, cache.visible, cache.length = rows.to(loaded.device), count, count
-    ids = torch.tensor(request.ids)[rows][None].to(loaded.device)
-    plan = RowPlan(cache.rows, count)
-    state: RowPass = RowPass(plan, loaded.geometry.num_layers - 1)
-    if focus_window and request.placements:
-        state = focus = FocusPass(plan, loaded.geometry.num_layers - 1, cache, request, focus_window)
-        cache.watcher = focus.watch
-    elif strength and 0 < selected.shape[0] < request.chunk_positions.shape[0]:
-        cache.watcher = DeviationTransfer(request, selected, cache, loaded.geometry, strength, shift).watch
-    try:
-        return forward_rows(loaded, ids, cache.rows, cache, state, keep=1)[0]
-    finally:
-        cache.watcher = None
+def _run(loaded: LoadedModel, request: Request, kv: RequestKV, fused_pass: ForwardPass) -> Tensor:
+    ids = torch.tensor(request.ids, device=loaded.device)[fused_pass.rows][None]
+    return forward_rows(loaded, ids, fused_pass.rows, kv.cache, fused_pass)[0]
 
 
-def _bytes_by_tier(placements: list[Placement]) -> dict[str, int]:
+def _bytes_by_tier(chunks: Sequence[PlacedChunk]) -> dict[str, int]:
     """Return the KV bytes by tier; a chunk that stands in the prompt twice is read once."""
-    distinct = {placement.stored.key: placement.stored for placement in placements}.values()
+    distinct = {chunk.stored.key: chunk.stored for chunk in chunks}.values()
     tiers = {stored.tier for stored in distinct}
     return {tier: sum(stored.nbytes for stored in distinct if stored.tier == tier) for tier in sorted(tiers)}
 
@@ -227,7 +168,7 @@ def _count(report: FusionReport, request: Request, selected: Tensor) -> None:
     report.recomputed_tokens = int(selected.shape[0])
     report.reused_tokens = int(request.chunk_positions.shape[0]) - report.recomputed_tokens
     report.fresh_tokens = int(request.fresh_positions.shape[0])
-    report.chunks_found = len(request.placements)
+    report.chunks_found = len(request.chunks)
     if request.offsets is not None:
         kind = request.kind.numpy()
         report.trace = PromptTrace(request.text, request.offsets, kind, selected.cpu().numpy())

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
+from contextlib import ExitStack
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Literal
 
 from fused_kv_llm.config import GenerationConfig
@@ -15,7 +18,7 @@ from fused_kv_llm.report import FusionReport
 
 from .fusion import FusedPrompt
 
-__all__ = ["FinishReason", "Generation", "Piece", "decode"]
+__all__ = ["FinishReason", "Generation", "Piece", "PieceStream", "decode"]
 
 FinishReason = Literal["stop", "length"]
 
@@ -62,6 +65,54 @@ class Generation:
     report: FusionReport
 
 
+class PieceStream(Generator[Piece]):
+    """An answer as it streams, and what it holds until then.
+
+    A generator frees what it holds in a ``finally`` only if it was started; a stream does so also if no piece was ever
+    asked for: when it ends, when it is closed, and when nobody refers to it any more.
+
+    Parameters
+    ----------
+    pieces : generator of Piece
+    resources : ExitStack
+        Closed at the end.
+    """
+
+    def __init__(self, pieces: Generator[Piece], resources: ExitStack) -> None:
+        self._pieces = pieces
+        self._resources = resources
+
+    def send(self, value: None) -> Piece:
+        """Return the next piece; the same as ``next``."""
+        try:
+            return self._pieces.send(value)
+        except BaseException:
+            self._end()
+            raise
+
+    def throw(
+        self,
+        kind: type[BaseException] | BaseException,
+        error: BaseException | object = None,
+        trace: TracebackType | None = None,
+        /,
+    ) -> Piece:
+        """Raise an error where the answer stands, which ends it."""
+        try:
+            return self._pieces.throw(kind if isinstance(kind, BaseException) else kind())
+        finally:
+            self._end()
+
+    def __del__(self) -> None:
+        """Close the stream."""
+        self.close()
+
+    def _end(self) -> None:
+        # Nobody can interrupt a thread that is in the middle of a piece: the stream goes on then.
+        if inspect.getgeneratorstate(self._pieces) != inspect.GEN_RUNNING:
+            self._resources.close()
+
+
 def decode(
     loaded: LoadedModel,
     prompt: FusedPrompt,
@@ -70,7 +121,7 @@ def decode(
     started_s: float,
     lock: threading.Lock,
     constraint: Constraint | None = None,
-) -> Iterator[Piece]:
+) -> Generator[Piece]:
     """Generate token by token.
 
     Parameters

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from itertools import takewhile
 from typing import Any
 
 from fused_kv_llm.catalog import ChunkCatalog
 from fused_kv_llm.errors import PromptError, PromptTooLongError
+from fused_kv_llm.kv import PlacedChunk
 from fused_kv_llm.prompt import ChatPrompt, PromptRenderer, plan_prompt
 from fused_kv_llm.report import FusionReport
 from fused_kv_llm.store import KVStore, StoredKV
 
-from .request import Placement, Request
+from .request import Request
 
 __all__ = ["RequestPlanner"]
 
@@ -29,7 +31,7 @@ class RequestPlanner:
     identity : str
         Only KV of this identity is used.
     prefix_ids : sequence of int
-        The header's ids whose exact KV is at hand.
+        The ids that every prompt begins with, whose exact KV is in memory.
     catalog : ChunkCatalog
         Finds the store's chunks in a text.
     context_length : int
@@ -72,7 +74,7 @@ class RequestPlanner:
         Returns
         -------
         Request
-            Its chunks are open; close them when the request has been fused.
+            It owns the chunks that were opened: use it as a context manager.
 
         Raises
         ------
@@ -89,28 +91,25 @@ class RequestPlanner:
                 f"The prompt has {len(ids)} tokens, but {self._model_id!r} takes {self._context_length} with its "
                 "answer. Retrieve fewer or shorter chunks."
             )
-        # Attention is causal, so any leading part of the header's KV is exact by itself.
+        # Attention is causal, so any leading part of the prefix's KV is exact by itself.
         same = takewhile(lambda pair: pair[0] == pair[1], zip(ids, self._prefix_ids, strict=False))
         prefix_tokens = len(list(same))
         matches, rows = self._catalog.find(rendered.text)
         plan = plan_prompt(encoded, matches, {key: row.token_ids for key, row in rows.items()}, _MIN_REUSED_TOKENS)
-        placements: list[Placement] = []
-        try:
+        chunks: list[PlacedChunk] = []
+        with ExitStack() as opened:
             for segment in plan.segments:
                 if segment.key is None or segment.start < prefix_tokens:
                     continue
                 stored = self._open(segment.key, rows[segment.key].token_ids)
                 if stored is not None:
-                    placements.append(Placement(segment, stored))
+                    chunks.append(PlacedChunk(segment, opened.enter_context(stored)))
                     continue
                 report.chunks_missed += 1
                 report.warnings.append(f"chunk {segment.key[:16]} could not be read and was computed instead")
                 self._on_missing(rows[segment.key].text)
-        except BaseException:
-            for placement in placements:
-                placement.stored.close()
-            raise
-        return Request(ids, prefix_tokens, placements, rendered.text, encoded.offsets)
+            opened.pop_all()
+        return Request(ids, prefix_tokens, chunks, rendered.text, encoded.offsets)
 
     def _open(self, key: str, token_ids: Sequence[int]) -> StoredKV | None:
         stored = self._store.open(key, token_ids)

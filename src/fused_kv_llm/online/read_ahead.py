@@ -38,28 +38,28 @@ def reader_threads(device: torch.device) -> int:
     return min(_MOST_THREADS, max(0, available_cores() - torch.get_num_threads()))
 
 
-def layer_groups(num_layers: int, first: Iterable[int] = (), at_hand: bool = False) -> list[range]:
+def layer_groups(num_layers: int, first: Iterable[int] = (), resident: bool = False) -> list[range]:
     """Return the runs of layers to read, in the order they are needed.
 
     Parameters
     ----------
     num_layers : int
     first : iterable of int
-        Layers a probe scores before anything else is needed.
-    at_hand : bool
-        Whether nothing has to be read, so that layers need not be taken a few at a time.
+        Layers that a probe scores before anything else is needed.
+    resident : bool
+        Whether everything is in memory, so that all layers can be taken at once.
 
     Returns
     -------
     list of range
         Disjoint, covering all layers.
     """
-    early = sorted(set(first))
-    remaining = [layer for layer in range(num_layers) if layer not in early]
+    scored = sorted(set(first))
+    remaining = [layer for layer in range(num_layers) if layer not in scored]
     groups: list[range] = []
-    for run in (early, remaining):
+    for run in (scored, remaining):
         for layer in run:
-            room = num_layers if at_hand else _LAYERS if len(groups) > 1 else _FIRST_LAYERS
+            room = num_layers if resident else _LAYERS if len(groups) > 1 else _FIRST_LAYERS
             if groups and groups[-1].stop == layer and len(groups[-1]) < room and layer != run[0]:
                 groups[-1] = range(groups[-1].start, layer + 1)
             else:

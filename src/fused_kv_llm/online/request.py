@@ -2,59 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fused_kv_llm.prompt import Segment
-from fused_kv_llm.store import StoredKV
+from fused_kv_llm.kv import PlacedChunk
 
-__all__ = ["Placement", "Request"]
+__all__ = ["Request"]
 
 _SHORT_TAIL_TOKENS = 16
 _TEXT_SEGMENT_TOKENS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """A chunk segment of the prompt and the stored KV that fills it.
-
-    Parameters
-    ----------
-    segment : Segment
-        Prompt positions ``[start, stop)`` and the offset of the first token in the chunk.
-    stored : StoredKV
-        The open chunk.
-    """
-
-    segment: Segment
-    stored: StoredKV
-
-    @property
-    def num_tokens(self) -> int:
-        """Reusable tokens."""
-        return self.segment.stop - self.segment.start
-
-    @property
-    def delta(self) -> int:
-        """Positions by which the chunk's keys have to move."""
-        return self.segment.start - (self.stored.position + self.segment.chunk_start)
-
-
 class Request:
-    """A planned prompt.
+    """A planned prompt; it owns the open chunks, and closes them as a context manager.
 
     Parameters
     ----------
     ids : list of int
         The prompt's token ids.
     prefix_tokens : int
-        Leading tokens whose exact KV is at hand.
-    placements : list of Placement
-        Chunk segments with stored KV, ascending, none inside the prefix.
+        Leading tokens whose exact KV is in memory.
+    chunks : list of PlacedChunk
+        Open chunks at their places, ascending, none inside the prefix.
     text : str
         The rendered prompt.
     offsets : numpy.ndarray or None
@@ -65,7 +39,7 @@ class Request:
         self,
         ids: list[int],
         prefix_tokens: int,
-        placements: list[Placement],
+        chunks: list[PlacedChunk],
         text: str = "",
         offsets: NDArray[np.int64] | None = None,
     ) -> None:
@@ -74,12 +48,27 @@ class Request:
         self.offsets = offsets
         # The last token is always computed: its logits are what the request is for.
         self.prefix_tokens = min(prefix_tokens, len(ids) - 1)
-        self.placements = placements
+        self.chunks = chunks
         self.kind = torch.full((len(ids),), -1, dtype=torch.int64)
         self.kind[: self.prefix_tokens] = -2
-        for index, placement in enumerate(placements):
-            self.kind[placement.segment.start : placement.segment.stop] = index
+        for index, chunk in enumerate(chunks):
+            self.kind[chunk.segment.start : chunk.segment.stop] = index
         self.kind[-1] = -1
+
+    def close(self) -> None:
+        """Close the chunks; closing twice is harmless."""
+        for chunk in self.chunks:
+            chunk.stored.close()
+
+    def __enter__(self) -> Self:
+        """Return the request."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the chunks."""
+        self.close()
 
     @property
     def num_tokens(self) -> int:
@@ -103,9 +92,9 @@ class Request:
     def question_rows(self) -> tuple[Tensor, int]:
         """Return the positions the probe computes, and how many of the last ones are the question.
 
-        The question is the fresh text after the last chunk. Where that is only a template's footer, the
-        question probably stands before the chunks: then the other longer fresh texts are computed before it,
-        so that it attends to them.
+        The question is the fresh text after the last chunk. Where that is only a template's footer, the question
+        probably stands before the chunks. Then the longer fresh texts before them are computed too, so that the footer
+        attends to them.
         """
         chunk = self.chunk_positions
         last_chunk = int(chunk[-1]) if chunk.shape[0] else -1

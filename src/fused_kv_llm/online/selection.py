@@ -10,25 +10,25 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fused_kv_llm.model import BufferPool, FusedCache, LoadedModel, PrefixKV
+from fused_kv_llm.model import LoadedModel
 from fused_kv_llm.report import FusionReport, stage_span
 from fused_kv_llm.selectors import (
-    EarlyView,
-    NarrowingSelector,
+    FirstLayersView,
     Probe,
     Selector,
     View,
+    budget_tokens,
     checked_selection,
     critical_layers,
 )
-from fused_kv_llm.store import Sidecars
 
-from .anchors import read_anchors
-from .early import early_probe
+from .anchors import ChunkAnchors, read_anchors
+from .context import FusionContext, Recipe
 from .probe import probe_scores
 from .request import Request
+from .request_kv import RequestKV
 
-__all__ = ["layer_scores", "select", "start_cache", "timed", "view_of"]
+__all__ = ["describe_chunks", "layer_scores", "select", "timed", "view_of"]
 
 
 @contextmanager
@@ -40,19 +40,10 @@ def timed(report: FusionReport, stage: str) -> Iterator[None]:
     report.seconds[stage] = report.seconds.get(stage, 0.0) + time.perf_counter() - start
 
 
-def start_cache(loaded: LoadedModel, request: Request, prefix: PrefixKV, capacity: int, pool: BufferPool) -> FusedCache:
-    """Return a cache that holds the header's KV and nothing else."""
-    cache = FusedCache(loaded.geometry, capacity, pool)
-    count = request.prefix_tokens
-    cache.keys[:, 0, :, :count] = prefix.keys[:, :, :count]
-    cache.values[:, 0, :, :count] = prefix.values[:, :, :count]
-    return cache
-
-
-def view_of(selector: Selector, loaded: LoadedModel, report: FusionReport) -> View | EarlyView:
+def view_of(selector: Selector, loaded: LoadedModel, report: FusionReport) -> View | FirstLayersView:
     """Return what the selector wants to see of this model; a model without a layer profile is reported."""
     view = selector.view(loaded.geometry.num_layers)
-    if isinstance(view, EarlyView) or not view.critical:
+    if isinstance(view, FirstLayersView) or not view.critical:
         return view
     layers, profiled = critical_layers(loaded.fingerprint, loaded.geometry.num_layers)
     if not profiled:
@@ -64,91 +55,80 @@ def view_of(selector: Selector, loaded: LoadedModel, report: FusionReport) -> Vi
 
 
 def select(
-    loaded: LoadedModel,
-    request: Request,
-    cache: FusedCache,
-    selector: Selector,
-    view: View | EarlyView,
-    budget: int,
-    seed: int,
-    report: FusionReport,
-    sides: Sidecars,
+    context: FusionContext, request: Request, kv: RequestKV, recipe: Recipe, view: View, report: FusionReport
 ) -> Tensor:
     """Return the chunk positions to recompute, int64, ascending.
 
     Parameters
     ----------
-    loaded : LoadedModel
+    context : FusionContext
     request : Request
-    cache : FusedCache
-        Holds the header; its filler brings the chunks.
-    selector : Selector
-    view : View or EarlyView
-        What it wants to see.
-    budget : int
-        Tokens it may pick.
-    seed : int
-        For selectors that draw.
+    kv : RequestKV
+        Its cache holds the prefix; its fillers bring the chunks.
+    recipe : Recipe
+    view : View
+        What the recipe's selector wants to see.
     report : FusionReport
         Gets the seconds of probe and select, and what the anchors cost.
-    sides : Sidecars
-        Where anchors are.
     """
     chunk = request.chunk_positions
+    budget = budget_tokens(recipe.ratio, chunk.shape[0])
     # Ratio 0 and ratio 1 leave nothing to decide, whatever the selector.
     if budget in (0, chunk.shape[0]):
         return chunk[:budget]
-    probe = _describe_chunks(request, seed)
+    probe = describe_chunks(request, recipe.seed)
     if view.layers:
         with timed(report, "probe"):
-            if isinstance(view, EarlyView):
-                score = selector.score if isinstance(selector, NarrowingSelector) else None
-                probe = early_probe(loaded, request, cache, view, probe, budget, score)
-            else:
-                probe = replace(probe, scores=_question_scores(loaded, request, cache, view, sides, report).mean(0))
+            anchors = _read_anchors(view, context, request)
+            probe = replace(probe, scores=probe_scores(context.loaded, request, kv, view, anchors).mean(0))
+        if anchors is not None:
+            _count_anchors(report, anchors)
     with timed(report, "select"):
-        return checked_selection(selector, probe, budget)
+        return checked_selection(recipe.selector, probe, budget)
 
 
-def _describe_chunks(request: Request, seed: int) -> Probe:
+def describe_chunks(request: Request, seed: int) -> Probe:
+    """Return what is known of a request's chunk tokens before anything was looked at."""
     positions = request.chunk_positions
     chunk_index = request.kind[positions]
-    starts = torch.tensor([p.segment.start for p in request.placements])
+    starts = torch.tensor([chunk.segment.start for chunk in request.chunks])
     return Probe(positions, chunk_index, positions - starts[chunk_index], seed=seed)
 
 
-def _question_scores(
-    loaded: LoadedModel, request: Request, cache: FusedCache, view: View, sides: Sidecars, report: FusionReport
-) -> Tensor:
+def _read_anchors(view: View, context: FusionContext, request: Request) -> ChunkAnchors | None:
     if view.anchors is None:
-        return probe_scores(loaded, request, cache, view)
-    anchors = read_anchors(request, view.anchors, view.layers, sides, loaded.geometry, report)
-    return probe_scores(loaded, request, cache, view, anchors)
+        return None
+    return read_anchors(request, view.anchors, view.layers, context.sidecars, context.loaded.geometry)
 
 
-def layer_scores(
-    loaded: LoadedModel, request: Request, prefix: PrefixKV, view: View, pool: BufferPool, sides: Sidecars
-) -> Tensor:
+def _count_anchors(report: FusionReport, anchors: ChunkAnchors) -> None:
+    report.selection_bytes += anchors.bytes_read
+    if anchors.bytes_of_sidecars:
+        report.sidecar_bytes_loaded["anchors"] = anchors.bytes_of_sidecars
+    if anchors.num_missing:
+        report.warnings.append(
+            f"{anchors.num_missing} chunks have no stored anchors: their first tokens stand in, read from their KV. "
+            "FusedKVEngine.build_anchors() stores them."
+        )
+
+
+def layer_scores(context: FusionContext, request: Request, view: View) -> Tensor:
     """Score the chunk tokens layer by layer without recomputing anything, for profiling.
 
     Parameters
     ----------
-    loaded : LoadedModel
+    context : FusionContext
     request : Request
-    prefix : PrefixKV
     view : View
-        With anchors: the chunks' KV come from sidecars, or from the chunks themselves where there are none.
-    pool : BufferPool
-    sides : Sidecars
+        With anchors: they come from sidecars, or from the chunks themselves where there are none.
 
     Returns
     -------
     Tensor
         float32 ``[len(view.layers), C]``, aligned with ``request.chunk_positions``.
     """
-    with torch.inference_mode():
-        cache = start_cache(loaded, request, prefix, request.num_tokens, pool)
+    with torch.inference_mode(), RequestKV(context, request, request.num_tokens) as kv:
         try:
-            return _question_scores(loaded, request, cache, view, sides, FusionReport())
+            return probe_scores(context.loaded, request, kv, view, _read_anchors(view, context, request))
         finally:
-            cache.release()
+            kv.cache.release()

@@ -1,7 +1,7 @@
 """Deviation transfer: what recomputed tokens teach about the tokens of their chunk that are not recomputed.
 
 CacheBlend (section 4.2) measures how far fresh KV deviates from stored KV to choose tokens, and throws the measurement
-away. But a good part of the deviation is common to a chunk: all its tokens now attend to the same other chunks. While a
+away. But much of the deviation is common to a chunk, whose tokens all attend to the same other chunks now. So while a
 layer is recomputed, the mean deviation of a chunk's recomputed tokens is added to the stored KV of its other tokens:
 
     K_j += R(p_j) s / (n + m) * sum_i R(-p_i) (K_i' - K_i),    V_j += s / (n + m) * sum_i (V_i' - V_i)
@@ -10,8 +10,8 @@ over the chunk's ``n`` recomputed tokens ``i``, with the rotation ``R(p)`` of po
 ``m`` that keeps chunks with few recomputed tokens from trusting them. A chunk whose KV is exact has no deviation and is
 not changed.
 
-Another part is along the chunk's context shift, which was added with the weight of an average prompt: how much more or
-less of it holds in this one is fitted first (:meth:`ContextShift.refine`), and the mean is that of what remains.
+Another part lies along the chunk's context shift, which was added with the weight of an average prompt. How much more
+or less of it holds in this prompt is fitted first (:meth:`.ShiftFeed.refit`); the mean is that of what remains.
 """
 
 from __future__ import annotations
@@ -20,52 +20,41 @@ import torch
 from torch import Tensor
 
 from fused_kv_kernels import TransferPlan, rotation_tables, transfer_deviation
-from fused_kv_llm.model import FusedCache, Geometry
+from fused_kv_llm.model import ForwardPass, Geometry
 
 from .request import Request
-from .shifting import ContextShift
+from .request_kv import RequestKV
 
-__all__ = ["SHRINKAGE_TOKENS", "DeviationTransfer"]
+__all__ = ["SHRINKAGE_TOKENS", "TransferPass"]
 
 SHRINKAGE_TOKENS = 6.0
 
 
-class DeviationTransfer:
-    """Corrects the stored KV of one request's chunks, layer by layer, during the fused pass.
+class TransferPass(ForwardPass):
+    """A fused pass that corrects the stored KV of the request's chunks, layer by layer.
 
     Parameters
     ----------
     request : Request
     selected : Tensor
         int64, ascending prompt positions of the recomputed chunk tokens; not empty.
-    cache : FusedCache
-        Its `rows` are those of the pass, `selected` among them.
+    kv : RequestKV
     geometry : Geometry
     strength : float
         Share of the mean deviation that is transferred, in [0, 1].
-    shift : ContextShift
-        The chunks'.
     """
 
-    def __init__(
-        self,
-        request: Request,
-        selected: Tensor,
-        cache: FusedCache,
-        geometry: Geometry,
-        strength: float,
-        shift: ContextShift,
-    ) -> None:
-        device = cache.rows.device
-        counts = torch.bincount(request.kind[selected], minlength=len(request.placements))
-        spans = torch.tensor([(p.segment.start, p.segment.stop) for p in request.placements])
+    def __init__(self, request: Request, selected: Tensor, kv: RequestKV, geometry: Geometry, strength: float) -> None:
+        device = kv.cache.keys.device
+        rows = request.rows(selected)
+        super().__init__(rows.to(device), request.num_tokens, kv.fillers, geometry.num_layers - 1)
+        counts = torch.bincount(request.kind[selected], minlength=len(request.chunks))
+        spans = torch.tensor([(chunk.segment.start, chunk.segment.stop) for chunk in request.chunks])
         cos, sin = rotation_tables(torch.arange(request.num_tokens), geometry.inv_freq)
-        chosen = selected.to(device)
-        self._cache = cache
-        self._shift = shift
+        self._kv = kv
         self._plan = TransferPlan(
-            selected=chosen,
-            fresh_rows=torch.searchsorted(cache.rows, chosen),
+            selected=selected.to(device),
+            fresh_rows=torch.searchsorted(rows, selected).to(device),
             spans=spans.to(device),
             weights=(strength / (counts + SHRINKAGE_TOKENS)).to(device),
             cos=cos.to(device),
@@ -73,7 +62,9 @@ class DeviationTransfer:
         )
 
     def watch(self, layer_idx: int, keys: Tensor, values: Tensor) -> None:
-        """Correct one layer, given its fresh rows ``[1, Hkv, R, D]`` before they replace the stored ones."""
-        self._shift.refine(layer_idx, self._plan, SHRINKAGE_TOKENS, keys[0], values[0])
-        stored = self._cache.keys[layer_idx, 0], self._cache.values[layer_idx, 0]
-        transfer_deviation(self._plan, keys[0], values[0], *stored)
+        """Correct one layer by its fresh rows ``[1, Hkv, R, D]`` before they replace the stored ones."""
+        fresh = keys[0], values[0]
+        if self._kv.shifts is not None:
+            self._kv.shifts.refit(layer_idx, self._plan, SHRINKAGE_TOKENS, fresh)
+        cache = self._kv.cache
+        transfer_deviation(self._plan, *fresh, cache.keys[layer_idx, 0], cache.values[layer_idx, 0])

@@ -17,14 +17,14 @@ from .profiles import critical_layers
 from .query_attention import ALL_LAYERS, FUSIONRAG, MIDDLE_LAYERS, PROPHETKV, QCFUSE, QueryAttention
 from .random import Random
 from .sink_attention import SinkAttention
-from .views import AnchorRule, Anchors, EarlyView, View
+from .views import AnchorRule, Anchors, FirstLayersView, View
 
 __all__ = [
     "SELECTORS",
     "AnchorRule",
     "Anchors",
     "CacheCraft",
-    "EarlyView",
+    "FirstLayersView",
     "KVDeviation",
     "NarrowingSelector",
     "Probe",

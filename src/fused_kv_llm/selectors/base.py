@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fused_kv_llm.errors import ConfigError, FusedKVError
 
-from .views import EarlyView, View
+from .views import FirstLayersView, View
 
 __all__ = ["NarrowingSelector", "Probe", "Selector", "TransferringSelector", "checked_selection", "required"]
 
@@ -32,11 +32,11 @@ class Probe:
     seed : int
         For selectors that draw.
     deviation : Tensor or None
-        float32 ``[C]``, at the last layer of an early view's `deviation`: Euclidean distance of each token's fresh
-        keys and values from the stored ones; minus infinity for tokens that were dropped before.
+        float32 ``[C]``, at the last compared layer of a :class:`FirstLayersView`: Euclidean distance of each token's
+        fresh keys and values from the stored ones; minus infinity for tokens that were dropped before.
     received : Tensor or None
         float32 ``[C]``, attention each token receives, summed over the prompt's tokens, averaged over heads and
-        the early view's `attention` layers.
+        over the view's `attention` layers.
     received_within : Tensor or None
         The same, summed over the tokens of its own chunk only.
     given : Tensor or None
@@ -62,7 +62,7 @@ class Selector(Protocol):
     def name(self) -> str:
         """Name under which it is chosen and reported."""
 
-    def view(self, num_layers: int) -> View | EarlyView:
+    def view(self, num_layers: int) -> View | FirstLayersView:
         """Return what it needs to see of a model with `num_layers` layers."""
 
     def select(self, probe: Probe, budget: int) -> Tensor:
@@ -80,7 +80,7 @@ class TransferringSelector(Selector, Protocol):
 
 @runtime_checkable
 class NarrowingSelector(Selector, Protocol):
-    """A selector whose early view compares KV: it also says which rows go on."""
+    """A selector whose view compares KV: it also ranks the rows, so that the best go on."""
 
     def score(self, probe: Probe) -> Tensor:
         """Return float32 ``[C]``, higher for tokens to be recomputed, from what is known at one layer."""
@@ -99,7 +99,7 @@ def required(part: Tensor | None, what: str, selector_name: str) -> Tensor:
     Raises
     ------
     FusedKVError
-        If the probe has none, which is a fault of the caller.
+        If the probe has none: the caller did not honour the selector's view.
     """
     if part is None:
         raise FusedKVError(f"The selector {selector_name!r} needs {what}, but the probe has none.")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .base import Probe, required
 from .budget import allocate, top_positions
-from .views import EarlyView
+from .views import FirstLayersView
 
 __all__ = ["CacheCraft", "adjusted_overlap", "context_impact", "focused_chunks"]
 
@@ -45,9 +45,9 @@ class CacheCraft:
     alpha: float | None = None
     focus_window: int = 3
 
-    def view(self, num_layers: int) -> EarlyView:
+    def view(self, num_layers: int) -> FirstLayersView:
         """Return the first layers' attention."""
-        return EarlyView(attention=tuple(range(min(self.layers, num_layers))), focus_window=self.focus_window)
+        return FirstLayersView(attention=tuple(range(min(self.layers, num_layers))), focus_window=self.focus_window)
 
     def select(self, probe: Probe, budget: int) -> Tensor:
         """Return the most contextualised tokens of the chunks.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .base import Probe, required
 from .budget import top_positions
-from .views import EarlyView
+from .views import FirstLayersView
 
 __all__ = ["HeavyHitters"]
 
@@ -31,9 +31,9 @@ class HeavyHitters:
     name: ClassVar[str] = "prefill_h2o"
     layers: int = 2
 
-    def view(self, num_layers: int) -> EarlyView:
+    def view(self, num_layers: int) -> FirstLayersView:
         """Return the first layers' attention."""
-        return EarlyView(attention=tuple(range(min(self.layers, num_layers))))
+        return FirstLayersView(attention=tuple(range(min(self.layers, num_layers))))
 
     def select(self, probe: Probe, budget: int) -> Tensor:
         """Return the heavy hitters.

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from .base import Probe, required
 from .budget import top_positions
-from .views import EarlyView
+from .views import FirstLayersView
 
 __all__ = ["CACHEBLEND", "KVSHARE", "KVDeviation"]
 
 
 @dataclass(frozen=True, slots=True)
 class KVDeviation:
-    """Take the tokens with the highest KV deviation on early layers.
+    """Take the tokens with the highest KV deviation in the first layers.
 
     ``deviation(t) = sqrt(|K_fresh(t) - K_stored(t)|^2 + |V_fresh(t) - V_stored(t)|^2)`` over all heads, keys compared
     at the prompt's positions.
@@ -44,11 +44,11 @@ class KVDeviation:
     keep: tuple[float, ...] = (1.5, 1.25, 1.0)
     by_attention: bool = False
 
-    def view(self, num_layers: int) -> EarlyView:
+    def view(self, num_layers: int) -> FirstLayersView:
         """Return the layers to compare."""
         pairs = [pair for pair in zip(self.layers, self.keep, strict=True) if pair[0] < num_layers]
         layers, keep = (tuple(column) for column in zip(*pairs, strict=True)) if pairs else ((0,), (1.0,))
-        return EarlyView(deviation=layers, keep=(*keep[:-1], 1.0), attention=(0,) if self.by_attention else ())
+        return FirstLayersView(deviation=layers, keep=(*keep[:-1], 1.0), attention=(0,) if self.by_attention else ())
 
     def score(self, probe: Probe) -> Tensor:
         """Return the deviation, scaled where the preset says so.

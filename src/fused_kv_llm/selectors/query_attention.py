@@ -26,7 +26,7 @@ _LAYERS = ("last", "all", "middle", "critical")
 class QueryAttention:
     """Take the tokens with the highest mean question-to-token attention.
 
-    Scores are softmax weights with the full denominator over header, chunks and question, at true positions,
+    Scores are softmax weights with the full denominator over prefix, chunks and question, at true positions,
     averaged over the question's tokens, the heads and the chosen layers; the budget is one global top-k.
 
     Parameters
@@ -45,8 +45,8 @@ class QueryAttention:
     Raises
     ------
     ConfigError
-        If there are no such layers, the floor is out of range, or anchors are to replace the whole context and the
-        whole context is asked for too; from :meth:`view`, if the model has fewer layers.
+        If there are no such layers, the floor is out of range, or both anchors and the whole context are asked for;
+        from :meth:`view`, if the model has fewer layers.
     """
 
     name: str

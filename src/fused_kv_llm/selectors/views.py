@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from fused_kv_llm.errors import ConfigError
 
-__all__ = ["AnchorRule", "Anchors", "EarlyView", "View"]
+__all__ = ["AnchorRule", "Anchors", "FirstLayersView", "View"]
 
 AnchorRule = Literal["kvzip", "knorm", "sink"]
 
@@ -49,12 +49,11 @@ class View:
         Layers whose question-to-context attention is needed; empty for a selector that needs no probe.
     full_context : bool
         Whether the question attends to the chunks' stored KV on its way through the layers (anchor ratio 1)
-        or only to the prompt's header and itself (anchor ratio 0).
+        or only to the prompt's prefix and itself (anchor ratio 0).
     anchors : Anchors or None
-        Instead of the whole context the question attends to these tokens of it; the chunks' KV are not read then,
-        only what is stored beside them for these anchors and layers.
+        The question attends to these tokens instead of the whole context. Then sidecars are read, not the chunks' KV.
     critical : bool
-        Whether `layers` are to be the model's critical layers, which the caller knows.
+        Whether the engine is to put the model's critical layers in for `layers`.
     """
 
     layers: tuple[int, ...] = ()
@@ -64,28 +63,37 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class EarlyView:
-    """The whole prompt's way through the first layers: a probe that computes every row of a few layers.
+class FirstLayersView:
+    """The first layers of the fused pass: all rows of the prompt go through them, and the selected ones go on.
 
     Parameters
     ----------
     deviation : tuple of int
-        Ascending layers at which the fresh keys and values are compared with the stored ones. After each of
-        them only the best rows go on; a row that is dropped at layer ``i`` has fresh KV up to layer ``i`` and
-        its stored KV from layer ``i + 1`` on, also in the fused pass.
+        Ascending layers at which fresh keys and values are compared with the stored ones. After each of them only the
+        best rows go on. A row that is dropped at layer ``i`` has fresh KV up to layer ``i``, and its stored KV from
+        layer ``i + 1`` on.
     keep : tuple of float
         How many rows go on after each of these layers, as multiples of the budget; the last is 1.
     attention : tuple of int
         Layers over which the attention among the prompt's tokens is averaged.
     focus_window : int
-        While recomputing: stop for chunks outside the question's focus once the focus has been the same for so
-        many layers (Cache-Craft algorithm 1); 0 never stops.
+        Rows of chunks outside the question's focus are dropped once the focus has been the same for so many layers
+        (Cache-Craft algorithm 1); 0 drops none.
+
+    Raises
+    ------
+    ConfigError
+        If there is no layer to look at.
     """
 
     deviation: tuple[int, ...] = ()
     keep: tuple[float, ...] = ()
     attention: tuple[int, ...] = ()
     focus_window: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise ConfigError("A view of the first layers needs at least one: list layers in deviation or attention.")
 
     @property
     def layers(self) -> tuple[int, ...]:

@@ -9,11 +9,11 @@ from corpus import SHORT, rag_prompt
 from models import smollm2_tokenizer, tiny_model
 
 from fused_kv_llm import FusedKVEngine
-from fused_kv_llm.model import BufferPool
+from fused_kv_llm.model import CachePool
 
 
 def test_a_buffer_is_reused_when_it_fits() -> None:
-    pool = BufferPool(torch.float32, torch.device("cpu"), max_bytes=4000)
+    pool = CachePool(torch.float32, torch.device("cpu"), max_bytes=4000)
     first = pool.take(100)
     pool.give_back(first)
     assert pool.take(50).data_ptr() == first.data_ptr()
@@ -31,12 +31,12 @@ def test_what_a_former_request_left_changes_nothing(tmp_path: Path) -> None:
         for selector in ("fusionrag", "prophetkv", "boundary"):
             for prompt in prompts:
                 want = engine.generate(prompt, max_tokens=5, selector=selector).token_ids
-                kept = engine.requests.buffers.take(1)
+                kept = engine.requests.context.pool.take(1)
                 poisoned = torch.full((4 * 10**6,), float("nan"))
-                engine.requests.buffers.take = lambda numel, buffer=poisoned: buffer  # type: ignore[method-assign]
+                engine.requests.context.pool.take = lambda numel, buffer=poisoned: buffer  # type: ignore[method-assign]
                 assert engine.generate(prompt, max_tokens=5, selector=selector).token_ids == want
-                del engine.requests.buffers.take
-                engine.requests.buffers.give_back(kept)
+                del engine.requests.context.pool.take
+                engine.requests.context.pool.give_back(kept)
 
 
 def test_a_probe_of_one_row_reads_nothing_stale(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_a_probe_of_one_row_reads_nothing_stale(tmp_path: Path) -> None:
         selections = []
         for poison in (0.0, 5.0, float("nan")):
             poisoned = torch.full((10**6,), poison)
-            engine.requests.buffers.take = lambda numel, buffer=poisoned: buffer  # type: ignore[method-assign]
+            engine.requests.context.pool.take = lambda numel, buffer=poisoned: buffer  # type: ignore[method-assign]
             fused, report = engine.prefill(SHORT[0], recompute_ratio=0.15, selector="all_layers")
             assert report.fresh_tokens == 1
             selections.append(fused.selected.tolist())

@@ -1,4 +1,4 @@
-"""The early probe and what follows from it, against the same thing written out plainly."""
+"""Passes that select by their first layers, against the same thing written out plainly."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from models import smollm2_tokenizer, tiny_model
 
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.online import Request
-from fused_kv_llm.online.early import early_probe
+from fused_kv_llm.online.first_layers import FirstLayersPass
 from fused_kv_llm.report import FusionReport
-from fused_kv_llm.selectors import CacheCraft, EarlyView, KVDeviation, Probe, budget_tokens, focused_chunks
+from fused_kv_llm.selectors import CacheCraft, FirstLayersView, KVDeviation, Probe, budget_tokens, focused_chunks
 
 from .reference_fusion import finish, project, stitched_kv
 
@@ -25,7 +25,7 @@ RATIO = 0.3
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory):
-    folder: Path = tmp_path_factory.mktemp("early")
+    folder: Path = tmp_path_factory.mktemp("first_layers")
     model = tiny_model(num_hidden_layers=5)
     with FusedKVEngine(
         model, tokenizer=smollm2_tokenizer(), kv_dir=folder, preprocessing="none", store_misses=False
@@ -95,13 +95,25 @@ def test_narrowing_equals_a_pass_that_really_drops_rows(engine: FusedKVEngine, s
     torch.testing.assert_close(fused.logits, logits, atol=1e-4, rtol=1e-4)
 
 
+class Watching:
+    """Looks at the attention in layers 0 and 2, and keeps what it was told."""
+
+    name = "watching"
+
+    def view(self, num_layers: int) -> FirstLayersView:
+        return FirstLayersView(attention=(0, 2))
+
+    def select(self, probe: Probe, budget: int) -> torch.Tensor:
+        self.seen = probe
+        return probe.positions[:budget]
+
+
 @torch.inference_mode()
 def test_attention_sums_equal_dense_attention(engine: FusedKVEngine) -> None:
     request, decoder, layers = plan(engine), engine.model.model, (0, 2)
-    stored, dense_kv = stitched_kv(engine, request), stitched_kv(engine, request)
-    chunk = request.chunk_positions
-    blank = Probe(chunk, request.kind[chunk], chunk)
-    got = early_probe(engine.loaded, request, stored, EarlyView(attention=layers), blank, 10, None)
+    dense_kv, chunk, selector = stitched_kv(engine, request), request.chunk_positions, Watching()
+    engine.prefill(rag_prompt(SHORT[:5]), recompute_ratio=RATIO, selector=selector)
+    got = selector.seen
     rows = torch.arange(request.prefix_tokens, request.num_tokens)
     hidden = decoder.embed_tokens(torch.tensor([request.ids])[:, rows])
     weights = torch.zeros(request.num_tokens, request.num_tokens)
@@ -123,23 +135,19 @@ def test_attention_sums_equal_dense_attention(engine: FusedKVEngine) -> None:
         assert got.given[number].tolist() == pytest.approx(want, abs=1e-5)
 
 
-def test_looking_at_attention_leaves_the_stored_kv_in_place(engine: FusedKVEngine) -> None:
-    fused, _ = engine.prefill(rag_prompt(SHORT[:5]), recompute_ratio=RATIO, selector="prefill_h2o")
-    request = plan(engine)
-    stored = stitched_kv(engine, request)
-    untouched = torch.tensor(sorted(set(request.chunk_positions.tolist()) - set(fused.selected.tolist())))
-    got = fused.cache.keys[:, :, :, untouched]
-    torch.testing.assert_close(got, stored.keys[:, :, :, untouched])
-
-
 @torch.inference_mode()
-def test_chunks_outside_the_focus_keep_their_stored_kv_from_there_on(engine: FusedKVEngine) -> None:
-    selector = replace(CacheCraft(), focus_window=1)
-    fused, _ = engine.prefill(rag_prompt(SHORT[:5]), recompute_ratio=RATIO, selector=selector)
+def with_attention(engine: FusedKVEngine, selected: list[int], window: int) -> tuple[torch.Tensor, int | None]:
+    """All rows through two layers, the selected ones through the rest, or as long as the question looks at their chunk.
+
+    Returns
+    -------
+    tuple
+        The last row's logits, and the layer after which rows out of focus left.
+    """
     request, decoder = plan(engine), engine.model.model
     stored = stitched_kv(engine, request)
     question = request.question_rows()[1]
-    rows = request.rows(fused.selected)
+    rows = torch.arange(request.prefix_tokens, request.num_tokens)
     hidden = decoder.embed_tokens(torch.tensor([request.ids])[:, rows])
     attention, history, dropped_at = torch.zeros(5), [], None
     for index, layer in enumerate(decoder.layers):
@@ -147,15 +155,48 @@ def test_chunks_outside_the_focus_keep_their_stored_kv_from_there_on(engine: Fus
         stored.keys[index][:, :, rows], stored.values[index][:, :, rows] = k, v
         weights, out = dense(q, stored.keys[index], stored.values[index], rows, layer.self_attn.scaling)
         hidden = finish(layer, hidden, out)
-        if dropped_at is None and index < len(decoder.layers) - 1:
-            mass = weights[:, -question:].mean((0, 1))
-            attention += torch.stack([mass[request.kind == chunk].sum() for chunk in range(5)])
-            history.append(focused_chunks(attention))
-            if len(history) > 1:
-                dropped_at = index
-                left = [i for i, row in enumerate(rows.tolist()) if int(request.kind[row]) in {-1, *history[-1]}]
-                assert len(left) < len(rows)
-                rows, hidden = rows[left], hidden[:, left]
-    assert dropped_at == 1
-    logits = engine.model.lm_head(decoder.norm(hidden))[0, -1]
-    torch.testing.assert_close(fused.logits, logits, atol=1e-4, rtol=1e-4)
+        mass = weights[:, -question:].mean((0, 1))
+        attention += torch.stack([mass[request.kind == chunk].sum() for chunk in range(5)])
+        history.append(focused_chunks(attention))
+        kind, left = request.kind[rows].tolist(), None
+        if index == 1:
+            left = [i for i, row in enumerate(rows.tolist()) if kind[i] < 0 or row in selected]
+        elif 1 < index < len(decoder.layers) - 1 and window and dropped_at is None and len(history) > window:
+            assert window == 1
+            dropped_at = index
+            left = [i for i in range(len(rows)) if kind[i] in {-1, *history[-1]}]
+            assert len(left) < len(rows)
+        if left is not None:
+            rows, hidden = rows[left], hidden[:, left]
+    return engine.model.lm_head(decoder.norm(hidden))[0, -1], dropped_at
+
+
+@pytest.mark.parametrize(("selector", "window"), [("prefill_h2o", 0), (replace(CacheCraft(), focus_window=1), 1)])
+def test_rows_that_are_not_selected_or_out_of_focus_leave(engine: FusedKVEngine, selector: Any, window: int) -> None:
+    fused, _ = engine.prefill(rag_prompt(SHORT[:5]), recompute_ratio=RATIO, selector=selector)
+    want, dropped_at = with_attention(engine, fused.selected.tolist(), window)
+    assert (dropped_at is not None) == bool(window)
+    torch.testing.assert_close(fused.logits, want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("selector", ["cacheblend", "kvshare", "prefill_h2o", "cache_craft"])
+def test_rows_that_were_dropped_are_not_computed(
+    engine: FusedKVEngine, selector: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What each layer computes: everything where the view looks, then what is left of it."""
+    rows: list[int] = []
+    attend = FirstLayersPass.attend
+
+    def counted(self: FirstLayersPass, layer_idx: int, q: torch.Tensor, *args: Any) -> torch.Tensor:
+        rows.append(q.shape[2])
+        return attend(self, layer_idx, q, *args)
+
+    monkeypatch.setattr(FirstLayersPass, "attend", counted)
+    fused, report = engine.prefill(rag_prompt(SHORT[:5]), recompute_ratio=RATIO, selector=selector)
+    everything = report.prompt_tokens - report.prefix_tokens
+    left = report.fresh_tokens + fused.selected.shape[0]
+    assert rows[:2] == [everything] * 2
+    assert rows == sorted(rows, reverse=True)
+    assert rows[-1] <= left < everything
+    if selector != "cache_craft":
+        assert rows[-1] == left

@@ -12,10 +12,10 @@ import threading
 import torch
 from torch import Tensor
 
-__all__ = ["BufferPool"]
+__all__ = ["CachePool"]
 
 
-class BufferPool:
+class CachePool:
     """Keeps the last released buffer for the next request that fits into it; thread-safe.
 
     Parameters

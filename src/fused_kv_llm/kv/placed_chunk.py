@@ -1,0 +1,41 @@
+"""A chunk at its place in a prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fused_kv_llm.prompt import Segment
+from fused_kv_llm.store import StoredKV
+
+__all__ = ["PlacedChunk"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedChunk:
+    """A chunk segment of the prompt and the stored KV that fills it.
+
+    Parameters
+    ----------
+    segment : Segment
+        Prompt positions ``[start, stop)`` and the offset of the first token in the chunk.
+    stored : StoredKV
+        The open chunk.
+    """
+
+    segment: Segment
+    stored: StoredKV
+
+    @property
+    def num_tokens(self) -> int:
+        """Reusable tokens."""
+        return self.segment.stop - self.segment.start
+
+    @property
+    def inside(self) -> slice:
+        """Which of the chunk's own tokens they are."""
+        return slice(self.segment.chunk_start, self.segment.chunk_start + self.num_tokens)
+
+    @property
+    def delta(self) -> int:
+        """Positions by which the chunk's keys have to move."""
+        return self.segment.start - (self.stored.position + self.segment.chunk_start)

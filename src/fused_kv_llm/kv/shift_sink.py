@@ -1,0 +1,95 @@
+"""Adding context shifts: what neighbours change in a chunk is added to its KV with the weight of its place.
+
+The first chunk of a prompt stays as it is stored; later ones are shifted, the more the further back they stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fused_kv_kernels import ChunkShift, ShiftStack, TransferPlan, fit_shifts, rotation_tables
+from fused_kv_llm.context_shift import place_weight
+from fused_kv_llm.model import FusedCache
+
+from .placed_chunk import PlacedChunk
+
+__all__ = ["ShiftSink"]
+
+
+class ShiftSink:
+    """Takes layers of a request's context shifts as they are stored, and adds them to placed chunks one by one.
+
+    Parameters
+    ----------
+    chunks : sequence of PlacedChunk
+        In prompt order.
+    prefix_tokens : int
+        Tokens of the prefix, which every chunk was prefilled after.
+    cache : FusedCache
+    inv_freq : Tensor
+        float32 ``[rotary / 2]``, the model's rotary frequencies.
+    """
+
+    def __init__(self, chunks: Sequence[PlacedChunk], prefix_tokens: int, cache: FusedCache, inv_freq: Tensor) -> None:
+        weights = [place_weight(chunk.segment.start - prefix_tokens, chunk.stored.num_tokens) for chunk in chunks]
+        self._shifted = [pair for pair in zip(chunks, weights, strict=True) if pair[1] > 0]
+        self._cache = cache
+        self._inv_freq = inv_freq
+        self._stack = ShiftStack([], *rotation_tables(torch.empty(0, dtype=torch.int64), inv_freq))
+        self.layers = range(0)
+
+    @property
+    def keys(self) -> list[str]:
+        """Keys of the chunks that are shifted, each once."""
+        return list(dict.fromkeys(chunk.stored.key for chunk, _ in self._shifted))
+
+    def receive(self, layers: range, parts: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Take some layers of the context shifts; they replace what was received before.
+
+        Parameters
+        ----------
+        layers : range
+        parts : mapping of str to mapping of str to Tensor
+            By chunk key, the tensors of :func:`fused_kv_llm.context_shift.context_shift`. A chunk without any stays as
+            it is stored.
+        """
+        shifts, deltas = [], []
+        for chunk, weight in self._shifted:
+            part = parts.get(chunk.stored.key)
+            if part is not None:
+                keys, values = ((part[name], part[f"{name}_scale"]) for name in ("keys", "values"))
+                shifts.append(ChunkShift(chunk.segment.start, chunk.inside, weight, keys, values))
+                deltas.append(chunk.delta)
+        tables = rotation_tables(torch.tensor(deltas, dtype=torch.int64), self._inv_freq)
+        self._stack = ShiftStack(shifts, *(table.to(self._cache.keys.device) for table in tables))
+        self.layers = layers
+
+    def add(self, layer_idx: int) -> None:
+        """Add one of the received layers to the chunks that stand in the cache."""
+        self._stack.add(layer_idx - self.layers.start, *self._layer(layer_idx))
+
+    def refit(self, layer_idx: int, plan: TransferPlan, damping_tokens: float, fresh: tuple[Tensor, Tensor]) -> None:
+        """Add one of the received layers once more, as far as recomputed tokens show that it holds in this prompt.
+
+        A chunk's weight says how far its shift holds on average. How far it holds here is fitted, for keys and for
+        values, to the deviations of its recomputed tokens.
+
+        Parameters
+        ----------
+        layer_idx : int
+            Its chunks are shifted, and its fresh rows have not replaced the stored ones yet.
+        plan : TransferPlan
+            Says which the recomputed tokens are.
+        damping_tokens : float
+            Keeps chunks with few of them from trusting them.
+        fresh : tuple of Tensor
+            Keys and values ``[Hkv, R, D]`` of the pass's rows.
+        """
+        number, layer = layer_idx - self.layers.start, self._layer(layer_idx)
+        self._stack.add(number, *layer, fit_shifts(plan, self._stack, number, damping_tokens, fresh, layer))
+
+    def _layer(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        return self._cache.keys[layer_idx, 0], self._cache.values[layer_idx, 0]

@@ -1,0 +1,89 @@
+"""Rows that leave a forward pass between two layers.
+
+transformers runs all layers over the rows it began with. A hook before each layer takes those rows out of the hidden
+states and of the rotation's tables that the pass has dropped, so that from there on they cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_kv_kernels import RowPlan
+from fused_kv_llm.model.pass_context import ForwardPass, LayerFiller, current_pass
+
+__all__ = ["NarrowingPass", "attach_narrowing"]
+
+
+class NarrowingPass(ForwardPass):
+    """A forward pass that drops rows on its way through the layers.
+
+    Parameters
+    ----------
+    rows : Tensor
+        int64 ``[R]``, ascending: prompt positions. The last one stays to the end.
+    num_tokens : int
+        Tokens of the prompt.
+    fillers : sequence of LayerFiller
+    final_layer : int
+        The model's last layer; only the last row's logits are wanted.
+    """
+
+    def __init__(self, rows: Tensor, num_tokens: int, fillers: Sequence[LayerFiller], final_layer: int) -> None:
+        super().__init__(rows, num_tokens, fillers, final_layer)
+        self._kept = torch.arange(rows.shape[0], device=rows.device)
+        self._next: Tensor | None = None
+        self._tables: Any = None
+
+    def keep(self, rows: Tensor) -> None:
+        """Drop all other rows before the next layer.
+
+        Parameters
+        ----------
+        rows : Tensor
+            int64, ascending indices of the present rows.
+        """
+        self._next = rows
+
+    def narrow(self, hidden: Tensor, tables: Any) -> tuple[Tensor, Any]:
+        """Return a layer's hidden states and rotation tables without the rows that were dropped before it.
+
+        Parameters
+        ----------
+        hidden : Tensor
+            ``[1, rows of the last layer, hidden size]``.
+        tables : tuple of Tensor
+            Cosine and sine ``[1, R, rotary]`` of all rows the pass began with.
+        """
+        if self._next is not None:
+            hidden = hidden[:, self._next]
+            self.rows, self._kept, self._next = self.rows[self._next], self._kept[self._next], None
+            self.plan = RowPlan(self.rows, self.plan.num_keys)
+            self._tables = tuple(table[:, self._kept] for table in tables)
+        return hidden, tables if self._tables is None else self._tables
+
+
+def attach_narrowing(model: Any) -> None:
+    """Let rows leave a model's forward where the pass drops them.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        Of a verified architecture. Attaching it again changes nothing.
+    """
+    for layer in model.get_decoder().layers:
+        if _narrow not in layer._forward_pre_hooks.values():
+            layer.register_forward_pre_hook(_narrow, with_kwargs=True)
+
+
+def _narrow(
+    module: Any, inputs: tuple[Tensor, ...], options: dict[str, Any]
+) -> tuple[tuple[Tensor, ...], dict[str, Any]] | None:
+    forward_pass = current_pass()
+    if not isinstance(forward_pass, NarrowingPass):
+        return None
+    hidden, tables = forward_pass.narrow(inputs[0], options["position_embeddings"])
+    return (hidden, *inputs[1:]), {**options, "position_embeddings": tables}

@@ -1,0 +1,61 @@
+"""What requests are fused with: the engine's parts, made once, and how one request is to be fused."""
+
+from __future__ import annotations
+
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+from fused_kv_llm.model import CachePool, LoadedModel, PrefixKV
+from fused_kv_llm.selectors import Selector
+from fused_kv_llm.store import Sidecars
+from fused_kv_llm.thread_pool import ThreadPool
+
+__all__ = ["FusionContext", "Recipe"]
+
+
+@dataclass(frozen=True, slots=True)
+class FusionContext:
+    """What all requests of an engine share.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+    prefix : PrefixKV
+        KV of the ids that every prompt begins with.
+    pool : CachePool
+        Where the memory of caches comes from.
+    sidecars : Sidecars
+        The store's: context shifts and anchors.
+    readers : ThreadPool or None
+        Threads that read from disk; without them, the system is asked to read ahead.
+    """
+
+    loaded: LoadedModel
+    prefix: PrefixKV
+    pool: CachePool
+    sidecars: Sidecars
+    readers: ThreadPool | None = None
+
+    @property
+    def executor(self) -> Executor | None:
+        """This process's reader threads."""
+        return None if self.readers is None else self.readers.executor()
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a request is fused.
+
+    Parameters
+    ----------
+    selector : Selector
+        Which chunk tokens are recomputed.
+    ratio : float
+        Recomputed chunk tokens over reusable chunk tokens, in [0, 1].
+    seed : int
+        For selectors that draw.
+    """
+
+    selector: Selector
+    ratio: float
+    seed: int = 0

@@ -1,0 +1,102 @@
+"""The KV of one request while it is fused: its cache, and the feeds that bring stored KV into it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from fused_kv_llm.kv import ChunkSink, PlacedChunk, ShiftSink
+from fused_kv_llm.model import FusedCache, LayerFiller
+
+from .chunk_feed import ChunkFeed
+from .context import FusionContext
+from .device_copy import DeviceChunkFeed
+from .read_ahead import layer_groups
+from .request import Request
+from .shift_feed import ShiftFeed
+
+__all__ = ["RequestKV"]
+
+
+class RequestKV:
+    """A cache that holds the prefix's KV, and what fills its other layers.
+
+    As a context manager it ends the feeds; if an error is raised inside, the cache's memory is given back too.
+
+    Parameters
+    ----------
+    context : FusionContext
+    request : Request
+    capacity : int
+        Prompt tokens plus room for the answer.
+
+    Attributes
+    ----------
+    cache : FusedCache
+    fillers : tuple of LayerFiller
+        For the passes that attend to the chunks; empty before :meth:`feed`.
+    """
+
+    def __init__(self, context: FusionContext, request: Request, capacity: int) -> None:
+        self._context = context
+        self._request = request
+        self.cache = FusedCache(context.loaded.geometry, capacity, context.pool)
+        count = request.prefix_tokens
+        self.cache.keys[:, 0, :, :count] = context.prefix.keys[:, :, :count]
+        self.cache.values[:, 0, :, :count] = context.prefix.values[:, :, :count]
+        self.chunks: ChunkFeed | None = None
+        self.shifts: ShiftFeed | None = None
+        self.fillers: tuple[LayerFiller, ...] = ()
+
+    def feed(self, first_layers: Sequence[int], *, shifts_at_once: bool) -> None:
+        """Begin to read the request's chunks and their context shifts.
+
+        Parameters
+        ----------
+        first_layers : sequence of int
+            Layers that are needed first.
+        shifts_at_once : bool
+            Whether sidecars are opened now, or when the first layer is due.
+        """
+        context, chunks = self._context, self._request.chunks
+        geometry, executor = context.loaded.geometry, context.executor
+        shift_sink = ShiftSink(chunks, self._request.prefix_tokens, self.cache, geometry.inv_freq)
+        self.shifts = ShiftFeed(shift_sink, context.sidecars, geometry.num_layers, first_layers, executor)
+        if shifts_at_once:
+            self.shifts.start()
+        sink = ChunkSink(chunks, self.cache, geometry.inv_freq)
+        groups = layer_groups(geometry.num_layers, first_layers, resident=all(map(_is_resident, chunks)))
+        if self.cache.keys.device.type == "cuda":
+            self.chunks = DeviceChunkFeed(chunks, sink, groups, executor, self.cache.keys.device)
+        else:
+            self.chunks = ChunkFeed(chunks, sink, groups, executor)
+        self.fillers = (self.chunks, self.shifts)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of chunk KV and context shifts read so far; what was read twice counts twice."""
+        if self.chunks is None or self.shifts is None:
+            return 0
+        return self.chunks.bytes_filled + self.shifts.bytes_read
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End the feeds; give the cache's memory back if something went wrong."""
+        try:
+            for feed in (self.chunks, self.shifts):
+                if feed is not None:
+                    feed.close()
+        finally:
+            if kind is not None:
+                self.cache.release()
+
+
+def _is_resident(chunk: PlacedChunk) -> bool:
+    """Whether a chunk's layers are in memory as they are needed, so that nothing is read or converted."""
+    return chunk.stored.tier == "memory" and chunk.stored.is_stored_as_read

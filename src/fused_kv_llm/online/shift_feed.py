@@ -1,0 +1,144 @@
+"""Loading context shifts layer by layer: from chunks' sidecars into the sink that adds them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from functools import partial
+
+from torch import Tensor
+
+from fused_kv_kernels import TransferPlan
+from fused_kv_llm.context_shift import CONTEXT_SHIFT
+from fused_kv_llm.errors import FusedKVWarning
+from fused_kv_llm.kv import ShiftSink
+from fused_kv_llm.store import Sidecars, StoredSidecar
+
+from .read_ahead import LayerReads, ReadAhead, layer_groups
+
+__all__ = ["ShiftFeed"]
+
+
+class ShiftFeed:
+    """Adds every chunk's context shift to its stored KV, after that has been put in place.
+
+    Sidecars are opened when the first layer is due, since a probe that sees only anchors needs none of them, or by
+    :meth:`start`. They are read some layers at a time, a little ahead of the layer that is due.
+
+    Parameters
+    ----------
+    sink : ShiftSink
+        Where their layers go.
+    sidecars : Sidecars
+        The store's. A chunk without a context shift, stored without neighbours, stays as it is.
+    num_layers : int
+    first_layers : sequence of int
+        Layers that are needed first.
+    executor : Executor or None
+        Threads that read; without them, the system is asked to read ahead.
+
+    Attributes
+    ----------
+    bytes_read : int
+        Bytes of the sidecars read so far; what is read again, for a second use, counts again.
+    bytes_loaded : int
+        The same, with each layer counted once.
+    """
+
+    def __init__(
+        self,
+        sink: ShiftSink,
+        sidecars: Sidecars,
+        num_layers: int,
+        first_layers: Sequence[int],
+        executor: Executor | None,
+    ) -> None:
+        self._sink = sink
+        self._sidecars = sidecars
+        self._num_layers = num_layers
+        self._first_layers = first_layers
+        self._executor = executor
+        self._readers: dict[str, StoredSidecar] = {}
+        self._ahead: ReadAhead[dict[str, Tensor]] | None = None
+        self._filled: set[int] = set()
+        self._groups_loaded: set[range] = set()
+        self.bytes_read = self.bytes_loaded = 0
+
+    def fill(self, layer_idx: int) -> None:
+        """Shift one layer's chunk KV, which has just been put in place; only the first call does anything.
+
+        Raises
+        ------
+        ChunkDamagedError
+            If a sidecar turns out to be damaged.
+        """
+        if layer_idx not in self._filled:
+            self._receive(layer_idx)
+            self._sink.add(layer_idx)
+            self._filled.add(layer_idx)
+
+    def refit(self, layer_idx: int, plan: TransferPlan, damping_tokens: float, fresh: tuple[Tensor, Tensor]) -> None:
+        """Fit one layer's shifts to its recomputed tokens, see :meth:`fused_kv_llm.kv.ShiftSink.refit`.
+
+        Raises
+        ------
+        ChunkDamagedError
+            If a sidecar turns out to be damaged.
+        """
+        self._receive(layer_idx)
+        self._sink.refit(layer_idx, plan, damping_tokens, fresh)
+
+    def start(self) -> ReadAhead[dict[str, Tensor]]:
+        """Open the sidecars, and begin to read the layers that are needed first."""
+        if self._ahead is None:
+            self._ahead = self._open()
+            self._ahead.start()
+        return self._ahead
+
+    def close(self) -> None:
+        """Wait for reads that have begun, and close the sidecars."""
+        if self._ahead is not None:
+            self._ahead.close()
+        for reader in self._readers.values():
+            reader.close()
+
+    def _receive(self, layer_idx: int) -> None:
+        """Give the sink the layer's group, unless it has it."""
+        ahead = self.start()
+        group = ahead.group(layer_idx)
+        if self._sink.layers == group:
+            return
+        reads = iter(ahead.take(layer_idx))
+        parts = {
+            key: reader.read(group.start, group.stop) if reader.in_memory else next(reads)
+            for key, reader in self._readers.items()
+        }
+        nbytes = sum(tensor.nbytes for part in parts.values() for tensor in part.values())
+        self.bytes_read += nbytes
+        if group not in self._groups_loaded:
+            self._groups_loaded.add(group)
+            self.bytes_loaded += nbytes
+        self._sink.receive(group, parts)
+
+    def _open(self) -> ReadAhead[dict[str, Tensor]]:
+        keys = self._sink.keys
+        opened = (self._executor.map if self._executor else map)(partial(self._sidecars.open, name=CONTEXT_SHIFT), keys)
+        found = {key: reader for key, reader in zip(keys, opened, strict=True) if reader is not None}
+        self._readers = {key: reader for key, reader in found.items() if self._fits(key, reader)}
+        on_disk = [reader for reader in self._readers.values() if not reader.in_memory]
+        groups = layer_groups(self._num_layers, self._first_layers, resident=not on_disk)
+        return ReadAhead(self._executor, groups, [LayerReads(reader.read, reader.announce) for reader in on_disk])
+
+    def _fits(self, key: str, reader: StoredSidecar) -> bool:
+        if reader.rows == self._num_layers:
+            return True
+        # It is whole, so it is of another model.
+        reader.close()
+        warnings.warn(
+            f"The context shift of chunk {key[:16]} does not have the model's {self._num_layers} layers. The chunk is "
+            "used without it; ingest it again to replace it.",
+            FusedKVWarning,
+            stacklevel=2,
+        )
+        return False
