@@ -1,8 +1,8 @@
-"""The memory that requests' caches stand in, handed from one request to the next.
+"""The memory of requests' caches, handed from one request to the next.
 
-Mapping fresh pages for tens of megabytes of KV measured as long as filling them. One buffer is kept: with
-concurrent requests the others allocate their own. What a former request left in it is never seen, since a pass
-attends only to positions that the present request has written.
+Mapping fresh pages for tens of megabytes of KV measured as long as filling them. One buffer is kept; concurrent
+requests allocate their own. Nothing reads what the last request left in it, since a pass attends only to positions that
+the present request has written.
 """
 
 from __future__ import annotations

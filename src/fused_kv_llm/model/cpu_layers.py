@@ -1,8 +1,8 @@
-"""Norms, attention, MLPs and linear layers of a decoder on the CPU, through operators that go over the memory once.
+"""Norms, attention, MLPs and linear layers of a decoder on the CPU, through operators that read memory once.
 
-The modules keep their weights and their class. In a fused pass in bfloat16 or float32, where the native operators of
-the dtype are available, their forward takes another way to the same numbers; so do linear
-layers: in bfloat16 those of few rows, in float32 all of them where torch's own way is the slower one.
+The modules keep their weights and their class. In a pass of the engine, in bfloat16 or float32, their forward computes
+the same numbers with native operators where those are available. Linear layers do so too: in bfloat16 with few rows
+(a skinny GEMM), in float32 always, where torch's own product is slower.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ __all__ = ["attach_cpu_layers"]
 
 
 def attach_cpu_layers(model: Any) -> None:
-    """Let a model's norms, attention and MLPs take the fast way where there is one.
+    """Give a model's norms, attention, MLPs and linear layers fast forwards where there are any.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        Of a verified architecture. Modules of other classes, and those whose forward somebody else has replaced, stay
-        as they are; attaching it again changes nothing.
+        Of a verified architecture. Modules of other classes, and those whose forward somebody has replaced, stay as
+        they are. Attaching it again changes nothing.
     """
     native = why_not_native(model.dtype) is None
     in_bfloat16 = model.dtype == torch.bfloat16
@@ -53,7 +53,7 @@ def attach_cpu_layers(model: Any) -> None:
 
 
 def _linear(module: Any, x: Tensor) -> Tensor:
-    # Weights that somebody moves, converts or quantises after loading go torch's way.
+    # Weights that were moved, converted or quantised after loading are torch's to multiply.
     weight, bias = module.weight, module.bias
     if type(weight) is torch.nn.Parameter and weight.dtype == x.dtype and x.device.type == "cpu":
         if x.dtype == torch.bfloat16:
@@ -64,7 +64,7 @@ def _linear(module: Any, x: Tensor) -> Tensor:
 
 
 def _linears(modules: Sequence[Any], x: Tensor) -> list[Tensor]:
-    """Call several linear layers with one input: together, unless somebody has wrapped, hooked or changed one."""
+    """Call several linear layers with one input: together, unless one was wrapped, hooked or changed."""
     if x.dtype == torch.bfloat16 and all(map(is_plain, modules)):
         return few_row_linears(x, [(module.weight, module.bias) for module in modules])
     return [module(x) for module in modules]
@@ -110,7 +110,7 @@ def _gated_mlp(module: Any, x: Tensor) -> Tensor:
 
 
 def _decoder_layer(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Run a layer in two calls around its attention, unless somebody has wrapped, hooked or changed a part of it."""
+    """Run a layer in two calls around its attention, unless a part of it was wrapped, hooked or changed."""
     parts = None if args or hidden_states.dtype != torch.bfloat16 else own_parts(module)
     if parts is None:
         whole: Tensor = type(module).forward(module, hidden_states, *args, **kwargs)

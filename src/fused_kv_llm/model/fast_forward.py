@@ -1,9 +1,9 @@
-"""A module's fast forward, and what of a decoder layer still is as it was when it got one.
+"""Fast forwards of modules, and the check that a decoder layer may still take them.
 
-A model belongs to its user, who may wrap, hook, exchange or convert any part of it at any time. So a part's fast way
-is taken in its own forward only, and whoever goes past a part's forward looks first whether somebody wants it called.
-That is asked for every part of every layer in every pass. What is found out is kept, therefore, with everything it
-depends on, and holds as long as all of that is the same.
+A model belongs to its user, who may wrap, hook, exchange or convert any part of it at any time. A module's fast forward
+therefore replaces its own only. A layer that computes its parts together, without calling them, first checks that none
+of them was changed. This is asked for every layer in every pass, so the answer is kept with a snapshot of what it
+depends on, and holds while the snapshot does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fused_kv_llm.model.pass_context import current_pass
 
 __all__ = ["FastForward", "LayerParts", "has_known_gate", "is_ours", "is_plain", "own_parts"]
 
-# Of a part, beside its own parts and parameters.
+# What a snapshot of a part records, beside its own parts and parameters.
 _WATCHED = ("forward", "_forward_hooks", "_forward_pre_hooks", "variance_epsilon")
 _SILU = (torch.nn.SiLU, type(ACT2FN["silu"]))
 
@@ -31,13 +31,13 @@ _Norm = tuple[Tensor, float]
 
 
 class FastForward:
-    """A module's forward: the fast one in a fused pass, the module's own otherwise.
+    """A module's forward: the fast one in a pass of the engine, the module's own otherwise.
 
     Parameters
     ----------
     module : torch.nn.Module
     way : callable
-        The fast one: takes the module and what its own forward takes.
+        The fast forward: takes the module and the arguments of its own forward.
     """
 
     def __init__(self, module: Any, way: Callable[..., Any]) -> None:
@@ -61,14 +61,14 @@ def is_ours(module: Any) -> bool:
 
 
 def is_plain(module: Any) -> bool:
-    """Return whether a module is such a linear layer, with a weight that is not quantised."""
+    """Return whether a module is a linear layer with a fast forward and a weight that is not quantised."""
     if type(module) is not torch.nn.Linear or type(module._parameters.get("weight")) is not torch.nn.Parameter:
         return False
     return is_ours(module)
 
 
 def has_known_gate(module: Any) -> bool:
-    """Return whether the activation of a module, where it has one, is SiLU that nobody has hooked."""
+    """Return whether a module's activation is SiLU without hooks, or it has none."""
     gate = module._modules.get("act_fn")
     if gate is None:
         gate = getattr(module, "act_fn", getattr(module, "activation_fn", None))
@@ -86,7 +86,7 @@ class LayerParts:
     heads : list of (Tensor, Tensor or None)
         Weight and bias of the projections to queries, keys and values.
     head_norms : tuple of (Tensor, Tensor, float) or None
-        Of each head's norms of queries and keys: the weights, and the epsilon of both.
+        Weights of the norms of each head's queries and keys, and their common epsilon.
     output : tuple of (Tensor, Tensor or None)
         The projection behind attention.
     mlp : tuple of (Tensor, Tensor or None)
@@ -102,12 +102,12 @@ class LayerParts:
 
 
 class _Snapshot:
-    """The parts of a module, their parameters and their forwards, as they were once.
+    """The parts of a module, their parameters and their forwards at one time.
 
     Parameters
     ----------
     module : torch.nn.Module
-        Whose parts nobody has hooked; what is done to itself is not looked at.
+        Its parts have no hooks. The module itself is not recorded.
     """
 
     def __init__(self, module: Any) -> None:
@@ -122,14 +122,14 @@ class _Snapshot:
         self._hooks = [hooks for part in self._parts for hooks in (part._forward_hooks, part._forward_pre_hooks)]
 
     def holds(self) -> bool:
-        """Return whether all of it is the same, and still nobody has hooked a part."""
+        """Return whether all of it is the same, and no part has a hook."""
         now = map(dict.get, self._tables, self._keys)
         if not all(map(is_, now, self._values)) or any(self._hooks):
             return False
         return all(map(is_, map(type, self._parts), self._kinds))
 
 
-# Of a copy of the module nothing is known: that would not hold for it.
+# By module: a copy of a module is another key, since its parts are others.
 _kept: WeakKeyDictionary[Any, tuple[_Snapshot, LayerParts]] = WeakKeyDictionary()
 
 
@@ -169,7 +169,7 @@ def _look_up(layer: Any) -> LayerParts | None:
 
 
 def _linears(module: Any, names: tuple[str, ...]) -> list[_Linear]:
-    """Return weights and biases of linear layers in a module; none if one of them is to be called."""
+    """Return weights and biases of linear layers in a module; none if one of them has to be called."""
     found = []
     for name in names:
         part = module._modules[name]
@@ -180,7 +180,7 @@ def _linears(module: Any, names: tuple[str, ...]) -> list[_Linear]:
 
 
 def _norms(module: Any, names: tuple[str, ...]) -> list[_Norm]:
-    """Return weights and epsilons of norms in a module; none if one of them is to be called."""
+    """Return weights and epsilons of norms in a module; none if one of them has to be called."""
     found = []
     for name in names:
         part = module._modules[name]
