@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .engine import (
+    DEFAULT_MEMORY,
     DEFAULT_MODEL,
     DEFAULT_NEIGHBOURS,
     DEFAULT_POLICY,
@@ -17,6 +18,7 @@ from .generation import GenerationConfig
 from .values import check_ratio, check_seed, parse_bytes
 
 __all__ = [
+    "DEFAULT_MEMORY",
     "DEFAULT_MODEL",
     "DEFAULT_NEIGHBOURS",
     "DEFAULT_POLICY",

@@ -25,6 +25,7 @@ from fused_kv_llm.errors import ConfigError, FusedKVError
 from .values import check_ratio, is_whole, parse_bytes
 
 __all__ = [
+    "DEFAULT_MEMORY",
     "DEFAULT_MODEL",
     "DEFAULT_NEIGHBOURS",
     "DEFAULT_POLICY",
@@ -39,6 +40,7 @@ __all__ = [
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_RATIO = 0.15
 DEFAULT_SELECTOR = "sink_attention"
+DEFAULT_MEMORY = "2GiB"
 DEFAULT_POLICY = "pgdsf"
 DEFAULT_PREPROCESSING: Final = "similar"
 DEFAULT_NEIGHBOURS = 9
@@ -137,7 +139,7 @@ class EngineConfig(BaseModel):
     """Device that the model is on, such as ``"cpu"`` or ``"cuda:0"``; by default a GPU where there is one."""
 
     memory_bytes: Annotated[int | str, Option(unit="bytes"), BeforeValidator(_size)] = Field(
-        default="2GiB", frozen=True, validate_default=True
+        default=DEFAULT_MEMORY, frozen=True, validate_default=True
     )
     """Budget of the store's memory tier: a number or a text such as ``"4GB"``; 0 keeps nothing in memory."""
 

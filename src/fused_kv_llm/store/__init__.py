@@ -7,7 +7,6 @@ from fused_kv_llm.store.audit import CheckReport, Finding, rebuild_index
 from fused_kv_llm.store.folder import check_folder_key
 from fused_kv_llm.store.format import STORAGE_DTYPES, byte_view, stored_bytes_per_token
 from fused_kv_llm.store.index import (
-    DEFAULT_POLICY,
     POLICIES,
     ChunkRow,
     ContentRows,
@@ -24,7 +23,6 @@ from fused_kv_llm.store.uses import StoreCounters
 
 __all__ = [
     "CAN_ANNOUNCE",
-    "DEFAULT_POLICY",
     "POLICIES",
     "STORAGE_DTYPES",
     "CheckReport",

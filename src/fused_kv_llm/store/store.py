@@ -8,10 +8,11 @@ from types import TracebackType
 from typing import Any
 
 from fused_kv_llm.chunk import ChunkKV, ContentHash
+from fused_kv_llm.config import DEFAULT_MEMORY, DEFAULT_POLICY
 from fused_kv_llm.store.archive import Archive
 from fused_kv_llm.store.audit import CheckReport, Progress
 from fused_kv_llm.store.format import check_key, check_kv_dtype, check_name
-from fused_kv_llm.store.index import DEFAULT_POLICY, ChunkRow, ContentRows
+from fused_kv_llm.store.index import ChunkRow, ContentRows
 from fused_kv_llm.store.opening import open_chunk
 from fused_kv_llm.store.parts import StoreParts
 from fused_kv_llm.store.read import StoredKV
@@ -72,7 +73,7 @@ class KVStore:
         self,
         kv_dir: str | Path,
         *,
-        memory_bytes: int | str = 2 << 30,
+        memory_bytes: int | str = DEFAULT_MEMORY,
         disk_bytes: int | str | None = None,
         policy: str = DEFAULT_POLICY,
         kv_dtype: str = "auto",

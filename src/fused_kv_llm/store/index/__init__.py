@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from fused_kv_llm.store.index.chunk_index import ChunkIndex
 from fused_kv_llm.store.index.ledger import Place, Uses, Victim
-from fused_kv_llm.store.index.policies import DEFAULT_POLICY, POLICIES, Entry, EvictionQueue, Policy, resolve_policy
+from fused_kv_llm.store.index.policies import POLICIES, Entry, EvictionQueue, Policy, resolve_policy
 from fused_kv_llm.store.index.rows import ChunkRow, ContentRows, IdentityTotals
 
 __all__ = [
-    "DEFAULT_POLICY",
     "POLICIES",
     "ChunkIndex",
     "ChunkRow",

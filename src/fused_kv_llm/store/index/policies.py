@@ -14,9 +14,7 @@ from itertools import pairwise
 
 from fused_kv_llm.errors import ConfigError
 
-__all__ = ["DEFAULT_POLICY", "POLICIES", "Entry", "EvictionQueue", "Policy", "RecomputeCost", "resolve_policy"]
-
-DEFAULT_POLICY = "pgdsf"
+__all__ = ["POLICIES", "Entry", "EvictionQueue", "Policy", "RecomputeCost", "resolve_policy"]
 
 
 @dataclass(frozen=True, slots=True)
