@@ -1,7 +1,7 @@
-"""The demo's questions, answered three ways: does the fused answer hold the fact and agree with plain transformers?
+"""The demo's questions, asked as the demo asks them: do fused answers hold the fact and agree with plain transformers'?
 
-    python benchmarks/demo_questions.py                    # as fused-kv demo asks: all 36 questions
-    python benchmarks/demo_questions.py --ratio 0.3 --k 20
+    python benchmarks/demo_questions.py                          # all 36 questions at the demo's settings
+    python benchmarks/demo_questions.py --ratios 0.15 0.3 0.5
 
 The questions are those of ``fused_kv_llm/demo/questions.json``: one about each of the first three passages of every
 handbook file, which asks for the first number of the passage. They were written before any answer was seen, and none
@@ -14,12 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypedDict
 
 from environment import environment
 from evaluation.metrics import answer_scores, exact_match
-from rich.progress import track
 
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.demo import (
@@ -28,99 +27,95 @@ from fused_kv_llm.demo import (
     MiniLM,
     PassageIndex,
     Rag,
-    compare,
     handbook_folder,
     handbook_questions,
     read_passages,
 )
+from fused_kv_llm.tuning import full_prefill
 
-WAYS = ("plain", "fused", "full reuse")
 
-
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """One question with its answers, in the order of `WAYS`."""
+class Record(TypedDict):
+    """A question with the answer of every way; the first way is plain transformers."""
 
     question: str
     fact: str
-    answers: tuple[str, ...]
-
-    def holds(self, way: int) -> bool:
-        """Return whether an answer has the fact in it, as whole words."""
-        return bool(answer_scores(self.answers[way], [self.fact], self.answers[0])["contains"])
-
-    def agrees(self, way: int) -> bool:
-        """Return whether an answer is plain transformers'."""
-        return bool(exact_match(self.answers[way], self.answers[0]))
+    answers: dict[str, str]
 
 
-def ask(engine: FusedKVEngine, rag: Rag, entry: DemoQuestion, args: argparse.Namespace) -> Answered:
-    """Answer one question three ways."""
-    rows = compare(
-        engine, rag.prompt(entry["question"]).text, ratios=(args.ratio, 0.0), max_tokens=args.max_tokens, stop=DEMO.stop
-    )
-    return Answered(entry["question"], entry["answer"], tuple(" ".join(row.answer.split()) for row in rows))
+def ask(engine: FusedKVEngine, rag: Rag, entry: DemoQuestion, args: argparse.Namespace) -> Record:
+    """Answer one question in every way."""
+    prompt = rag.prompt(entry["question"]).text
+    limits = {"max_tokens": args.max_tokens, "stop": DEMO.stop}
+    answers = {"plain transformers": full_prefill(engine, prompt, **limits).text}
+    for ratio in args.ratios:
+        answers[f"ratio {ratio:g}"] = engine.generate(prompt, recompute_ratio=ratio, **limits).text
+    answers = {way: " ".join(answer.split()) for way, answer in answers.items()}
+    return {"question": entry["question"], "fact": entry["answer"], "answers": answers}
 
 
-def count(answered: list[Answered], title: str) -> str:
-    """Return one line of the table: of so many questions, how many are right and agree."""
-    right = [one for one in answered if one.holds(0)]
-    cells = [len(answered), len(right)]
-    for way in (1, 2):
-        cells.append(sum(one.holds(way) for one in answered))
-        cells.append(sum(one.agrees(way) for one in answered))
-        cells.append(sum(one.holds(way) and one.agrees(way) for one in right))
-    return f"| {title} | " + " | ".join(map(str, cells)) + " |"
+def marks(record: Record, way: str) -> tuple[bool, bool]:
+    """Return whether an answer has the fact in it, as whole words, and whether it is plain transformers'."""
+    plain = record["answers"]["plain transformers"]
+    answer = record["answers"][way]
+    return bool(answer_scores(answer, [record["fact"]], plain)["contains"]), bool(exact_match(answer, plain))
 
 
-def table(answered: list[Answered], args: argparse.Namespace) -> str:
-    """Return the record: counts, and every answer."""
-    stamp = environment()
+def table(records: list[Record]) -> str:
+    """Return what was counted as markdown."""
+    ways = list(records[0]["answers"])
+    right = [record for record in records if marks(record, ways[0])[0]]
     lines = [
-        "# The demo's questions\n",
-        f"SmolLM2-135M, {args.dtype}, {args.k} passages, ratio {args.ratio:g}, {stamp['cpu']}. `{stamp['command']}`\n",
-        "| questions | asked | plain: fact | fused: fact | agrees | both | full reuse: fact | agrees | both |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
-        count(answered[:12], "first passage of each file"),
-        count(answered, "first three passages of each file"),
-        "\nBoth: the fact and plain's words. +: the fact is there; =: plain's words.\n",
+        f"{len(records)} questions; plain transformers' answer holds the fact in {len(right)}, of which the fused",
+        "answer holds the fact and agrees in:\n",
+        "| way | holds the fact | agrees | holds it and agrees, where plain holds it |",
+        "|---|--:|--:|--:|",
     ]
-    for one in answered:
-        lines.append(f"\n{one.question} **{one.fact}**\n")
-        for way, name in enumerate(WAYS):
-            marks = ("+" if one.holds(way) else "-") + ("=" if one.agrees(way) else " ")
-            lines.append(f"- `{marks}` {name}: {one.answers[way]}")
-    return "\n".join(lines) + "\n"
+    for way in ways:
+        facts, agreements = zip(*(marks(record, way) for record in records), strict=True)
+        both = sum(all(marks(record, way)) for record in right)
+        lines.append(f"| {way} | {sum(facts)} | {sum(agreements)} | {both} of {len(right)} |")
+    return "\n".join(lines)
+
+
+def answers(record: Record) -> str:
+    """Return one question with its answers; + holds the fact, = agrees."""
+    lines = [f"**{record['question']}** {record['fact']}\n"]
+    for way, answer in record["answers"].items():
+        fact, agrees = marks(record, way)
+        lines.append(f"- `{'+' if fact else '-'}{'=' if agrees else ' '}` {way}: {answer}")
+    return "\n".join(lines)
 
 
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ratio", type=float, default=DEMO.ratio)
+    parser.add_argument("--questions", type=int, default=36, help="only the first of them")
+    parser.add_argument("--ratios", type=float, nargs="+", default=[DEMO.ratio, 0.15, 0.0])
     parser.add_argument("--k", type=int, default=DEMO.passages, help="passages in a prompt")
     parser.add_argument("--max-tokens", type=int, default=DEMO.max_tokens)
     parser.add_argument("--dtype", default=None)
     parser.add_argument("--kv-dir", type=Path, default=None, help="kept between runs; a temporary folder without it")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "demo_questions")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "demo_questions_cpu")
     args = parser.parse_args()
     kv_dir = args.kv_dir or Path(tempfile.mkdtemp(prefix="fused-kv-demo-"))
     passages = read_passages([handbook_folder()])
+    records = []
     with FusedKVEngine("smollm2-135m", kv_dir=kv_dir, dtype=args.dtype) as engine:
-        args.dtype = engine.dtype
         print(engine.build_kv_cache([passage.text for passage in passages]).summary())
-        index = PassageIndex.update(
-            kv_dir, passages, model="smollm2-135m", dtype=engine.dtype, kv_dtype=engine.kv_dtype, embedder=MiniLM()
-        )
-        rag = Rag(index, engine, k=args.k, max_tokens=args.max_tokens)
-        answered = [ask(engine, rag, entry, args) for entry in track(handbook_questions(), description="Asking")]
-    text = table(answered, args)
-    print(text)
-    args.out.with_suffix(".md").write_text(text, encoding="utf-8")
-    result = {"environment": environment(), "k": args.k, "ratio": args.ratio, "dtype": args.dtype}
-    rows = [asdict(one) for one in answered]
-    args.out.with_suffix(".json").write_text(
-        json.dumps({**result, "ways": WAYS, "answered": rows}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-    )
+        made = {"model": "smollm2-135m", "dtype": engine.dtype, "kv_dtype": engine.kv_dtype}
+        rag = Rag(PassageIndex.update(kv_dir, passages, embedder=MiniLM(), **made), engine, k=args.k, max_tokens=64)
+        for entry in handbook_questions()[: args.questions]:
+            records.append(ask(engine, rag, entry, args))
+            print(answers(records[-1]) + "\n", flush=True)
+        about = f"SmolLM2-135M, {engine.dtype}, {args.k} passages, answers up to their first clause"
+    stamp = environment()
+    head = f"# The demo's questions\n\n{about}. {stamp['cpu']}. `{stamp['command']}`\n"
+    legend = "`+` holds the fact, `=` agrees with plain transformers."
+    parts = [head, table(records) + "\n", legend + "\n", *(answers(record) + "\n" for record in records)]
+    print(table(records))
+    args.out.with_suffix(".md").write_text("\n".join(parts), encoding="utf-8")
+    result = {"environment": stamp, "about": about, "records": records}
+    args.out.with_suffix(".json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

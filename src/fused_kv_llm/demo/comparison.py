@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from fused_kv_llm.engine import FusedKVEngine
@@ -79,9 +79,8 @@ def compare(
     list of Row
         The first is plain transformers.
     """
-    plain = full_prefill(engine, prompt, max_tokens=max_tokens)
-    answer = plain.text[: min([plain.text.find(s) for s in stop if s in plain.text], default=None)]
-    rows = [Row(_PLAIN, None, plain.ttft_s, 1.0, plain.prompt_tokens, plain.prompt_tokens, answer)]
+    plain = full_prefill(engine, prompt, max_tokens=max_tokens, stop=stop)
+    rows = [Row(_PLAIN, None, plain.ttft_s, 1.0, plain.prompt_tokens, plain.prompt_tokens, plain.text)]
     for ratio in ratios:
         cold_s = None
         if ratio < 1:
@@ -95,16 +94,17 @@ def compare(
 
 
 def medians(compared: Sequence[Sequence[Row]]) -> list[Row]:
-    """Return one row a way: the medians of several prompts, without answers."""
-    rows = []
+    """Return one row a way: the medians of several prompts, without answers; speed-ups are those of the medians."""
+    rows: list[Row] = []
     for same_way in zip(*compared, strict=True):
         cold = [row.cold_s for row in same_way if row.cold_s is not None]
+        warm_s = statistics.median(row.warm_s for row in same_way)
         rows.append(
-            replace(
-                same_way[0],
+            Row(
+                name=same_way[0].name,
                 cold_s=statistics.median(cold) if cold else None,
-                warm_s=statistics.median(row.warm_s for row in same_way),
-                speedup=statistics.median(row.speedup for row in same_way),
+                warm_s=warm_s,
+                speedup=(rows[0].warm_s if rows else warm_s) / warm_s,
                 computed_tokens=round(statistics.median(row.computed_tokens for row in same_way)),
                 prompt_tokens=round(statistics.median(row.prompt_tokens for row in same_way)),
                 answer="",

@@ -36,7 +36,7 @@ def _common_folder(passages: Sequence[Passage]) -> str:
 def times(rows: Sequence[Row], title: str) -> RenderableType:
     """Lay out the times of a comparison."""
     table = Table(title=title, title_justify="left")
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for column in ("cold", "warm", "speed-up (warm)", "tokens computed"):
         table.add_column(column, justify="right")
     for row in rows:

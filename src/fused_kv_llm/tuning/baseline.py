@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fused_kv_llm.decoding import end_token_ids
+from fused_kv_llm.decoding import TextStream, end_token_ids
 from fused_kv_llm.engine import FusedKVEngine
 from fused_kv_llm.errors import ConfigError
 
@@ -25,7 +25,7 @@ class BaselineRun:
     ----------
     text : str
     token_ids : list of int
-        Generated tokens, without the end token.
+        Generated tokens, without the end token; those of a stop string are among them.
     prompt_tokens : int
         Tokens prefilled.
     ttft_s : float
@@ -39,7 +39,11 @@ class BaselineRun:
 
 
 def full_prefill(
-    engine: FusedKVEngine, prompt: str | Sequence[dict[str, Any]], *, max_tokens: int = 256
+    engine: FusedKVEngine,
+    prompt: str | Sequence[dict[str, Any]],
+    *,
+    max_tokens: int = 256,
+    stop: Sequence[str] = (),
 ) -> BaselineRun:
     """Answer greedily with the engine's model but without any stored KV.
 
@@ -53,6 +57,8 @@ def full_prefill(
         Rendered as the engine renders it.
     max_tokens : int
         Tokens to generate at most.
+    stop : sequence of str
+        The answer ends before the first of these strings.
 
     Returns
     -------
@@ -75,9 +81,11 @@ def full_prefill(
         token = int(output.logits[0, -1].argmax())
         ttft_s = time.perf_counter() - started
         generated: list[int] = []
+        stream, text = TextStream(engine.tokenizer, tuple(stop)), ""
         while token not in ends:
             generated.append(token)
-            if len(generated) == max_tokens:
+            text += stream.push(token)
+            if stream.stopped or len(generated) == max_tokens:
                 break
             output = model(
                 input_ids=torch.tensor([[token]], device=model.device),
@@ -85,8 +93,7 @@ def full_prefill(
                 use_cache=True,
             )
             token = int(output.logits[0, -1].argmax())
-    text = engine.tokenizer.decode(generated, skip_special_tokens=True)
-    return BaselineRun(text, generated, len(ids), ttft_s)
+    return BaselineRun(text + stream.flush(), generated, len(ids), ttft_s)
 
 
 @contextmanager
