@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fused_kv_llm import FusionReport
-from fused_kv_llm.demo.comparison import describe
+from fused_kv_llm.demo import describe
 from fused_kv_llm.report.trace import PromptTrace
 
 
