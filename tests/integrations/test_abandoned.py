@@ -128,6 +128,13 @@ def test_a_stream_that_nobody_reads(quick: FusedKVEngine) -> None:
     assert left_over(quick) == []
 
 
+def test_a_stream_that_is_dropped(quick: FusedKVEngine) -> None:
+    stream = quick.stream(PROMPT, max_tokens=6)
+    assert quick.requests.context.pool._kept is None
+    del stream
+    assert left_over(quick) == []
+
+
 def test_a_constraint_that_raises(quick: FusedKVEngine) -> None:
     def broken(ids: Any, logits: Any) -> Any:
         raise ValueError("a broken constraint")

@@ -76,7 +76,7 @@ def test_chunks_are_shifted_by_their_place(engine: FusedKVEngine, texts: list[st
 
 
 def test_a_chunk_right_after_the_header_is_exact(tmp_path: Path) -> None:
-    options = {"preprocessing": "similar", "embedder": Unused(), "store_misses": False, "wrap": False}
+    options = {"preprocessing": "similar", "embedder": Unused(), "store_misses": False, "wrap_chat_template": False}
     with FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, **options) as engine:
         engine.build_kv_cache(SHORT[:4], neighbours=GRAPH, progress=False)
         prompt = SHORT[0] + "\n\nWhat is it about, please?"

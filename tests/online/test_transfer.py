@@ -15,7 +15,7 @@ from fused_kv_llm.selectors import SinkAttention
 
 def test_a_chunk_that_is_exact_is_not_changed(tmp_path: Path) -> None:
     """One chunk right after the header it was prefilled with has no deviation to transfer."""
-    options = {"preprocessing": "none", "store_misses": False, "wrap": False}
+    options = {"preprocessing": "none", "store_misses": False, "wrap_chat_template": False}
     with FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, **options) as engine:
         engine.build_kv_cache(SHORT[:1], progress=False)
         prompt = SHORT[0] + "\n\nWhat is it about, please?"
