@@ -68,7 +68,7 @@ def build(loaded: LoadedModel, data: Path, questions: list[Question], kv_dir: Pa
     with FusedKVEngine(loaded, kv_dir=kv_dir / "auto", store_misses=False) as engine:
         near = neighbours_in(list(dict.fromkeys(corpus)), used, engine.config.num_neighbours, kv_dir)
         print(engine.build_kv_cache(used, neighbours=near).summary())
-        keys = engine.store.content_rows(engine.identity)[1]
+        keys = engine.store.keys(engine.identity)
         rows = list(engine.store.rows(keys).values())
         for storage in STORAGE_DTYPES:
             with KVStore(kv_dir / storage, kv_dtype=storage, memory_bytes=0) as store:

@@ -83,7 +83,7 @@ class ChunkCatalog:
 
     def all_rows(self) -> list[ChunkRow]:
         """Return the rows of every stored chunk of this identity."""
-        _, keys = self._store.content_rows(self._identity, 0)
+        keys = self._store.keys(self._identity)
         rows = self._store.rows(keys)
         return [rows[key] for key in keys if key in rows]
 

@@ -37,7 +37,7 @@ def test_round_trip_with_every_spelling_of_the_key(kv_dir, filled, monkeypatch):
                 assert keys.equal(chunk.kv.keys)
                 assert values.equal(chunk.kv.values)
                 assert store.rows([chunk.key])[chunk.key].text == chunk.text
-            rows, keys_found = store.content_rows(filled[0].identity)
+            (rows,), keys_found = store.content_hashes(filled[0].identity), store.keys(filled[0].identity)
             by_key = {c.key: c.content for c in filled}
             assert [int(full) for full in rows.full] == [by_key[k].full for k in keys_found]
             assert store.sidecars.read(filled[0].key, "anchors-0.1")["secret-name"].equal(torch.arange(40.0))

@@ -125,34 +125,34 @@ def test_rows_of_more_keys_than_one_statement_takes(store, make_chunk):
     assert list(store.rows([*keys, chunk.key])) == [chunk.key]
 
 
-def test_content_rows_are_incremental(store, make_chunk):
+def test_content_hashes_are_incremental(store, make_chunk):
     first, second, other = make_chunk(1), make_chunk(2), make_chunk(3, model="model-b")
-    assert store.content_rows(first.identity)[1] == []
+    assert store.keys(first.identity) == []
+    assert list(store.content_hashes(first.identity)) == []
     first.put(store)
     other.put(store)
-    rows, keys = store.content_rows(first.identity)
-    assert keys == [first.key]
+    (rows,) = store.content_hashes(first.identity)
+    assert store.keys(first.identity) == [first.key]
     assert [array.dtype for array in rows] == [np.int64, np.uint64, np.uint64, np.int64]
     hashes = int(rows.prefix[0]), int(rows.full[0]), int(rows.length[0])
     assert ContentHash(*hashes) == first.content
     last = int(rows.rowid[-1])
     second.put(store)
-    rows, keys = store.content_rows(first.identity, last)
-    assert keys == [second.key]
+    (rows,) = store.content_hashes(first.identity, last)
+    assert store.keys(first.identity, last) == [second.key]
     assert rows.rowid[0] > last
-    rows, keys = store.content_rows(first.identity, int(rows.rowid[-1]))
-    assert (len(rows.rowid), keys) == (0, [])
+    assert list(store.content_hashes(first.identity, int(rows.rowid[-1]))) == []
 
 
 def test_deleted_chunk_comes_back_with_a_new_rowid(store, make_chunk):
     chunk = make_chunk()
     chunk.put(store)
-    last = int(store.content_rows(chunk.identity)[0].rowid[-1])
+    last = int(next(store.content_hashes(chunk.identity)).rowid[-1])
     assert store.delete([chunk.key, "0" * 64]) == 1
     assert store.delete([chunk.key]) == 0
     assert chunk.open(store) is None
     chunk.put(store)
-    assert store.content_rows(chunk.identity, last)[1] == [chunk.key]
+    assert store.keys(chunk.identity, last) == [chunk.key]
 
 
 def test_delete_removes_file_and_memory(store, kv_dir, make_chunk):

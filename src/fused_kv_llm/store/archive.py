@@ -130,7 +130,7 @@ class Archive:
 
     def _keys(self, identity: str | None) -> list[str]:
         names = [totals.identity for totals in self._parts.index.totals()] if identity is None else [identity]
-        return [key for name in names for key in self._parts.index.content_rows(name, 0)[1]]
+        return [key for name in names for key in self._parts.index.keys(name)]
 
     def _export(self, archive: tarfile.TarFile, key: str, report: ExportReport) -> None:
         for name in (None, *self._parts.index.ledger.sidecars(key)):

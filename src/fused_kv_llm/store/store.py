@@ -188,25 +188,10 @@ class KVStore:
             yield found
             after_rowid = int(found.rowid[-1])
 
-    def content_rows(self, identity: str, after_rowid: int = 0) -> tuple[ContentRows, list[str]]:
-        """Return content hashes of an identity's chunks that were added after a ``rowid``.
-
-        Parameters
-        ----------
-        identity : str
-            ``KVIdentity.digest``.
-        after_rowid : int
-            The last ``rowid`` seen; 0 for all.
-
-        Returns
-        -------
-        rows : ContentRows
-            Arrays ``rowid, prefix, full, length``, ascending by ``rowid``.
-        keys : list of str
-            The chunks' keys, in the same order.
-        """
+    def keys(self, identity: str, after_rowid: int = 0) -> list[str]:
+        """Return the keys of an identity's chunks that were added after a ``rowid``, in the order of their rowids."""
         self._parts.check_open()
-        return self._parts.index.content_rows(identity, after_rowid)
+        return self._parts.index.keys(identity, after_rowid)
 
     def open(self, key: str, token_ids: Sequence[int]) -> StoredKV | None:
         """Open a chunk's KV for reading.

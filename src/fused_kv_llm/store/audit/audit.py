@@ -78,6 +78,17 @@ class Audit:
         action = f"leave it for its key; {rest}" if left else f"move it to quarantine; {rest}"
         self.found(kind, path, error.reason, action, lambda: self._put_away(key, name, leave=left), left=left)
 
+    def opened(self, key: str, name: str | None = None) -> int | None:
+        """Open the file of a chunk, or a sidecar; None, and a finding, if it cannot be opened."""
+        try:
+            return self.folder.open_file(key, name)
+        except FileNotFoundError:
+            # It was evicted or deleted meanwhile.
+            return None
+        except (ChunkDamagedError, OSError) as error:
+            self.unusable(key, name, error)
+            return None
+
     def will_be(self, key: str, *, on_disk: bool) -> None:
         """Note where a chunk is once its finding is mended."""
         self._fate[key] = on_disk

@@ -32,13 +32,8 @@ class ChunkAudit:
 
     def file(self, key: str, path: str) -> None:
         """Verify a chunk's file, and compare it with its row."""
-        try:
-            fd = self._folder.open_file(key)
-        except FileNotFoundError:
-            # It was evicted or deleted meanwhile.
-            return
-        except (ChunkDamagedError, OSError) as error:
-            self._audit.unusable(key, None, error)
+        fd = self._audit.opened(key)
+        if fd is None:
             return
         try:
             header = verify_chunk(self._audit.codec, fd, key, self._scratch)

@@ -28,21 +28,14 @@ class SidecarAudit:
 
     def file(self, key: str, name: str) -> None:
         """Verify a sidecar, and compare it with its row."""
-        try:
-            fd = self._folder.open_file(key, name)
-        except FileNotFoundError:
-            # It was evicted or deleted meanwhile.
-            return
-        except (ChunkDamagedError, OSError) as error:
-            self._audit.unusable(key, name, error)
+        fd = self._audit.opened(key, name)
+        if fd is None:
             return
         try:
             verify_sidecar(self._audit.codec, fd, key, name)
             nbytes = os.fstat(fd).st_size
         except ChunkDamagedError as error:
             self._audit.unusable(key, name, error)
-        except OSError as error:
-            self._audit.unusable(key, name, ChunkDamagedError(key, f"it cannot be read ({error})"))
         else:
             self._compare(key, name, nbytes)
         finally:

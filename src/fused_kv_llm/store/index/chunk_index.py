@@ -41,7 +41,7 @@ _SCHEMA = (
     text BLOB NOT NULL,
     token_ids BLOB NOT NULL
 ) STRICT""",
-    # Covers content_rows() and totals(), so that neither reads the texts.
+    # Covers content_hashes(), keys() and totals(), so that neither reads the texts.
     """CREATE INDEX chunks_content ON chunks
     (identity, id, prefix_hash, full_hash, length, key, num_tokens, nbytes)""",
     *LEDGER_SCHEMA,
@@ -119,28 +119,13 @@ class ChunkIndex:
 
     def rows(self, keys: Iterable[str]) -> tuple[dict[str, ChunkRow], list[str]]:
         """Return the rows of those keys that have one, and the keys of rows that cannot be decoded."""
-        rows: dict[str, ChunkRow] = {}
-        damaged: list[str] = []
-        for found in self._select("key, identity, text, token_ids, position, nbytes", list(keys)):
-            row = self._decode(found)
-            if row is None:
-                damaged.append(found[0])
-            else:
-                rows[row.key] = row
-        return rows, damaged
+        found, damaged = self._decoded(list(keys), "key")
+        return {row.key: row for _, row in found}, damaged
 
     def rows_by_rowid(self, rowids: Iterable[int]) -> tuple[dict[int, ChunkRow], list[str]]:
         """Return the rows with these rowids, and the keys of rows that cannot be decoded."""
-        rows: dict[int, ChunkRow] = {}
-        damaged: list[str] = []
-        columns = "id, key, identity, text, token_ids, position, nbytes"
-        for rowid, *found in self._select(columns, list(rowids), f"{_HEX_KEY} AND id"):
-            row = self._decode(tuple(found))
-            if row is None:
-                damaged.append(found[0])
-            else:
-                rows[rowid] = row
-        return rows, damaged
+        found, damaged = self._decoded(list(rowids), f"{_HEX_KEY} AND id")
+        return dict(found), damaged
 
     def content_hashes(self, identity: str, after_rowid: int) -> ContentRows | None:
         """Return content hashes of an identity's next chunks after a ``rowid``; None if there are none."""
@@ -160,21 +145,11 @@ class ChunkIndex:
         hashes = self._hashes(pairs, seal=False)
         return ContentRows(table["rowid"].copy(), hashes[:, 0].copy(), hashes[:, 1].copy(), table["length"].copy())
 
-    def content_rows(self, identity: str, after_rowid: int) -> tuple[ContentRows, list[str]]:
-        """Return content hashes and keys of one identity's chunks with a greater ``rowid``, ascending."""
+    def keys(self, identity: str, after_rowid: int = 0) -> list[str]:
+        """Return the keys of an identity's chunks with a greater ``rowid``, ascending by it."""
+        query = f"SELECT key FROM chunks WHERE identity = ? AND id > ? AND {_HEX_KEY} ORDER BY id"
         with self._database.connection() as connection:
-            found = connection.execute(
-                "SELECT id, prefix_hash, full_hash, length, key FROM chunks "
-                f"WHERE identity = ? AND id > ? AND {_HEX_KEY} ORDER BY id",
-                (identity, after_rowid),
-            ).fetchall()
-        try:
-            table = np.array([row[:4] for row in found], dtype=np.int64).reshape(-1, 4).T.copy()
-        except (ValueError, TypeError) as error:
-            raise self._database.error(error) from error
-        hashes = self._hashes(table[1:3].view(np.uint64).T, seal=False)
-        rows = ContentRows(table[0], hashes[:, 0].copy(), hashes[:, 1].copy(), table[3])
-        return rows, [row[4] for row in found]
+            return [row[0] for row in connection.execute(query, (identity, after_rowid))]
 
     def hashes(self, key: str) -> ContentHash | None:
         """Return the content hashes of a chunk's row; None if there is no row."""
@@ -247,14 +222,19 @@ class ChunkIndex:
             return table
         return self._cipher.seal_hashes(table) if seal else self._cipher.open_hashes(table)
 
-    def _decode(self, columns: tuple[Any, ...]) -> ChunkRow | None:
-        key, identity, text, ids, position, nbytes = columns
-        try:
-            text, ids = self._open(key, text, ids)
-            token_ids = tuple(np.frombuffer(ids, dtype="<i4").tolist())
-            return ChunkRow(key, identity, text.decode(), token_ids, position, nbytes)
-        except (ValueError, TypeError, AttributeError):
-            return None
+    def _decoded(self, values: Sequence[str | int], by: str) -> tuple[list[tuple[int, ChunkRow]], list[str]]:
+        """Return rowids and rows, and the keys of rows that cannot be decoded."""
+        rows: list[tuple[int, ChunkRow]] = []
+        damaged: list[str] = []
+        columns = "id, key, identity, text, token_ids, position, nbytes"
+        for rowid, key, identity, text, ids, position, nbytes in self._select(columns, values, by):
+            try:
+                texts = self._open(key, text, ids)
+                token_ids = tuple(np.frombuffer(texts[1], dtype="<i4").tolist())
+                rows.append((rowid, ChunkRow(key, identity, texts[0].decode(), token_ids, position, nbytes)))
+            except (ValueError, TypeError, AttributeError):
+                damaged.append(key)
+        return rows, damaged
 
 
 def _signed(number: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -135,24 +135,15 @@ class EvictionQueue:
         self._entries.pop(key, None)
         self._places.pop(key, None)
 
-    def pop(self, keep: Collection[str] = ()) -> str | None:
-        """Remove and return the entry of the lowest priority that is not in `keep`; None if there is none."""
-        kept = []
-        found = None
+    def pop(self) -> str | None:
+        """Remove and return the entry of the lowest priority; None if there is none."""
         while self._heap:
-            priority, used, key = place = heapq.heappop(self._heap)
-            if self._places.get(key) != (priority, used):
-                continue
-            if key in keep:
-                kept.append(place)
-                continue
-            found = key
-            self.clock = max(self.clock, priority)
-            self.remove(key)
-            break
-        for place in kept:
-            heapq.heappush(self._heap, place)
-        return found
+            priority, used, key = heapq.heappop(self._heap)
+            if self._places.get(key) == (priority, used):
+                self.clock = max(self.clock, priority)
+                self.remove(key)
+                return key
+        return None
 
 
 @dataclass(frozen=True, slots=True)
