@@ -88,9 +88,9 @@ def copy_chunk(source: KVStore, target: KVStore, row: ChunkRow) -> None:
         keys, values = stored.read_layers(0, stored.num_layers)
     target.put(row.key, row.identity, row.text, content_hash(row.text),
                ChunkKV(keys, values, row.token_ids, row.position))  # fmt: skip
-    shift = source.sides.read(row.key, CONTEXT_SHIFT)
+    shift = source.sidecars.read(row.key, CONTEXT_SHIFT)
     if shift is not None:
-        target.sides.put(row.key, CONTEXT_SHIFT, shift, by_rows=True)
+        target.sidecars.put(row.key, CONTEXT_SHIFT, shift, by_rows=True)
 
 
 def load_times(kv_dir: Path, rows: list[ChunkRow], loaded: LoadedModel, chunks: int = 40) -> Times:
