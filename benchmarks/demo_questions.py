@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import tempfile
 from pathlib import Path
 from typing import TypedDict
 
 from environment import environment
-from evaluation.metrics import answer_scores, exact_match
+from evaluation.metrics import exact_match
 
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.demo import (
@@ -53,11 +54,15 @@ def ask(engine: FusedKVEngine, rag: Rag, entry: DemoQuestion, args: argparse.Nam
     return {"question": entry["question"], "fact": entry["answer"], "answers": answers}
 
 
+def holds(answer: str, fact: str) -> bool:
+    """Return whether the fact stands in an answer, not as a part of another number: 105 is not in 10.5 or 1050."""
+    return re.search(rf"(?<![\d.,:]){re.escape(fact)}(?!\d|[.,:]\d)", answer) is not None
+
+
 def marks(record: Record, way: str) -> tuple[bool, bool]:
-    """Return whether an answer has the fact in it, as whole words, and whether it is plain transformers'."""
-    plain = record["answers"]["plain transformers"]
+    """Return whether an answer holds the fact, and whether it is plain transformers'."""
     answer = record["answers"][way]
-    return bool(answer_scores(answer, [record["fact"]], plain)["contains"]), bool(exact_match(answer, plain))
+    return holds(answer, record["fact"]), bool(exact_match(answer, record["answers"]["plain transformers"]))
 
 
 def table(records: list[Record]) -> str:
@@ -65,9 +70,9 @@ def table(records: list[Record]) -> str:
     ways = list(records[0]["answers"])
     right = [record for record in records if marks(record, ways[0])[0]]
     lines = [
-        f"{len(records)} questions; plain transformers' answer holds the fact in {len(right)}, of which the fused",
-        "answer holds the fact and agrees in:\n",
-        "| way | holds the fact | agrees | holds it and agrees, where plain holds it |",
+        f"{len(records)} questions. Plain transformers' answer holds the fact in {len(right)} of them; the last column",
+        "counts those of them in which the answer holds the fact and agrees with plain transformers'.\n",
+        "| way | holds the fact | agrees | both, where plain holds the fact |",
         "|---|--:|--:|--:|",
     ]
     for way in ways:
