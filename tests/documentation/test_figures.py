@@ -168,3 +168,17 @@ def test_row_attention_on_a_cpu(dtype: str) -> None:
         name: [f"{found['share']:.2f}", f"{masked[name]:.2f}", f"{found['worst']:.2f}"]
         for name, found in bounds.items()
     }
+
+
+def test_eviction() -> None:
+    found = record("eviction.json")
+    at = [found["budgets"].index(budget) for budget in (0.05, 0.2, 0.4)]
+    want = [
+        [trace]
+        + [
+            ", ".join(f"{100 * result['hit_rates'][policy][budget]['cost']:.0f}" for budget in at) + "%"
+            for policy in ("lru", "lfu", "gdsf", "pgdsf")
+        ]
+        for trace, result in found["traces"].items()
+    ]
+    assert table("docs/store.md", "trace") == want

@@ -58,7 +58,7 @@ class Oracle:
         return order[0][2]
 
 
-KEYS = st.sampled_from("abcdefgh")
+KEYS = st.sampled_from("abcd")
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("put"), KEYS, st.integers(1, 9), st.integers(1, 9)),
@@ -66,6 +66,7 @@ STEPS = st.lists(
         st.tuples(st.just("pop")),
         st.tuples(st.just("remove"), KEYS),
     ),
+    min_size=30,
     max_size=80,
 )
 
@@ -95,14 +96,13 @@ def test_queue_is_the_oracle(policy, steps):
     assert queue.pop() is None
 
 
-@pytest.mark.parametrize("policy", list(POLICIES))
-def test_the_disk_tier_evicts_as_the_oracle_says(kv_dir, make_chunk, policy):
+def _evicted_by_a_store(kv_dir, make_chunk, policy, oracle):
+    """Ask a store and the oracle for the same chunks; a use weighs 1. Return the evicted keys, in order."""
     chunks = {c.key: c for c in (make_chunk(seed, tokens=4 + 3 * (seed % 4)) for seed in range(14))}
-    with KVStore(kv_dir.with_name("sizes")) as store:
+    with KVStore(kv_dir.with_name(f"sizes-{policy}")) as store:
         sizes = {key: chunk.put(store) for key, chunk in chunks.items()}
     budget = sum(sorted(sizes.values())[:6])
-    oracle = Oracle(policy)
-    now = 0
+    evicted, now = [], 0
     with KVStore(kv_dir, disk_bytes=budget, policy=policy, memory_bytes=0) as store:
         for key in random.Random(5).choices(list(chunks), weights=range(1, 15), k=90):
             chunk, now = chunks[key], now + 1
@@ -114,11 +114,36 @@ def test_the_disk_tier_evicts_as_the_oracle_says(kv_dir, make_chunk, policy):
                 oracle.touch(key, now, 1.0)
                 continue
             while sum(sizes[k] for k in oracle.known) + sizes[key] > budget:
-                oracle.pop()
+                evicted.append(oracle.pop())
             oracle.put(key, sizes[key], float(len(chunk.kv.token_ids)), now)
             chunk.put(store)
             assert store.contains(chunks) == set(oracle.known)
-        assert store.counters().evicted_disk > 10
+        assert store.counters().evicted_disk == len(evicted) > 10
+    return evicted
+
+
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "reuse"])
+def test_the_disk_tier_evicts_as_the_oracle_says(kv_dir, make_chunk, policy):
+    _evicted_by_a_store(kv_dir, make_chunk, policy, Oracle(policy))
+
+
+def test_reuse_is_lfu_in_a_store(kv_dir, make_chunk):
+    """Cache-Craft weighs a use by 1/CFO. A store is not told that overhead, so each use counts one."""
+    evicted = _evicted_by_a_store(kv_dir / "lfu", make_chunk, "lfu", Oracle("lfu"))
+    assert _evicted_by_a_store(kv_dir / "reuse", make_chunk, "reuse", Oracle("lfu")) == evicted
+
+
+def test_reuse_prefers_what_needs_little_recomputation():
+    """Where weights are told: a chunk that is used once with little overhead outlives one that is used twice."""
+    queue = {name: EvictionQueue(POLICIES[name]) for name in ("lfu", "reuse")}
+    for entries in queue.values():
+        for now, key in enumerate(("little overhead", "much overhead")):
+            entries.put(key, Entry(1.0, used=now))
+        entries.touch("little overhead", 2, 10.0)
+        entries.touch("much overhead", 3, 1.25)
+        entries.touch("much overhead", 4, 1.25)
+    assert queue["lfu"].pop() == "little overhead"
+    assert queue["reuse"].pop() == "much overhead"
 
 
 def test_priorities_are_what_the_papers_say():

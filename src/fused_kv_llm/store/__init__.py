@@ -5,7 +5,7 @@ from __future__ import annotations
 from fused_kv_llm.store.archive import ExportReport, ImportReport
 from fused_kv_llm.store.audit import CheckReport, Finding, rebuild_index
 from fused_kv_llm.store.folder import check_folder_key
-from fused_kv_llm.store.format import STORAGE_DTYPES, byte_view, stored_bytes_per_token
+from fused_kv_llm.store.format import STORAGE_DTYPES, stored_bytes_per_token
 from fused_kv_llm.store.index import (
     POLICIES,
     ChunkRow,
@@ -41,7 +41,6 @@ __all__ = [
     "StoredKV",
     "StoredLayers",
     "StoredSidecar",
-    "byte_view",
     "check_folder_key",
     "public_url",
     "rebuild_index",

@@ -64,12 +64,19 @@ def _gdsf(entry: Entry, clock: float) -> float:
 
 
 def _pgdsf(entry: Entry, clock: float) -> float:
-    """RAGCache section 5.1, equation 2: the cost is what recomputing takes after the cached prefix."""
+    """RAGCache section 5.1, equation 2: the cost is what recomputing takes after the cached prefix.
+
+    In the store the cost is a chunk's tokens unless ``put`` is given another, so among chunks of one model cost over
+    size is nearly constant, and this is LFU with ageing.
+    """
     return clock + entry.hits * entry.cost / entry.size
 
 
 def _reuse_frequency(entry: Entry, clock: float) -> float:
-    """Cache-Craft section 3.3: every use adds 1/CFO, so chunks that need little recomputation stay longer."""
+    """Cache-Craft section 3.3: every use adds 1/CFO, so chunks that need little recomputation stay longer.
+
+    The store does not know CFO and counts each use as 1, so there it evicts as LFU.
+    """
     return entry.reuse
 
 
