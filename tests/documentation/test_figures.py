@@ -182,3 +182,16 @@ def test_eviction() -> None:
         for trace, result in found["traces"].items()
     ]
     assert table("docs/store.md", "trace") == want
+
+
+def test_the_store() -> None:
+    found = record("store_cpu.json")
+    get, index = found["get"], found["index"]
+    assert [row[1] for row in table("docs/store.md", "what")] == [
+        f"{found['put']['put_over_write_fsync']:.2f}",
+        f"{get['memory_hit_us']:.0f} us; {get['open_file_us']:.0f} us",
+        f"{index['by_key_ms']:.1f} ms, {index['index_mb']:.1f} MB",
+        f"{index['by_text_ms']:.1f} ms, {index['content_index_mb']:.0f} MB",
+    ]
+    text = " ".join((ROOT / "docs" / "store.md").read_text(encoding="utf-8").split())
+    assert f"is read in {index['content_index_loading_s']:.1f} s" in text
