@@ -36,8 +36,8 @@ from ttft import build_prompt
 from fused_kv_kernels import ChunkStack, rotation_tables
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.chunk import ChunkKV
-from fused_kv_llm.config import DEFAULT_RATIO, DEFAULT_SELECTOR
-from fused_kv_llm.context_shift import CONTEXT_SHIFT
+from fused_kv_llm.config import DEFAULT_NEIGHBOURS, DEFAULT_RATIO, DEFAULT_SELECTOR
+from fused_kv_llm.context_shift import shift_name
 from fused_kv_llm.model import LoadedModel, load_model
 from fused_kv_llm.prompt.texthash import content_hash
 from fused_kv_llm.store import STORAGE_DTYPES, ChunkRow, KVStore
@@ -67,7 +67,7 @@ def build(loaded: LoadedModel, data: Path, questions: list[Question], kv_dir: Pa
     corpus = [text.strip() for text in read_corpus(data)]
     with FusedKVEngine(loaded, kv_dir=kv_dir / "auto", store_misses=False) as engine:
         near = neighbours_in(list(dict.fromkeys(corpus)), used, engine.config.num_neighbours, kv_dir)
-        print(engine.build_kv_cache(used, neighbours=near).summary())
+        print(engine.build_kv_cache(used, neighbours=near, preprocess="wait").summary())
         keys = engine.store.keys(engine.identity)
         rows = list(engine.store.rows(keys).values())
         for storage in STORAGE_DTYPES:
@@ -88,9 +88,9 @@ def copy_chunk(source: KVStore, target: KVStore, row: ChunkRow) -> None:
         keys, values = stored.read_layers(0, stored.num_layers)
     target.put(row.key, row.identity, row.text, content_hash(row.text),
                ChunkKV(keys, values, row.token_ids, row.position))  # fmt: skip
-    shift = source.sidecars.read(row.key, CONTEXT_SHIFT)
+    shift = source.sidecars.read(row.key, shift_name(DEFAULT_NEIGHBOURS))
     if shift is not None:
-        target.sidecars.put(row.key, CONTEXT_SHIFT, shift, by_rows=True)
+        target.sidecars.put(row.key, shift_name(DEFAULT_NEIGHBOURS), shift, by_rows=True)
 
 
 def load_times(kv_dir: Path, rows: list[ChunkRow], loaded: LoadedModel, chunks: int = 40) -> Times:

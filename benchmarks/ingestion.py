@@ -28,9 +28,9 @@ from fused_kv_llm.model import LoadedModel, load_model
 from fused_kv_llm.model.embedded import embedded_model_folder
 from fused_kv_llm.offline import SentenceEmbedder
 from fused_kv_llm.offline.batches import PendingChunk
-from fused_kv_llm.offline.corpus import CONTEXT_CHUNKS
 from fused_kv_llm.offline.neighbours import find_neighbours
-from fused_kv_llm.offline.preprocess import BATCH_TOKENS
+from fused_kv_llm.offline.prefill import BATCH_TOKENS
+from fused_kv_llm.offline.preprocess import CONTEXT_CHUNKS
 
 
 def length_sorted_batches(chunks: list[PendingChunk], max_tokens: int) -> Iterator[list[PendingChunk]]:
@@ -85,7 +85,7 @@ def ingest(
     """Return the report of one ingestion into an empty store."""
     folder = tempfile.mkdtemp(prefix="fused-kv-ingest-")
     with FusedKVEngine(loaded, kv_dir=folder, preprocessing=preprocessing, store_misses=False) as engine:
-        return engine.build_kv_cache(passages, neighbours=near, progress=False)
+        return engine.build_kv_cache(passages, neighbours=near, progress=False, preprocess="wait")
 
 
 def main() -> None:

@@ -91,7 +91,7 @@ def ingest(
         for name, engine in engines.items():
             # Neighbours come from the whole corpus of the set; KV is made of the passages that stand in prompts.
             near = None if name == "none" else neighbours_in(corpus, used, engine.config.num_neighbours, kv_dir)
-            print(f"{path.stem}, {name}: {engine.build_kv_cache(used, neighbours=near).summary()}")
+            print(f"{path.stem}, {name}: {engine.build_kv_cache(used, neighbours=near, preprocess='wait').summary()}")
             for selector in args.selectors:
                 engine.build_anchors(used, selector=selector)
 

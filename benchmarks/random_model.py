@@ -71,7 +71,7 @@ class Prompt:
     def ingested(cls, engine: FusedKVEngine, length: int, words: int) -> Prompt:
         """Make one of random words, and ingest its chunks."""
         chunks = [random_words(CHUNK_WORDS, words, seed) for seed in range(length // CHUNK_WORDS)]
-        engine.build_kv_cache(chunks)
+        engine.build_kv_cache(chunks, preprocess="wait")
         text = "\n".join([*chunks, random_words(QUESTION_WORDS, words, 10**6 + length)])
         return cls(engine, text, engine.encode(text))
 

@@ -211,7 +211,7 @@ def main() -> None:
     folder = embedded_model_folder(next(iter(EMBEDDED_MODELS)))
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=engine.loaded.dtype, attn_implementation="sdpa").eval()
     passages, question = handbook_passages(), handbook_questions()[0]["question"]
-    print(engine.build_kv_cache(passages).summary())
+    print(engine.build_kv_cache(passages, preprocess="wait").summary())
     rows: list[dict[str, Any]] = []
     for length in track(args.lengths, description="Measuring"):
         rows += measure(engine, plain, build_prompt(engine, passages, question, length), args)

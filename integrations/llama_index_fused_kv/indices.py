@@ -13,7 +13,7 @@ from llama_index.core.vector_stores.types import MetadataFilter, MetadataFilters
 from fused_kv_llm.adapter import FusedKVModel, in_thread
 from fused_kv_llm.chunk import chunk_text, chunk_texts
 from fused_kv_llm.errors import CorpusError, FusedKVWarning
-from fused_kv_llm.offline import GivenNeighbours
+from fused_kv_llm.offline import GivenNeighbours, Preprocess
 from fused_kv_llm.report import IngestReport
 from llama_index_fused_kv.nodes import build_kv_cache, nodes_of, texts_of
 
@@ -52,6 +52,7 @@ class FusedKVIndex(VectorStoreIndex):
         *,
         nodes: Sequence[BaseNode] | None = None,
         neighbours: GivenNeighbours | None = None,
+        preprocess: Preprocess = "background",
         refresh: bool = False,
         prune: bool = False,
         progress: bool = True,
@@ -61,7 +62,7 @@ class FusedKVIndex(VectorStoreIndex):
         Parameters
         ----------
         llm : FusedKVLLM
-        nodes, neighbours, refresh, prune, progress
+        nodes, neighbours, preprocess, refresh, prune, progress
             See :func:`llama_index_fused_kv.build_kv_cache`.
 
         Returns
@@ -76,13 +77,20 @@ class FusedKVIndex(VectorStoreIndex):
             If the disk cannot hold the result.
         """
         report = build_kv_cache(
-            self, llm, nodes=nodes, neighbours=neighbours, refresh=refresh, prune=prune, progress=progress
+            self,
+            llm,
+            nodes=nodes,
+            neighbours=neighbours,
+            preprocess=preprocess,
+            refresh=refresh,
+            prune=prune,
+            progress=progress,
         )
         self._kv_llm = llm
         return report
 
     def insert_nodes(self, nodes: Sequence[BaseNode], **insert_kwargs: Any) -> None:
-        """Insert nodes and prefill them."""
+        """Insert nodes and prefill them; preprocessing follows in the background."""
         super().insert_nodes(nodes, **insert_kwargs)
         self._ingest(nodes)
 

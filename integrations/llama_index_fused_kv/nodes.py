@@ -13,7 +13,7 @@ from llama_index.core.vector_stores.types import BasePydanticVectorStore
 
 from fused_kv_llm.chunk import chunk_text
 from fused_kv_llm.errors import CorpusError
-from fused_kv_llm.offline import GivenNeighbours
+from fused_kv_llm.offline import GivenNeighbours, Preprocess
 from fused_kv_llm.report import IngestReport
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ def build_kv_cache(
     *,
     nodes: Sequence[BaseNode] | None = None,
     neighbours: GivenNeighbours | None = None,
+    preprocess: Preprocess = "background",
     refresh: bool = False,
     prune: bool = False,
     progress: bool = True,
@@ -46,8 +47,11 @@ def build_kv_cache(
         For indexes whose vector store does not return its nodes.
     neighbours : mapping, callable or None
         Text to similar or linked texts, nearest first; None asks the embedder.
+    preprocess : {"background", "wait", "later"}
+        When chunks are preprocessed: in the background, before this call returns, or not yet. They can be asked about
+        before.
     refresh : bool
-        Whether stored chunks whose neighbours have changed are prefilled again.
+        Whether chunks whose neighbours have changed are preprocessed again.
     prune : bool
         Whether stored chunks that are not among the nodes lose their KV: for a store of one corpus only.
     progress : bool
@@ -69,7 +73,9 @@ def build_kv_cache(
     Metadata is not stored: LlamaIndex puts it in front of each node's text, and it is computed with the prompt.
     """
     texts = texts_of(nodes_of(source) if nodes is None else nodes)
-    return llm.build_kv_cache(texts, neighbours=neighbours, refresh=refresh, prune=prune, progress=progress)
+    return llm.build_kv_cache(
+        texts, neighbours=neighbours, preprocess=preprocess, refresh=refresh, prune=prune, progress=progress
+    )
 
 
 def nodes_of(source: Any) -> list[Any]:

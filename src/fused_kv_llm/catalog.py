@@ -81,9 +81,13 @@ class ChunkCatalog:
         }
         return {text: found for text, found in of_text.items() if found}
 
+    def keys(self) -> list[str]:
+        """Return the keys of every stored chunk of this identity."""
+        return self._store.keys(self._identity)
+
     def all_rows(self) -> list[ChunkRow]:
         """Return the rows of every stored chunk of this identity."""
-        keys = self._store.keys(self._identity)
+        keys = self.keys()
         rows = self._store.rows(keys)
         return [rows[key] for key in keys if key in rows]
 

@@ -81,7 +81,8 @@ class KVIdentity:
     prefix : str
         Digest of the token ids that stood before the chunk when it was prefilled.
     preprocessing : str
-        Preprocessing method and its parameters; ``"none"`` for plain prefill after the prefix.
+        What was done to the KV itself after the prefill; ``"none"`` for the plain KV. A context shift, which lies
+        beside the KV, is no part of it: its sidecar's name says how it was made.
     kv_dtype : str
         Storage dtype; ``"auto"`` stores the compute dtype.
     tenant : str
@@ -135,7 +136,7 @@ def chunk_texts(texts: Iterable[str]) -> list[str]:
     return [chunk_text(text) for text in texts]
 
 
-def chunk_key(identity_digest: str, token_ids: Sequence[int], context: Sequence[Sequence[int]] = ()) -> str:
+def chunk_key(identity_digest: str, token_ids: Sequence[int]) -> str:
     """Name a chunk's KV by its content.
 
     Parameters
@@ -144,8 +145,6 @@ def chunk_key(identity_digest: str, token_ids: Sequence[int], context: Sequence[
         ``KVIdentity.digest``.
     token_ids : sequence of int
         The chunk's stand-alone token ids.
-    context : sequence of sequences of int
-        Token ids of each chunk that stood before it when it was prefilled, in order.
 
     Returns
     -------
@@ -153,8 +152,5 @@ def chunk_key(identity_digest: str, token_ids: Sequence[int], context: Sequence[
         SHA-256, hexadecimal.
     """
     digest = hashlib.sha256(identity_digest.encode())
-    digest.update(b"|")
-    for ids in (token_ids, *context):
-        digest.update(b",".join(str(int(i)).encode() for i in ids))
-        digest.update(b";")
+    digest.update(b"|" + b",".join(str(int(i)).encode() for i in token_ids) + b";")
     return digest.hexdigest()

@@ -17,13 +17,24 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["CONTEXT_SHIFT", "context_shift", "place_weight"]
+__all__ = ["CONTEXT_SHIFT", "context_shift", "place_weight", "shift_name"]
 
 CONTEXT_SHIFT = "shift-int8"
-"""Name of the sidecar."""
+"""How the names of all context shifts begin."""
 
 _LARGEST = 127
 _SMALLEST_SCALE = 1e-30
+
+
+def shift_name(num_neighbours: int) -> str:
+    """Return the name of the sidecar with a chunk's context shift.
+
+    Parameters
+    ----------
+    num_neighbours : int
+        Similar chunks that it was made with.
+    """
+    return f"{CONTEXT_SHIFT}-{num_neighbours}"
 
 
 def context_shift(plain: tuple[Tensor, Tensor], shifted: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:

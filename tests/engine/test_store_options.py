@@ -76,7 +76,7 @@ def test_a_corpus_larger_than_the_budget_is_refused_before_it_is_computed(tmp_pa
 def test_with_a_remote_tier_a_corpus_may_be_larger_than_the_budget(tmp_path: Path, preprocessing: str) -> None:
     options = {"remote": f"file://{tmp_path / 'remote'}", "disk_bytes": 400_000, "preprocessing": preprocessing}
     with make_engine(tmp_path / "kv", **options, memory_bytes=0) as engine:
-        assert engine.build_kv_cache(SHORT[:30], progress=False).chunks_new == 30
+        assert engine.build_kv_cache(SHORT[:30], preprocess="wait", progress=False).chunks_new == 30
         tiers = engine.store.stats().tiers
         assert tiers["disk"][1] <= 400_000 < tiers["disk"][1] + tiers["remote"][1]
         report = engine.prefill(PROMPT, recompute_ratio=0.0)[1]

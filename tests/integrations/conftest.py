@@ -21,5 +21,5 @@ def passages() -> list[Passage]:
 @pytest.fixture(scope="session")
 def engine(tmp_path_factory: pytest.TempPathFactory, passages: list[Passage]) -> Iterator[FusedKVEngine]:
     with FusedKVEngine("smollm2-135m", kv_dir=tmp_path_factory.mktemp("kv")) as made:
-        made.build_kv_cache([passage.text for passage in passages], progress=False)
+        made.build_kv_cache([passage.text for passage in passages], preprocess="wait", progress=False)
         yield made

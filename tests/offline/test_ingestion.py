@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 from models import smollm2_tokenizer, tiny_model
 
 from fused_kv_llm import FusedKVEngine, FusedKVWarning
-from fused_kv_llm.chunk import ChunkKV
 from fused_kv_llm.errors import CorpusError, StoreFullError
 from fused_kv_llm.offline.batches import PendingChunk, batches, walk_neighbours
-from fused_kv_llm.offline.preprocess import Ingestor
+from fused_kv_llm.offline.prefill import Ingestor
 from fused_kv_llm.offline.writer import BackgroundWriter
 
 
@@ -55,11 +54,11 @@ def test_contexts_of_a_batch_fit_together(contexts: list[set[int]], limit: int) 
 def test_chunks_that_share_neighbours_come_close_together() -> None:
     """Two separate groups, given in turns, come one after the other."""
     chunks = [
-        PendingChunk("", f"{g}{i}", (1,), (tuple(f"{g}{j}" for j in range(4) if j != i),))
+        PendingChunk(f"{g}{i}", "", (1,), (tuple(f"{g}{j}" for j in range(4) if j != i),))
         for i in range(4)
         for g in "ab"
     ]
-    assert "".join(chunk.text[0] for chunk in walk_neighbours(chunks)) == "aaaabbbb"
+    assert "".join(chunk.key[0] for chunk in walk_neighbours(chunks)) == "aaaabbbb"
 
 
 def test_summary_counts_everything(tmp_path: Path) -> None:
@@ -165,14 +164,14 @@ def test_ctrl_c_keeps_what_was_computed_and_the_next_run_resumes(tmp_path: Path)
         from corpus import SHORT
         from models import smollm2_tokenizer, tiny_model
         from fused_kv_llm import FusedKVEngine
-        from fused_kv_llm.offline import preprocess
-        preprocess.BATCH_TOKENS = 1
-        prefill = preprocess.Ingestor._prefill
+        from fused_kv_llm.offline import prefill as first_pass
+        first_pass.BATCH_TOKENS = 1
+        prefill = first_pass.Ingestor._prefill
         def slow(self, batch):
             print("batch", flush=True)
             time.sleep(0.2)
             return prefill(self, batch)
-        preprocess.Ingestor._prefill = slow
+        first_pass.Ingestor._prefill = slow
         engine = FusedKVEngine(
             tiny_model(), tokenizer=smollm2_tokenizer(), preprocessing="none", kv_dir={str(tmp_path / "kv")!r}
         )
@@ -209,12 +208,11 @@ def test_two_engines_ingest_the_same_corpus_at_once(tmp_path: Path) -> None:
 
 
 def test_the_writer_hands_errors_to_the_submitting_thread() -> None:
-    def broken(chunk: PendingChunk, kv: ChunkKV, side: object) -> int:
+    def broken(item: str) -> None:
         raise OSError("no such device")
 
-    writer = BackgroundWriter(broken, lambda chunk, nbytes: None)
-    kv = ChunkKV(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2), (1,), 0)
-    writer.submit(PendingChunk("k", "t", (1,)), kv, None)
+    writer = BackgroundWriter(broken)
+    writer.submit("anything")
     with pytest.raises(OSError, match="no such device"):
         writer.close()
 

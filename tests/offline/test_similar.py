@@ -12,8 +12,8 @@ from corpus import SHORT, rag_prompt
 from models import smollm2_tokenizer, tiny_model
 
 from fused_kv_kernels.reference import rerotate_keys_reference
-from fused_kv_llm import FusedKVEngine
-from fused_kv_llm.context_shift import CONTEXT_SHIFT
+from fused_kv_llm import FusedKVEngine, IngestReport
+from fused_kv_llm.context_shift import shift_name
 from fused_kv_llm.errors import ConfigError
 from fused_kv_llm.offline import SentenceEmbedder
 from fused_kv_llm.offline.neighbours import find_neighbours
@@ -35,9 +35,23 @@ class Letters:
         return counts / np.linalg.norm(counts, axis=1, keepdims=True)
 
 
+SHIFT = shift_name(2)
+
+
 def make_engine(folder: Path, **options: object) -> FusedKVEngine:
     options = {"preprocessing": "similar", "num_neighbours": 2, "embedder": Letters(), "store_misses": False, **options}
     return FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=folder, **options)  # type: ignore[arg-type]
+
+
+def ingest(engine: FusedKVEngine, texts: Sequence[str], **options: object) -> IngestReport:
+    """Both passes."""
+    return engine.build_kv_cache(texts, preprocess="wait", progress=False, **options)  # type: ignore[arg-type]
+
+
+def shift_of(engine: FusedKVEngine, text: str, name: str = SHIFT) -> dict[str, torch.Tensor]:
+    side = engine.store.sidecars.read(str(engine.chunk_id(text)), name)
+    assert side is not None
+    return side
 
 
 def stored_kv(engine: FusedKVEngine, text: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,7 +84,7 @@ def test_the_shift_is_what_neighbours_change(tmp_path: Path) -> None:
         plain.build_kv_cache(SHORT[:3], progress=False)
         ids = [*plain._parts.prefix.token_ids, *(i for n in (1, 2, 0) for i in plain.token_ids(SHORT[n]))]
         inv_freq = plain.loaded.geometry.inv_freq
-        keys, values, at = [plain._parts.prefix.keys], [plain._prefix.values], len(plain._prefix.token_ids)
+        keys, values, at = [plain._parts.prefix.keys], [plain._parts.prefix.values], len(plain._parts.prefix.token_ids)
         home = at
         for n in (1, 2):
             k, v = stored_kv(plain, SHORT[n])
@@ -90,10 +104,9 @@ def test_the_shift_is_what_neighbours_change(tmp_path: Path) -> None:
         after_v = torch.stack([layer.values[0, :, at:] for layer in cache.layers])
         plain_k, plain_v = stored_kv(plain, SHORT[0])
     with make_engine(tmp_path / "similar") as similar:
-        report = similar.build_kv_cache(SHORT[:1], neighbours=graph, progress=False)
+        report = ingest(similar, SHORT[:1], neighbours=graph)
         got_k, got_v = stored_kv(similar, SHORT[0])
-        side = similar.store.sidecars.read(str(similar.chunk_id(SHORT[0])), CONTEXT_SHIFT)
-    assert side is not None
+        side = shift_of(similar, SHORT[0])
     assert report.neighbour_tokens == sum(len(similar.token_ids(SHORT[n])) for n in (1, 2))
     torch.testing.assert_close(got_k, plain_k, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(got_v, plain_v, atol=1e-5, rtol=1e-5)
@@ -108,9 +121,8 @@ def test_three_neighbours_at_a_time_and_the_mean_over_the_contexts(tmp_path: Pat
     found = {}
     for name, near in {"both": SHORT[1:6], "first": SHORT[1:4], "second": SHORT[4:6]}.items():
         with make_engine(tmp_path / name, num_neighbours=5) as engine:
-            engine.build_kv_cache(SHORT[:1], neighbours={SHORT[0]: near}, progress=False)
-            side = engine.store.sidecars.read(str(engine.chunk_id(SHORT[0])), CONTEXT_SHIFT)
-            assert side is not None
+            ingest(engine, SHORT[:1], neighbours={SHORT[0]: near})
+            side = shift_of(engine, SHORT[0], shift_name(5))
             found[name] = side["keys"] * side["keys_scale"]
     step = {name: keys.abs().amax(-1, keepdim=True) / 127 for name, keys in found.items()}
     rounding = 0.51 * (step["both"] + (step["first"] + step["second"]) / 2) + 1e-6
@@ -118,83 +130,149 @@ def test_three_neighbours_at_a_time_and_the_mean_over_the_contexts(tmp_path: Pat
     assert not torch.allclose(found["both"], found["first"], rtol=0.2)
 
 
-def test_a_shift_that_a_killed_ingestion_left_out_is_made_up_for(tmp_path: Path) -> None:
+def test_a_shift_whose_file_is_gone_is_made_up_for(tmp_path: Path) -> None:
     graph = {text: [other for other in SHORT[:3] if other != text] for text in SHORT[:3]}
     with make_engine(tmp_path) as engine:
-        engine.build_kv_cache(SHORT[:3], neighbours=graph, progress=False)
-        key = str(engine.chunk_id(SHORT[1]))
-        want = engine.store.sidecars.read(key, CONTEXT_SHIFT)
-        (side,) = (path for path in tmp_path.rglob(f"*{CONTEXT_SHIFT}*") if key in str(path))
+        ingest(engine, SHORT[:3], neighbours=graph)
+        want = shift_of(engine, SHORT[1])
+        (side,) = (path for path in tmp_path.rglob(f"*{SHIFT}*") if str(engine.chunk_id(SHORT[1])) in str(path))
         side.unlink()
-        report = engine.build_kv_cache(SHORT[:3], neighbours=graph, progress=False)
-        assert (report.chunks_present, report.chunks_new) == (2, 1)
-        got = engine.store.sidecars.read(key, CONTEXT_SHIFT)
-        assert got is not None
-        assert want is not None
+        report = ingest(engine, SHORT[:3], neighbours=graph)
+        assert (report.chunks_present, report.chunks_new, report.chunks_preprocessed) == (3, 0, 1)
+        got = shift_of(engine, SHORT[1])
         assert all(torch.equal(got[name], want[name]) for name in want)
-        assert engine.build_kv_cache(SHORT[:3], neighbours=graph, progress=False).chunks_new == 0
+        assert ingest(engine, SHORT[:3], neighbours=graph).chunks_preprocessed == 0
 
 
-def test_a_chunk_without_neighbours_is_prefilled_after_the_header(tmp_path: Path) -> None:
-    with make_engine(tmp_path / "a") as similar, make_engine(tmp_path / "b", preprocessing="none") as plain:
-        similar.build_kv_cache(SHORT[:1], progress=False)
-        plain.build_kv_cache(SHORT[:1], progress=False)
-        for got, want in zip(stored_kv(similar, SHORT[0]), stored_kv(plain, SHORT[0]), strict=True):
-            torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
-        assert not similar.store.sidecars.has(str(similar.chunk_id(SHORT[0])), CONTEXT_SHIFT)
+def test_the_first_chunk_has_no_neighbours_and_nothing_is_pending(tmp_path: Path) -> None:
+    with make_engine(tmp_path) as engine:
+        report = ingest(engine, SHORT[:1])
+        assert (report.chunks_new, report.chunks_preprocessed, report.chunks_pending) == (1, 0, 0)
+        assert not engine.store.sidecars.has(str(engine.chunk_id(SHORT[0])), SHIFT)
 
 
 def test_preprocessed_chunks_are_found_and_fused(tmp_path: Path) -> None:
     with make_engine(tmp_path) as engine:
-        engine.build_kv_cache(SHORT[:6], progress=False)
+        ingest(engine, SHORT[:6])
         report = engine.generate(rag_prompt(SHORT[1:5]), max_tokens=2).report
         assert report.chunks_found == 4
         assert report.reused_tokens > 0
+        assert report.sidecar_bytes_loaded["context_shift"] > 0
         assert None not in engine.prefetch(SHORT[:6])
 
 
-def test_the_number_of_neighbours_is_part_of_the_identity(tmp_path: Path) -> None:
-    with make_engine(tmp_path) as engine:
-        engine.build_kv_cache(SHORT[:4], progress=False)
-    for change in ({"num_neighbours": 3}, {"preprocessing": "none"}):
-        with make_engine(tmp_path, **change) as other:
-            assert other.chunk_id(SHORT[0]) is None
+def test_chunks_are_stored_once_whatever_their_preprocessing(tmp_path: Path) -> None:
+    """Three engines share every chunk; each adds and sees its own shifts only."""
+    prompt = rag_prompt(SHORT[:4])
+    with make_engine(tmp_path / "a", preprocessing="none") as plain:
+        plain.build_kv_cache(SHORT[:4], progress=False)
+        want = plain.prefill(prompt, recompute_ratio=0.0)[0].logits
+    with make_engine(tmp_path / "b") as two:
+        assert ingest(two, SHORT[:4]).chunks_new == 4
+        shifted, report = two.prefill(prompt, recompute_ratio=0.0)
+        assert report.sidecar_bytes_loaded["context_shift"] > 0
+        assert not torch.allclose(shifted.logits, want, atol=1e-3)
+    with make_engine(tmp_path / "b", preprocessing="none") as plain:
+        assert plain.build_kv_cache(SHORT[:4], progress=False).chunks_present == 4
+        fused, report = plain.prefill(prompt, recompute_ratio=0.0)
+        assert "context_shift" not in report.sidecar_bytes_loaded
+        torch.testing.assert_close(fused.logits, want)
+    with make_engine(tmp_path / "b", num_neighbours=3) as three:
+        _, report = three.prefill(prompt, recompute_ratio=0.0)
+        assert "context_shift" not in report.sidecar_bytes_loaded
+        report = ingest(three, SHORT[:4])
+        assert (report.chunks_new, report.chunks_preprocessed) == (0, 4)
+        assert three.store.stats().chunks == 4
+    with make_engine(tmp_path / "b") as two:
+        torch.testing.assert_close(two.prefill(prompt, recompute_ratio=0.0)[0].logits, shifted.logits)
 
 
 def test_new_neighbours_make_chunks_stale_and_refresh_recomputes_only_those(tmp_path: Path) -> None:
     with make_engine(tmp_path) as engine:
         old = [text for text in SHORT[:6] if text != SHORT[1]]
-        engine.build_kv_cache(old, progress=False)
-        keys = {text: engine.chunk_id(text) for text in old}
+        ingest(engine, old)
+        shifts = {text: shift_of(engine, text) for text in old}
         near = find_neighbours([*old, SHORT[1]], [*old, SHORT[1]], 2, Letters(), None)
         changed = {text for text in old if SHORT[1] in near[text]}
         assert 0 < len(changed) < len(old), "the case is meant to have both"
-        report = engine.build_kv_cache([SHORT[1]], progress=False)
-        assert (report.chunks_new, report.chunks_stale) == (1, len(changed))
+        report = ingest(engine, [SHORT[1]])
+        assert (report.chunks_new, report.chunks_preprocessed, report.chunks_stale) == (1, 1, len(changed))
         assert f"{len(changed)} have new neighbours" in report.summary()
         assert engine.generate(rag_prompt(old), max_tokens=1).report.chunks_found == len(old), "stale KV stays usable"
-        refreshed = engine.build_kv_cache([SHORT[1]], refresh=True, progress=False)
+        assert ingest(engine, [SHORT[1]]).chunks_stale == len(changed), "it stays stale until it is refreshed"
+        refreshed = ingest(engine, [SHORT[1]], refresh=True)
         assert (refreshed.chunks_new, refreshed.chunks_refreshed, refreshed.chunks_stale) == (0, len(changed), 0)
-        assert {text for text in old if engine.chunk_id(text) != keys[text]} == changed
+        now = {text: shift_of(engine, text) for text in old}
+        assert {text for text in old if not torch.equal(now[text]["keys"], shifts[text]["keys"])} == changed
         assert engine.store.stats().chunks == 6, "one copy of every chunk"
-        assert engine.build_kv_cache([SHORT[1]], progress=False).chunks_stale == 0
+        assert ingest(engine, [SHORT[1]]).chunks_stale == 0
+
+
+def test_a_deleted_neighbour_makes_chunks_stale(tmp_path: Path) -> None:
+    with make_engine(tmp_path) as engine:
+        ingest(engine, SHORT[:6])
+        near = find_neighbours(SHORT[:6], SHORT[:6], 2, Letters(), None)
+        engine.delete_chunks([SHORT[2]])
+        left = [text for text in SHORT[:6] if text != SHORT[2]]
+        assert ingest(engine, left).chunks_stale == sum(SHORT[2] in near[text] for text in left) > 0
+
+
+def test_what_is_stale_is_known_to_the_next_process(tmp_path: Path) -> None:
+    with make_engine(tmp_path) as one, make_engine(tmp_path) as two:
+        ingest(one, SHORT[:5])
+        stale = ingest(two, [SHORT[5]]).chunks_stale
+        assert stale > 0
+        assert ingest(one, SHORT[:5]).chunks_stale == stale
+        assert ingest(one, SHORT[:5], refresh=True).chunks_refreshed == stale
+        assert ingest(two, [SHORT[5]]).chunks_stale == 0
+    with make_engine(tmp_path) as three:
+        assert ingest(three, SHORT[:6]).chunks_stale == 0
 
 
 def test_order_of_ingestion_does_not_count_after_a_refresh(tmp_path: Path) -> None:
     with make_engine(tmp_path / "one") as one, make_engine(tmp_path / "two") as two:
-        one.build_kv_cache(SHORT[:5], progress=False)
+        ingest(one, SHORT[:5])
         for text in reversed(SHORT[:5]):
-            two.build_kv_cache([text], progress=False)
-        two.build_kv_cache(SHORT[:1], refresh=True, progress=False)
-        assert [one.chunk_id(text) for text in SHORT[:5]] == [two.chunk_id(text) for text in SHORT[:5]]
+            ingest(two, [text])
+        ingest(two, SHORT[:1], refresh=True)
+        for text in SHORT[:5]:
+            for name, want in shift_of(one, text).items():
+                torch.testing.assert_close(shift_of(two, text)[name].float(), want.float(), atol=1.01, rtol=1e-3)
+
+
+def test_a_callers_graph_is_remembered(tmp_path: Path) -> None:
+    """At later calls without it, by other engines too, and only for the chunks that it was given for."""
+    graph = {SHORT[0]: [SHORT[3]], SHORT[1]: []}
+    with make_engine(tmp_path) as engine:
+        ingest(engine, SHORT[:2], neighbours=graph)
+        before = shift_of(engine, SHORT[0])
+    with make_engine(tmp_path) as engine:
+        report = ingest(engine, SHORT[2:5])
+        assert (report.chunks_preprocessed, report.chunks_stale, report.chunks_pending) == (3, 0, 0)
+        assert ingest(engine, SHORT[:5], refresh=True).chunks_refreshed == 0
+        assert torch.equal(shift_of(engine, SHORT[0])["keys"], before["keys"])
+        report = ingest(engine, SHORT[:1], neighbours={SHORT[0]: [SHORT[2]]}, refresh=True)
+        assert report.chunks_refreshed == 1
+        assert not torch.equal(shift_of(engine, SHORT[0])["keys"], before["keys"])
+
+
+def test_a_remembered_graph_serves_a_pass_that_another_process_did_not_reach(tmp_path: Path) -> None:
+    graph = {text: [SHORT[3]] for text in SHORT[:3]}
+    with make_engine(tmp_path / "cut") as engine:
+        engine.build_kv_cache(SHORT[:4], neighbours=graph, preprocess="later", progress=False)
+    with make_engine(tmp_path / "cut") as cut, make_engine(tmp_path / "whole") as whole:
+        assert ingest(cut, SHORT[:4]).chunks_preprocessed == 3
+        ingest(whole, SHORT[:4], neighbours=graph)
+        for text in SHORT[:3]:
+            assert torch.equal(shift_of(cut, text)["keys"], shift_of(whole, text)["keys"])
 
 
 def test_vectors_are_made_once(tmp_path: Path) -> None:
     embedder = Letters()
     with make_engine(tmp_path, embedder=embedder) as engine:
-        engine.build_kv_cache(SHORT[:4], progress=False)
+        ingest(engine, SHORT[:4])
         assert sorted(embedder.asked) == sorted(SHORT[:4])
-        engine.build_kv_cache(SHORT[:5], progress=False)
+        ingest(engine, SHORT[:5])
         assert sorted(embedder.asked) == sorted(SHORT[:5])
 
 
@@ -216,8 +294,8 @@ def test_a_graph_that_answers_with_something_else_is_refused(tmp_path: Path) -> 
 def test_contexts_are_cut_to_what_fits(tmp_path: Path) -> None:
     long = [f"{name} " + "the ferry sails to the island " * 100 for name in ("Alpha", "Beta", "Gamma", "Delta")]
     with make_engine(tmp_path, num_neighbours=3) as engine:
-        report = engine.build_kv_cache(long, progress=False)
-        assert report.chunks_new == 4
+        report = ingest(engine, long)
+        assert (report.chunks_new, report.chunks_preprocessed) == (4, 4)
         assert engine.generate(long[0] + " When?", max_tokens=1).report.chunks_found == 1
 
 

@@ -13,12 +13,13 @@ from models import smollm2_tokenizer, tiny_model
 
 from fused_kv_kernels.reference import rerotate_keys_reference
 from fused_kv_llm import FusedKVEngine
-from fused_kv_llm.context_shift import CONTEXT_SHIFT, place_weight
+from fused_kv_llm.context_shift import place_weight, shift_name
 from fused_kv_llm.errors import FusedKVWarning
 from fused_kv_llm.report import FusionReport
 
 from .reference_fusion import stitched_kv
 
+SHIFT = shift_name(9)
 GRAPH = {text: [other for other in SHORT[:4] if other != text][:2] for text in SHORT[:4]}
 
 
@@ -36,7 +37,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FusedKVEngine]:
     folder: Path = tmp_path_factory.mktemp("shifting")
     options = {"preprocessing": "similar", "embedder": Unused(), "store_misses": False}
     with FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=folder, **options) as engine:
-        engine.build_kv_cache(SHORT[:4], neighbours=GRAPH, progress=False)
+        engine.build_kv_cache(SHORT[:4], neighbours=GRAPH, preprocess="wait", progress=False)
         yield engine
 
 
@@ -44,7 +45,7 @@ def expected_kv(engine: FusedKVEngine, prompt: str) -> tuple[torch.Tensor, torch
     request = engine.requests.planner.plan(prompt, FusionReport())
     cache, geometry = stitched_kv(engine, request), engine.loaded.geometry
     for chunk in request.chunks:
-        side = engine.store.sidecars.read(chunk.stored.key, CONTEXT_SHIFT)
+        side = engine.store.sidecars.read(chunk.stored.key, SHIFT)
         assert side is not None
         segment = chunk.segment
         weight = place_weight(segment.start - request.prefix_tokens, chunk.stored.num_tokens)
@@ -78,7 +79,7 @@ def test_chunks_are_shifted_by_their_place(engine: FusedKVEngine, texts: list[st
 def test_a_chunk_right_after_the_header_is_exact(tmp_path: Path) -> None:
     options = {"preprocessing": "similar", "embedder": Unused(), "store_misses": False, "wrap_chat_template": False}
     with FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, **options) as engine:
-        engine.build_kv_cache(SHORT[:4], neighbours=GRAPH, progress=False)
+        engine.build_kv_cache(SHORT[:4], neighbours=GRAPH, preprocess="wait", progress=False)
         prompt = SHORT[0] + "\n\nWhat is it about, please?"
         reused, report = engine.prefill(prompt, recompute_ratio=0.0)
         full, _ = engine.prefill(prompt, recompute_ratio=1.0)
@@ -91,7 +92,7 @@ def test_what_a_selector_sees_includes_the_sidecars(engine: FusedKVEngine) -> No
     sides = sum(
         tensor.nbytes
         for text in SHORT[:4]
-        for tensor in (engine.store.sidecars.read(str(engine.chunk_id(text)), CONTEXT_SHIFT) or {}).values()
+        for tensor in (engine.store.sidecars.read(str(engine.chunk_id(text)), SHIFT) or {}).values()
     )
     report = engine.prefill(prompt, recompute_ratio=0.2, selector="prophetkv")[1]
     assert report.selection_bytes == sum(report.bytes_loaded.values()) + sides
@@ -102,7 +103,7 @@ def test_the_report_counts_what_is_loaded_of_context_shifts_once(
     engine: FusedKVEngine, ratio: float, selector: str
 ) -> None:
     texts = [SHORT[1], SHORT[2], SHORT[1]]
-    shifts = [engine.store.sidecars.read(str(engine.chunk_id(text)), CONTEXT_SHIFT) for text in texts[:2]]
+    shifts = [engine.store.sidecars.read(str(engine.chunk_id(text)), SHIFT) for text in texts[:2]]
     nbytes = sum(tensor.nbytes for side in shifts if side is not None for tensor in side.values())
     assert nbytes > 0
     for _ in range(3):
@@ -120,7 +121,7 @@ def test_shifts_read_by_layers_and_kept_ones_give_the_same(
     options = {"preprocessing": "similar", "embedder": Unused(), "store_misses": False, "memory_bytes": memory_bytes}
     model = tiny_model(num_hidden_layers=6)
     with FusedKVEngine(model, tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, **options) as engine:
-        engine.build_kv_cache(SHORT[:4], neighbours=GRAPH, progress=False)
+        engine.build_kv_cache(SHORT[:4], neighbours=GRAPH, preprocess="wait", progress=False)
         for ratio in (0.0, 0.2):
             engine.store.drop_memory()
             logits = [engine.prefill(rag_prompt(SHORT[:4]), recompute_ratio=ratio)[0].logits for _ in range(3)]
@@ -131,9 +132,9 @@ def test_shifts_read_by_layers_and_kept_ones_give_the_same(
 def test_a_damaged_shift_costs_the_chunk_and_nothing_else(tmp_path: Path) -> None:
     options = {"preprocessing": "similar", "embedder": Unused(), "store_misses": False}
     with FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, **options) as engine:
-        engine.build_kv_cache(SHORT[:4], neighbours=GRAPH, progress=False)
+        engine.build_kv_cache(SHORT[:4], neighbours=GRAPH, preprocess="wait", progress=False)
         key = str(engine.chunk_id(SHORT[2]))
-        (side,) = (path for path in tmp_path.rglob(f"*{CONTEXT_SHIFT}*") if key in str(path))
+        (side,) = (path for path in tmp_path.rglob(f"*{SHIFT}*") if key in str(path))
         raw = bytearray(side.read_bytes())
         raw[-1] ^= 1
         side.write_bytes(raw)
@@ -150,17 +151,17 @@ def test_a_shift_of_a_model_with_other_layers_is_done_without(tmp_path: Path) ->
     """It is whole, so only its rows tell; the chunk's KV is used all the same, as it is stored."""
     options = {"preprocessing": "similar", "embedder": Unused(), "store_misses": False}
     with FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, **options) as engine:
-        engine.build_kv_cache(SHORT[:4], neighbours=GRAPH, progress=False)
+        engine.build_kv_cache(SHORT[:4], neighbours=GRAPH, preprocess="wait", progress=False)
         prompt, key = rag_prompt(SHORT[:4]), str(engine.chunk_id(SHORT[2]))
-        side = engine.store.sidecars.read(key, CONTEXT_SHIFT)
+        side = engine.store.sidecars.read(key, SHIFT)
         assert side is not None
         shifted = engine.prefill(prompt, recompute_ratio=0.0)[0].logits
         fewer = {name: tensor[:-1] for name, tensor in side.items()}
-        engine.store.sidecars.put(key, CONTEXT_SHIFT, fewer, by_rows=True)
+        engine.store.sidecars.put(key, SHIFT, fewer, by_rows=True)
         with pytest.warns(FusedKVWarning, match="layers"):
             fused, report = engine.prefill(prompt, recompute_ratio=0.0)
         assert report.chunks_found == 4
         nothing = {name: torch.zeros_like(tensor) for name, tensor in side.items()}
-        engine.store.sidecars.put(key, CONTEXT_SHIFT, nothing, by_rows=True)
+        engine.store.sidecars.put(key, SHIFT, nothing, by_rows=True)
         assert torch.equal(fused.logits, engine.prefill(prompt, recompute_ratio=0.0)[0].logits)
         assert not torch.equal(fused.logits, shifted)

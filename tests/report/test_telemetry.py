@@ -22,7 +22,7 @@ from fused_kv_llm.report import telemetry
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FusedKVEngine]:
     folder = tmp_path_factory.mktemp("kv")
     with FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=folder, dtype="float32") as made:
-        made.build_kv_cache(SHORT[:3], progress=False)
+        made.build_kv_cache(SHORT[:3], preprocess="wait", progress=False)
         yield made
 
 

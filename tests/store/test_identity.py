@@ -32,14 +32,6 @@ def test_fields_do_not_run_together():
     assert replace(BASE, prefix="", tenant="prefix").digest != replace(BASE, prefix="prefix", tenant="").digest
 
 
-def test_token_ids_and_context_are_in_the_key():
-    keys = [
-        chunk_key(BASE.digest, [1, 2, 3]),
-        chunk_key(BASE.digest, [1, 2]),
-        chunk_key(BASE.digest, [12, 3]),
-        chunk_key(BASE.digest, [1, 2], [[3]]),
-        chunk_key(BASE.digest, [1, 2], [[3], [4]]),
-        chunk_key(BASE.digest, [1, 2], [[4], [3]]),
-        chunk_key(BASE.digest, [1, 2], [[3, 4]]),
-    ]
+def test_token_ids_are_in_the_key():
+    keys = [chunk_key(BASE.digest, ids) for ids in ([1, 2, 3], [1, 2], [12, 3], [1], [])]
     assert len(set(keys)) == len(keys)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
+from fused_kv_llm.chunk import chunk_texts
 from fused_kv_llm.engine import FusedKVEngine
 from fused_kv_llm.errors import CorpusError
-from fused_kv_llm.offline import GivenNeighbours
+from fused_kv_llm.offline import GivenNeighbours, Preprocess
 from fused_kv_llm.report import IngestReport
 
 __all__ = ["ModelCorpus"]
@@ -29,6 +30,7 @@ class ModelCorpus:
         documents: Any,
         *,
         neighbours: GivenNeighbours | None = None,
+        preprocess: Preprocess = "background",
         refresh: bool = False,
         prune: bool = False,
         progress: bool = True,
@@ -46,8 +48,11 @@ class ModelCorpus:
             vector store, a document store, a retriever).
         neighbours : mapping, callable or None
             Text to similar or linked texts, nearest first; None asks the embedder.
+        preprocess : {"background", "wait", "later"}
+            When chunks are preprocessed: in the background, before this call returns, or not yet. They can be asked
+            about before; see :meth:`FusedKVEngine.build_kv_cache`.
         refresh : bool
-            Whether stored chunks whose neighbours have changed are prefilled again.
+            Whether chunks whose neighbours have changed are preprocessed again.
         prune : bool
             Whether stored chunks that are not among the documents lose their KV: for a store of one corpus only.
         progress : bool
@@ -65,13 +70,17 @@ class ModelCorpus:
             If the disk is full.
         """
         texts = self._texts_of(documents)
-        report = self.engine.build_kv_cache(texts, neighbours=neighbours, refresh=refresh, progress=progress)
-        if prune:
-            kept = {text.strip() for text in texts}
-            report.chunks_deleted = self.engine.delete_chunks(
-                [text for text in self.engine.stored_texts() if text not in kept]
-            )
+        # First, so that no chunk gets a neighbour that is about to leave.
+        deleted = self._prune(texts) if prune and texts else 0
+        report = self.engine.build_kv_cache(
+            texts, neighbours=neighbours, preprocess=preprocess, refresh=refresh, progress=progress
+        )
+        report.chunks_deleted = deleted
         return report
+
+    def _prune(self, texts: Sequence[str]) -> int:
+        kept = set(chunk_texts(texts))
+        return self.engine.delete_chunks([text for text in self.engine.stored_texts() if text not in kept])
 
     def delete_kv_cache(self, documents: Any) -> int:
         """Delete the stored KV of chunks that left the corpus.

@@ -136,7 +136,7 @@ class FusedKVModel(ModelCorpus, EngineConfig):
         return {
             "model": self.engine.model_id,
             "model_fingerprint": self.engine.model_fingerprint,
-            "kv_identity": self.engine.identity,
+            "kv_identity": self.engine.fusion_identity,
             "kv_dir": str(self.engine.store.kv_dir.resolve()),
             "dtype": self.engine.dtype,
             "tenant": self.tenant,

@@ -13,7 +13,7 @@ from fused_kv_llm.cli.calibrate import calibrate_app
 from fused_kv_llm.cli.layers import add_layers_command
 from fused_kv_llm.cli.options import IDENTITY_OPTIONS, takes_engine_options
 from fused_kv_llm.cli.store import store_app
-from fused_kv_llm.cli.terminal import FriendlyGroup, out, quiet_libraries
+from fused_kv_llm.cli.terminal import FriendlyGroup, doing, out, quiet_libraries
 from fused_kv_llm.config import DEFAULT_MODEL
 from fused_kv_llm.demo import DEMO
 
@@ -45,12 +45,14 @@ def ingest(
     paths: Annotated[list[Path], typer.Argument(help="Files (.txt, .md, .pdf) and folders of them.")],
     *,
     chunk_chars: ChunkChars = 1000,
-    refresh: Annotated[bool, typer.Option(help="Prefill passages again whose similar passages have changed.")] = False,
+    refresh: Annotated[bool, typer.Option(help="Preprocess passages again whose neighbours have changed.")] = False,
     **options: Any,
 ) -> None:
     """Read files, split them into passages, and store the KV and the embedding of each passage.
 
-    Running it again skips what is stored already and replaces the passages of files that have changed.
+    Passages can be asked about as soon as their KV is stored. A second, longer pass preprocesses them for better
+    answers; Ctrl-C stops it, and running the command again goes on from there. It also replaces the passages of files
+    that have changed.
     """
     _ingest(paths, chunk_chars, refresh=refresh, **options).close()
 
@@ -126,27 +128,49 @@ def demo(
 
 
 def _ingest(paths: Sequence[Path], chunk_chars: int, *, refresh: bool = False, **options: Any) -> FusedKVEngine:
+    # At once, since importing the libraries takes seconds.
+    out.print(f"Reading {escape(', '.join(map(str, paths)))}", highlight=False, soft_wrap=True)
     from fused_kv_llm.demo import MiniLM, PassageIndex, read_passages
 
     quiet_libraries()
     passages = read_passages(paths, chunk_chars=chunk_chars)
     out.print(f"{len(passages)} passages, files read: {len({passage.source for passage in passages})}")
-    engine = _load(**options)
-    report = engine.build_kv_cache([passage.text for passage in passages], refresh=refresh)
-    out.print(report.summary(), highlight=False)
-    with out.status("Embedding the passages"):
-        made = {name: value for name, value in engine.config if name in IDENTITY_OPTIONS}
-        made |= {"dtype": engine.dtype, "kv_dtype": engine.kv_dtype}
-        index = PassageIndex.update(engine.store.kv_dir, passages, embedder=MiniLM(), **made)
-    asking = f"fused-kv ask QUESTION --kv-dir {engine.config.kv_dir}"
-    out.print(f"{len(index.passages)} passages can be asked about: {asking}")
+    embedder = MiniLM()
+    engine = _load(embedder=embedder, **options)
+    try:
+        report = engine.build_kv_cache([passage.text for passage in passages], preprocess="later")
+        out.print(report.summary(), highlight=False, soft_wrap=True)
+        with doing("Embedding the passages"):
+            made = {name: value for name, value in engine.config if name in IDENTITY_OPTIONS}
+            made |= {"dtype": engine.dtype, "kv_dtype": engine.kv_dtype}
+            index = PassageIndex.update(engine.store.kv_dir, passages, embedder=embedder, **made)
+        asking = f"fused-kv ask QUESTION --kv-dir {engine.config.kv_dir}"
+        out.print(f"{len(index.passages)} passages can be asked about: {asking}", soft_wrap=True)
+        _preprocess(engine, report.chunks_pending, refresh=refresh)
+    except BaseException:
+        engine.close()
+        raise
     return engine
+
+
+def _preprocess(engine: FusedKVEngine, pending: int, *, refresh: bool) -> None:
+    """Do the second pass, after saying that nobody has to wait for it."""
+    if pending:
+        out.print(
+            f"{pending} passages are preprocessed now, for better answers. They can be asked about meanwhile, from "
+            "another terminal. Ctrl-C stops it; the same command goes on from there.",
+            highlight=False,
+            soft_wrap=True,
+        )
+    report = engine.preprocess(refresh=refresh)
+    if report.chunks_preprocessed or report.chunks_refreshed or report.chunks_stale:
+        out.print(report.summary(), highlight=False, soft_wrap=True)
 
 
 def _load(*, model: str, **options: Any) -> FusedKVEngine:
     from fused_kv_llm.engine import FusedKVEngine
 
-    with out.status(f"Loading {model}"):
+    with doing(f"Loading {model}"):
         engine = FusedKVEngine(model, **options)
     out.print(f"[dim]{escape(model)}: {escape(engine.choice)}[/]", highlight=False)
     return engine
@@ -171,7 +195,7 @@ def _compare(engine: FusedKVEngine, prompt: RagPrompt, ratio: float, **limits: A
     from fused_kv_llm.demo import answers, compare, times
 
     ratios = dict.fromkeys((1.0, ratio, 0.0))
-    with out.status("Answering again in other ways"):
+    with doing("Answering again in other ways"):
         rows = compare(engine, prompt.text, ratios=list(ratios), **limits)
     out.print(times(rows, f"First token of a prompt of {rows[0].prompt_tokens:,} tokens"))
     out.print(answers(rows), highlight=False)

@@ -17,11 +17,11 @@ from rich.table import Table
 from rich.text import Text
 
 from fused_kv_llm.cli.options import takes_engine_options
-from fused_kv_llm.cli.terminal import FriendlyGroup, err, out
+from fused_kv_llm.cli.terminal import FriendlyGroup, doing, err, out
 from fused_kv_llm.errors import ConfigError, CorpusError, IndexDamagedError
 
 if TYPE_CHECKING:
-    from fused_kv_llm.store import CheckReport, ImportReport, KVStore, StoreCounters, StoreStats
+    from fused_kv_llm.store import CheckReport, IdentityTotals, ImportReport, KVStore, StoreCounters, StoreStats
 
 __all__ = ["store_app"]
 
@@ -93,7 +93,7 @@ def evict(
     **options: Any,
 ) -> None:
     """Evict the chunks of least value; with a remote tier they are copied there first."""
-    with _open(kv_dir, **options) as store, out.status("Evicting"):
+    with _open(kv_dir, **options) as store, doing("Evicting"):
         gone = store.evict(to)
         left = store.stats()
     chunks, nbytes = left.tiers["disk"]
@@ -141,7 +141,7 @@ def import_chunks(
 @store_app.command()
 def gc(*, kv_dir: KvDir = Path("./kv")) -> None:
     """Delete quarantined files and what interrupted writers left, and compact the index."""
-    with _open(kv_dir) as store, out.status("Collecting garbage"):
+    with _open(kv_dir) as store, doing("Collecting garbage"):
         files, nbytes = store.collect_garbage()
     out.print(f"{files:,} files deleted, {_size(nbytes)} freed", highlight=False)
 
@@ -205,11 +205,21 @@ def _by_model(found: StoreStats) -> Table:
             f"{totals.tokens:,}",
             _size(totals.disk_bytes),
             _size(totals.remote_bytes) if totals.remote_chunks else "-",
+            f"{_not_preprocessed(totals):,}",
             totals.name or "?",
         )
         for totals in found.identities
     ]
-    return _table("By model", ("identity", "chunks", "tokens", "disk", "remote", "model"), rows, wrap=True)
+    columns = ("identity", "chunks", "tokens", "disk", "remote", "pending", "model")
+    return _table("By model; pending: chunks that are not preprocessed", columns, rows, wrap=True)
+
+
+def _not_preprocessed(totals: IdentityTotals) -> int:
+    """Return how many chunks have no context shift of the number of neighbours that most of them have one of."""
+    from fused_kv_llm.context_shift import CONTEXT_SHIFT
+
+    shifts = (count for name, count in totals.sidecars.items() if name.startswith(CONTEXT_SHIFT))
+    return totals.chunks - max(shifts, default=0)
 
 
 def _table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, wrap: bool) -> Table:

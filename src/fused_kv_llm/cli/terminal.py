@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import typer
@@ -13,7 +15,7 @@ from typer.core import TyperGroup
 
 from fused_kv_llm.errors import FusedKVError, FusedKVWarning
 
-__all__ = ["FriendlyGroup", "err", "out", "quiet_libraries"]
+__all__ = ["FriendlyGroup", "doing", "err", "out", "quiet_libraries"]
 
 _FAILED = 1
 _INTERRUPTED = 130
@@ -39,6 +41,17 @@ class FriendlyGroup(TyperGroup):
             except KeyboardInterrupt as error:
                 err.print("Stopped. What is stored stays; the same command goes on from there.")
                 raise typer.Exit(_INTERRUPTED) from error
+
+
+@contextmanager
+def doing(what: str) -> Iterator[None]:
+    """Say what is being done: a spinner on a terminal, a line elsewhere."""
+    if out.is_terminal:
+        with out.status(what):
+            yield
+    else:
+        out.print(what, highlight=False, markup=False)
+        yield
 
 
 def quiet_libraries() -> None:

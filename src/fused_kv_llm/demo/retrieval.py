@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from fused_kv_llm.demo.passages import Passage
 from fused_kv_llm.errors import CorpusError, FusedKVWarning, MissingExtraError, StoreUnavailableError
+from fused_kv_llm.offline import corpus_vectors
 from fused_kv_llm.paths import write_atomically
 
 __all__ = ["CorpusInfo", "Embedder", "PassageIndex"]
@@ -139,7 +140,9 @@ class PassageIndex:
             merged = list({passage.text: passage for passage in [*kept, *passages]}.values())
             lines = b"".join(_line(passage) for passage in merged)
             info = CorpusInfo(embedder.name, _digest(lines), options)
-            made = cls(merged, _vectors(merged, old, embedder), info, embedder)
+            # Ingestion's second pass asks for the same vectors, so they are remembered where it looks for them.
+            vectors = corpus_vectors([passage.text for passage in merged], embedder, folder / "vectors.sqlite")
+            made = cls(merged, vectors, info, embedder)
             # A reader between these writes sees digests that differ, never wrong passages.
             write_atomically(folder / "faiss" / "index.faiss", _faiss().serialize_index(made._index).tobytes())
             write_atomically(folder / "passages.jsonl", lines)
@@ -161,18 +164,6 @@ class PassageIndex:
         wanted = min(k, len(self.passages))
         _, rows = self._index.search(self._embedder.encode([query]), wanted)
         return [self.passages[row] for row in rows[0]]
-
-    def _vectors_by_text(self) -> dict[str, NDArray[np.float32]]:
-        vectors = self._index.reconstruct_n(0, self._index.ntotal)
-        return {passage.text: vector for passage, vector in zip(self.passages, vectors, strict=True)}
-
-
-def _vectors(passages: Sequence[Passage], old: PassageIndex | None, embedder: Embedder) -> NDArray[np.float32]:
-    known = old._vectors_by_text() if old else {}
-    missing = [passage.text for passage in passages if passage.text not in known]
-    if missing:
-        known.update(zip(missing, embedder.encode(missing), strict=True))
-    return np.stack([known[passage.text] for passage in passages])
 
 
 def _faiss() -> Any:

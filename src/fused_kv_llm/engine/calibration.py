@@ -19,7 +19,7 @@ class Calibration:
     Parameters
     ----------
     identity : str
-        Digest of what the KV depends on; another model or preprocessing needs another calibration.
+        ``FusedKVEngine.fusion_identity``: another model or preprocessing needs another calibration.
     recompute_ratio : float
         The smallest ratio tried whose agreement reaches the target; 1 if none does.
     selector : str

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from fused_kv_llm.chunk import chunk_texts
 from fused_kv_llm.config import EngineConfig
-from fused_kv_llm.context_shift import CONTEXT_SHIFT
 from fused_kv_llm.offline import (
     AnchorBuilder,
-    BackgroundIngestor,
+    BackgroundWork,
     CorpusPlanner,
     GivenNeighbours,
     Ingestor,
+    Preprocess,
+    Preprocessor,
     Similarity,
     as_embedder,
 )
@@ -35,7 +37,7 @@ def similarity_of(config: EngineConfig) -> Similarity | None:
     """
     if config.preprocessing == "none":
         return None
-    return Similarity(config.num_neighbours, as_embedder(config.embedder), Path(config.kv_dir) / "vectors.sqlite")
+    return Similarity(config.num_neighbours, as_embedder(config.embedder), Path(config.kv_dir).expanduser())
 
 
 class EngineCorpus:
@@ -54,18 +56,38 @@ class EngineCorpus:
         loaded, store, encode = parts.loaded, parts.store, parts.renderer.encode_chunk
         self._store, self._catalog = store, parts.catalog
         room = parts.context_length - len(parts.prefix.token_ids)
-        planner = CorpusPlanner(
-            parts.catalog, parts.identity, encode, room, similarity, lambda key: store.sidecars.has(key, CONTEXT_SHIFT)
+        planner = CorpusPlanner(parts.catalog, parts.identity, encode, room)
+        self._preprocessor = (
+            None
+            if similarity is None
+            else Preprocessor(loaded, store, parts.prefix, planner, similarity, parts.model_lock)
         )
-        self._ingestor = Ingestor(loaded, store, parts.identity, parts.prefix, planner, parts.model_lock)
+        self._ingestor = Ingestor(
+            loaded, store, parts.identity, parts.prefix, planner, parts.model_lock, self._preprocessor
+        )
         self._anchors = AnchorBuilder(loaded, store, parts.prefix, encode, parts.model_lock)
-        self._background = BackgroundIngestor(self._ingestor) if store_misses else None
+        self._store_misses, self._shift_name = store_misses, parts.shift_name
+        self._background = BackgroundWork(self._ingestor, self._preprocessor)
 
-    def build(
-        self, texts: Iterable[str], neighbours: GivenNeighbours | None, *, refresh: bool, progress: bool
-    ) -> IngestReport:
+    def ingest(self, texts: Iterable[str], neighbours: GivenNeighbours | None, *, progress: bool) -> IngestReport:
         """Prefill every chunk once and store its KV."""
-        return self._ingestor.run(chunk_texts(texts), neighbours=neighbours, refresh=refresh, progress=progress)
+        return self._ingestor.run(chunk_texts(texts), neighbours=neighbours, progress=progress)
+
+    def preprocess(self, report: IngestReport, when: Preprocess, *, refresh: bool, progress: bool) -> None:
+        """Preprocess what is stored and is not preprocessed yet, or have it done in the background."""
+        if self._preprocessor is None:
+            return
+        if when != "later":
+            self._background.preprocess(refresh=refresh)
+        if when == "wait":
+            started = time.perf_counter()
+            counts = self._background.wait(progress=progress)
+            report.preprocessing_seconds = time.perf_counter() - started
+            report.chunks_preprocessed = counts.chunks - counts.refreshed
+            report.chunks_refreshed, report.chunks_stale = counts.refreshed, counts.stale
+            report.bytes_written += counts.nbytes
+            report.neighbour_tokens = counts.neighbour_tokens
+        report.chunks_pending = self._preprocessor.lacking()
 
     def build_anchors(self, texts: Iterable[str], view: object, *, progress: bool) -> int:
         """Store the anchors that a view asks for, of chunks that are stored; return how many are new."""
@@ -84,7 +106,7 @@ class EngineCorpus:
         """Start loading what a request with this view reads of chunks; expect those without KV in the next prompts."""
         retrieved = chunk_texts(texts)
         keys = self.keys_of(retrieved)
-        sidecars = [CONTEXT_SHIFT]
+        sidecars = [] if self._shift_name is None else [self._shift_name]
         if isinstance(view, View) and view.anchors is not None:
             sidecars.append(side_name(view.anchors, view.layers))
         self._store.prefetch([key for key in keys if key is not None], sidecars)
@@ -104,20 +126,20 @@ class EngineCorpus:
 
     def expect(self, texts: Iterable[str]) -> None:
         """Remember chunks that have no KV, in case that the next prompts contain them."""
-        if self._background is not None:
+        if self._store_misses:
             self._background.expect(texts)
 
     def ingest_expected(self, prompt_text: str) -> None:
         """Ingest the remembered chunks that a prompt contains."""
-        if self._background is not None:
+        if self._store_misses:
             self._background.ingest_expected(prompt_text)
 
-    def wait(self) -> None:
-        """Return when no background ingestion is under way."""
-        if self._background is not None:
-            self._background.wait()
+    def wait(self, *, progress: bool) -> None:
+        """Return when there is nothing left to do in the background."""
+        self._background.wait(progress=progress)
 
     def close(self) -> None:
-        """Finish the chunk under way and stop."""
-        if self._background is not None:
-            self._background.close()
+        """Finish the batch under way and stop."""
+        self._background.close()
+        if self._preprocessor is not None:
+            self._preprocessor.close()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, Self, get_args, overload
 
 from fused_kv_llm.chunk import chunk_text
 from fused_kv_llm.config import DEFAULT_MODEL, EngineConfig, GenerationConfig, check_ratio, check_seed
 from fused_kv_llm.decoding import Constraint
-from fused_kv_llm.offline import GivenNeighbours
+from fused_kv_llm.errors import ConfigError
+from fused_kv_llm.offline import GivenNeighbours, Preprocess
 from fused_kv_llm.online import FusedPrompt, Generation, PieceStream, Recipe, view_of
 from fused_kv_llm.prompt import ChatPrompt
 from fused_kv_llm.report import FusionReport, IngestReport
@@ -43,7 +45,7 @@ class FusedKVEngine:
     renderer : PromptRenderer
     identity : str
         Digest of everything besides its token ids on which a chunk's KV depends.
-    model_lock : threading.Lock
+    model_lock : ModelLock
         Held during every forward; hold it to run the model yourself.
     corpus : EngineCorpus
         What is done with chunks outside of requests.
@@ -91,7 +93,7 @@ class FusedKVEngine:
     def _chosen(self, ratio: float | Literal["auto"] | None, selector: str | Selector | None) -> tuple[float, Selector]:
         """Return the ratio and the selector of a call; a calibration gives both."""
         if ratio == "auto":
-            found = read_calibration(self.store.kv_dir, self.identity)
+            found = read_calibration(self.store.kv_dir, self.fusion_identity)
             return found.recompute_ratio, resolve_selector(found.selector)
         return (
             self.recompute_ratio if ratio is None else check_ratio(ratio),
@@ -105,34 +107,80 @@ class FusedKVEngine:
         texts: Iterable[str],
         *,
         neighbours: GivenNeighbours | None = None,
+        preprocess: Preprocess = "background",
         refresh: bool = False,
         progress: bool = True,
     ) -> IngestReport:
         """Prefill every chunk once and store its KV; resumes where an interrupted call stopped.
+
+        Chunks can be asked about as soon as their KV is stored. With ``preprocessing="similar"`` a second, longer
+        pass follows, which brings their KV closer to what it would be at a later place in a prompt.
 
         Parameters
         ----------
         texts : iterable of str
             One chunk each, as they will stand in prompts.
         neighbours : mapping, callable or None
-            A caller's own graph, text to similar or linked texts, nearest first; None asks the embedder. Only
-            used with ``preprocessing="similar"``.
+            A caller's own graph, text to similar or linked texts, nearest first. It is remembered for these texts;
+            one that it does not know has no neighbours. None asks the embedder, but for texts whose neighbours were
+            given at an earlier call. Only used with ``preprocessing="similar"``.
+        preprocess : {"background", "wait", "later"}
+            When stored chunks that are not preprocessed yet, of this call or an earlier one, get it: in the
+            background, while no request runs; before this call returns; or not yet. The pass may be stopped at any
+            time, by :meth:`close` or a kill, and goes on with the next call.
         refresh : bool
-            Whether stored chunks whose neighbours have changed are prefilled again. Otherwise they stay usable and
+            Whether chunks whose neighbours have changed are preprocessed again. Otherwise they stay usable and
             are counted in ``chunks_stale``.
         progress : bool
-            Whether to show a progress bar.
+            Whether to show progress: a bar for each pass, or lines where the output is no terminal. Work in the
+            background shows none; see :meth:`wait_for_background`.
+
+        Returns
+        -------
+        IngestReport
 
         Raises
         ------
         CorpusError
             If there is nothing to ingest, or one string was given instead of several.
+        MissingExtraError
+            If packages that find similar chunks are not installed.
         StoreFullError
             If the disk cannot hold the result.
         """
+        if preprocess not in get_args(Preprocess):
+            raise ConfigError(f"preprocess={preprocess!r} is unknown: use 'background', 'wait' or 'later'")
         chunks = list(texts) if not isinstance(texts, str) else texts
-        report = self.corpus.build(chunks, neighbours, refresh=refresh, progress=progress)
+        report = self.corpus.ingest(chunks, neighbours, progress=progress)
         self.build_anchors(chunks, progress=progress)
+        self.corpus.preprocess(report, preprocess, refresh=refresh, progress=progress)
+        return report
+
+    def preprocess(self, *, refresh: bool = False, progress: bool = True) -> IngestReport:
+        """Preprocess all stored chunks that are not preprocessed yet, and return when it is done.
+
+        This is the second pass of :meth:`build_kv_cache`, for a store that was filled before.
+
+        Parameters
+        ----------
+        refresh : bool
+            Whether chunks whose neighbours have changed are preprocessed again.
+        progress : bool
+            Whether to show progress.
+
+        Returns
+        -------
+        IngestReport
+
+        Raises
+        ------
+        MissingExtraError
+            If packages that find similar chunks are not installed.
+        StoreFullError
+            If the disk cannot hold the result.
+        """
+        report = IngestReport()
+        self.corpus.preprocess(report, "wait", refresh=refresh, progress=progress)
         return report
 
     def build_anchors(
@@ -206,9 +254,20 @@ class FusedKVEngine:
         """Return the text of every chunk whose KV is stored for this model, in the order of ingestion."""
         return self.corpus.stored_texts()
 
-    def wait_for_background(self) -> None:
-        """Return when no background ingestion is under way."""
-        self.corpus.wait()
+    def wait_for_background(self, *, progress: bool = False) -> None:
+        """Return when no ingestion is under way in the background.
+
+        Parameters
+        ----------
+        progress : bool
+            Whether to show the progress of preprocessing.
+
+        Raises
+        ------
+        FusedKVError
+            What ended the preprocessing.
+        """
+        self.corpus.wait(progress=progress)
 
     # -- prompts ---------------------------------------------------------------------------------------------
 
@@ -363,12 +422,18 @@ class FusedKVEngine:
         return self._parts.context_length
 
     @property
+    def fusion_identity(self) -> str:
+        """Digest of what fused KV depends on besides the prompt: :attr:`identity` and the context shifts in use."""
+        shifts = self._parts.shift_name
+        return self.identity if shifts is None else hashlib.sha256(f"{self.identity}:{shifts}".encode()).hexdigest()
+
+    @property
     def closed(self) -> bool:
         """Whether the engine was closed."""
         return self._closed
 
     def close(self) -> None:
-        """Finish background work and close the store; the model stays usable."""
+        """Finish the batch that is under way in the background and close the store; the model stays usable."""
         self._closed = True
         self.corpus.close()
         self.requests.close()

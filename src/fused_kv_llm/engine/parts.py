@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 from dataclasses import dataclass
 from typing import Any
 
 from fused_kv_llm.catalog import ChunkCatalog
 from fused_kv_llm.chunk import KVIdentity
 from fused_kv_llm.config import EngineConfig
-from fused_kv_llm.context_shift import CONTEXT_SHIFT
-from fused_kv_llm.model import LoadedModel, PrefixKV, compute_prefix, load_model
+from fused_kv_llm.context_shift import shift_name
+from fused_kv_llm.model import LoadedModel, ModelLock, PrefixKV, compute_prefix, load_model
 from fused_kv_llm.prompt import PromptRenderer
 from fused_kv_llm.store import KVStore
 
@@ -33,8 +32,10 @@ class EngineParts:
         Exact KV of the ids that the chat template puts before every prompt.
     catalog : ChunkCatalog
         Finds the chunks of this identity by their text.
-    model_lock : threading.Lock
+    model_lock : ModelLock
         Held during every forward.
+    shift_name : str or None
+        Name of the sidecars with the context shifts that are used; None uses none.
     """
 
     loaded: LoadedModel
@@ -43,7 +44,8 @@ class EngineParts:
     identity: str
     prefix: PrefixKV
     catalog: ChunkCatalog
-    model_lock: threading.Lock
+    model_lock: ModelLock
+    shift_name: str | None
 
     @property
     def dtype(self) -> str:
@@ -84,7 +86,9 @@ def open_parts(config: EngineConfig) -> EngineParts:
         renderer = PromptRenderer(loaded.tokenizer, wrap_chat_template=config.wrap_chat_template)
         identity = _identify(config, loaded, renderer, store)
         prefix = compute_prefix(loaded, tuple(renderer.header_ids))
-        return EngineParts(loaded, store, renderer, identity, prefix, ChunkCatalog(store, identity), threading.Lock())
+        catalog = ChunkCatalog(store, identity)
+        shifts = shift_name(config.num_neighbours) if config.preprocessing == "similar" else None
+        return EngineParts(loaded, store, renderer, identity, prefix, catalog, ModelLock(), shifts)
     except BaseException:
         store.close()
         raise
@@ -101,19 +105,17 @@ def _identify(config: EngineConfig, loaded: LoadedModel, renderer: PromptRendere
     """Return the identity of what is stored for this configuration; the store learns a name for it."""
     kv_dtype = _stored_as(store, loaded)
     ids = ",".join(map(str, renderer.header_ids))
-    similar = f"similar:{config.num_neighbours}:{CONTEXT_SHIFT}"
     identity = KVIdentity(
         model=loaded.fingerprint,
         tokenizer=loaded.tokenizer_fingerprint,
         dtype=_name(loaded),
         rope=loaded.geometry.rope_digest,
         prefix=hashlib.sha256(ids.encode()).hexdigest(),
-        preprocessing=similar if config.preprocessing == "similar" else "none",
         kv_dtype=kv_dtype,
         tenant=config.tenant,
     ).digest
     stored = [] if kv_dtype == "auto" else [f"stored in {kv_dtype}"]
-    store.describe(identity, ", ".join([loaded.model_id, _name(loaded), *stored, config.preprocessing]))
+    store.describe(identity, ", ".join([loaded.model_id, _name(loaded), *stored]))
     return identity
 
 

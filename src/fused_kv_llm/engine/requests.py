@@ -67,7 +67,9 @@ class RequestRunner:
         threads = reader_threads(parts.loaded.device)
         self._readers = ThreadPool(threads, "fused-kv-read") if threads else None
         pool = CachePool(parts.loaded.dtype, parts.loaded.device)
-        self.context = FusionContext(parts.loaded, parts.prefix, pool, parts.store.sidecars, self._readers)
+        self.context = FusionContext(
+            parts.loaded, parts.prefix, pool, parts.store.sidecars, self._readers, parts.shift_name
+        )
         self._context_length = parts.context_length
 
     def prefill(

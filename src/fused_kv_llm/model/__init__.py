@@ -9,6 +9,7 @@ from .embedded import EMBEDDED_MODELS, embedded_model_folder
 from .forward import PrefixKV, compute_prefix, forward_kv, forward_rows
 from .geometry import Geometry, read_geometry
 from .loading import LoadedModel, choose_device, choose_dtype, load_model
+from .lock import ModelLock, StoppedError
 from .narrowing import NarrowingPass
 from .packed import PackedChunk, prefill_packed
 from .pass_context import ForwardPass, KVPass, LayerFiller, StopForwardError
@@ -24,10 +25,12 @@ __all__ = [
     "KVPass",
     "LayerFiller",
     "LoadedModel",
+    "ModelLock",
     "NarrowingPass",
     "PackedChunk",
     "PrefixKV",
     "StopForwardError",
+    "StoppedError",
     "choose_device",
     "choose_dtype",
     "compute_prefix",

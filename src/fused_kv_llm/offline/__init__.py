@@ -1,26 +1,32 @@
-"""Ingestion: every chunk of a corpus is prefilled once."""
+"""Ingestion in two passes: the plain KV of every chunk, then what similar chunks before it change."""
 
 from __future__ import annotations
 
-from fused_kv_llm.offline.anchors import AnchorBuilder
-from fused_kv_llm.offline.background import BackgroundIngestor
-from fused_kv_llm.offline.questions import questions_from_chunks, retriever_of
-
-from .corpus import CorpusPlanner, Similarity
+from .anchors import AnchorBuilder
+from .background import BackgroundWork, Preprocess, PreprocessingCounts
+from .corpus import CorpusPlanner
 from .embedder import Embedder, SentenceEmbedder, as_embedder
+from .neighbour_graph import Similarity
 from .neighbours import GivenNeighbours
-from .preprocess import Ingestor
+from .prefill import Ingestor
+from .preprocess import Preprocessor
+from .questions import questions_from_chunks, retriever_of
+from .vectors import corpus_vectors
 
 __all__ = [
     "AnchorBuilder",
-    "BackgroundIngestor",
+    "BackgroundWork",
     "CorpusPlanner",
     "Embedder",
     "GivenNeighbours",
     "Ingestor",
+    "Preprocess",
+    "PreprocessingCounts",
+    "Preprocessor",
     "SentenceEmbedder",
     "Similarity",
     "as_embedder",
+    "corpus_vectors",
     "questions_from_chunks",
     "retriever_of",
 ]

@@ -17,7 +17,7 @@ from fused_kv_llm.model import CachePool, ForwardPass, FusedCache, LoadedModel, 
 from fused_kv_llm.selectors import Anchors, anchor_positions, knorm_scores, side_name, sink_scores
 from fused_kv_llm.store import KVStore, StoredKV
 
-from .progress import ingestion_progress
+from .progress import PassCounts, progress_bar
 
 __all__ = ["AnchorBuilder", "kvzip_scores"]
 
@@ -131,15 +131,16 @@ class AnchorBuilder:
         """
         name = side_name(anchors, layers)
         rows = self._store.rows(key for key in dict.fromkeys(keys) if not self._sides.has(key, name))
-        total_tokens = sum(len(row.token_ids) for row in rows.values())
-        with ingestion_progress(len(rows), total_tokens, enabled=progress and bool(rows)) as advance:
+        counts = PassCounts(len(rows), sum(len(row.token_ids) for row in rows.values()))
+        with progress_bar("Storing anchors", counts, enabled=progress) as show:
             for key, row in rows.items():
                 stored = self._store.open(key, row.token_ids)
                 if stored is None:
                     continue
                 with stored:
                     nbytes = self._sides.put(key, name, self._derive(stored, row.token_ids, anchors, layers))
-                advance(len(row.token_ids), nbytes)
+                counts.add(len(row.token_ids), nbytes)
+                show()
         return len(rows)
 
     def scores(self, stored: StoredKV, token_ids: Sequence[int], anchors: Anchors) -> Tensor:

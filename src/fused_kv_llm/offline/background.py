@@ -1,44 +1,81 @@
-"""Background ingestion of chunks that prompts contained but the store did not (``store_misses``)."""
+"""Work that goes on beside requests: chunks that prompts contained but the store did not, then preprocessing."""
 
 from __future__ import annotations
 
+import atexit
 import logging
-import queue
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
 
-from .preprocess import Ingestor
+from fused_kv_llm.model import StoppedError
 
-__all__ = ["BackgroundIngestor"]
+from .batches import PendingChunk
+from .prefill import Ingestor
+from .preprocess import Preprocessor
+from .progress import PassCounts, progress_bar
+
+__all__ = ["BackgroundWork", "Preprocess", "PreprocessingCounts"]
+
+Preprocess = Literal["background", "wait", "later"]
+"""When an ingestion has chunks preprocessed: beside requests, before it returns, or not yet."""
 
 _REMEMBERED_TEXTS = 4096
+_SHOWN_EVERY_S = 0.2
 
 _log = logging.getLogger(__name__)
 
 
-class BackgroundIngestor:
-    """Ingests missing chunks by the ordinary path, one thread, after the request that met them.
+@dataclass(slots=True)
+class PreprocessingCounts(PassCounts):
+    """What the second pass of ingestion has to do and has done.
 
-    KV is computed from the chunk's text, not captured from the live prompt: captured KV would depend on the
-    question and on the other chunks of that prompt.
+    Parameters
+    ----------
+    refreshed : int
+        Chunks, of those done, that had been preprocessed after other neighbours.
+    stale : int
+        Chunks that were preprocessed after other neighbours and stay as they are.
+    neighbour_tokens : int
+        Tokens of similar chunks that had to be prefilled for it, since their KV is not stored exactly.
+    """
+
+    refreshed: int = 0
+    stale: int = 0
+    neighbour_tokens: int = 0
+
+
+class BackgroundWork:
+    """One thread that works while no request wants the model.
+
+    Missing chunks come first: they are ingested by the ordinary path, after the request that met them. Their KV is
+    computed from the chunk's text, not captured from the live prompt: captured KV would depend on the question and on
+    the other chunks of that prompt.
 
     Parameters
     ----------
     ingestor : Ingestor
+    preprocessor : Preprocessor or None
+        Does the second pass of ingestion.
     """
 
-    def __init__(self, ingestor: Ingestor) -> None:
+    def __init__(self, ingestor: Ingestor, preprocessor: Preprocessor | None) -> None:
         self._ingestor = ingestor
+        self._preprocessor = preprocessor
         self._expected: OrderedDict[str, None] = OrderedDict()
-        self._lock = threading.Lock()
-        self._queue: queue.Queue[str | None] = queue.Queue()
+        self._missing: deque[str] = deque()
+        self._counts = PreprocessingCounts()
+        self._wanted = self._refresh = self._closed = False
+        self._error: Exception | None = None
+        self._changed = threading.Condition()
+        # There is one as long as there is something to do.
         self._thread: threading.Thread | None = None
-        self._closed = False
 
     def expect(self, texts: Iterable[str]) -> None:
         """Remember chunks that have no KV; the oldest of too many are forgotten."""
-        with self._lock:
+        with self._changed:
             for text in texts:
                 self._expected[text] = None
                 self._expected.move_to_end(text)
@@ -47,44 +84,122 @@ class BackgroundIngestor:
 
     def ingest_expected(self, prompt_text: str) -> None:
         """Queue every remembered chunk that a prompt contains verbatim; after `close` do nothing."""
-        with self._lock:
-            if self._closed:
-                return
+        with self._changed:
             present = [text for text in self._expected if text and text in prompt_text]
             for text in present:
                 del self._expected[text]
-            if present and (self._thread is None or not self._thread.is_alive()):
-                self._thread = threading.Thread(target=self._run, name="fused-kv-ingest", daemon=True)
-                self._thread.start()
-            for text in present:
-                self._queue.put(text)
+            if present:
+                self._missing.extend(present)
+                self._start()
 
-    def wait(self) -> None:
-        """Return when the queue has been worked off."""
-        self._queue.join()
+    def preprocess(self, *, refresh: bool = False) -> None:
+        """Begin to preprocess all stored chunks that are not preprocessed yet; after `close` do nothing.
+
+        Parameters
+        ----------
+        refresh : bool
+            Whether chunks whose neighbours have changed are preprocessed again.
+        """
+        if self._preprocessor is not None:
+            with self._changed:
+                self._wanted, self._refresh = True, self._refresh or refresh
+                self._start()
+
+    def wait(self, *, progress: bool = False) -> PreprocessingCounts:
+        """Return when there is nothing left to do.
+
+        Parameters
+        ----------
+        progress : bool
+            Whether to show a progress bar for the preprocessing.
+
+        Returns
+        -------
+        PreprocessingCounts
+            Of all preprocessing since there was last nothing to do.
+
+        Raises
+        ------
+        FusedKVError
+            What ended the preprocessing. That a missed chunk could not be ingested is only logged.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._thread is None or self._counts.total_chunks > 0)
+            counts = self._counts
+        with progress_bar("Preprocessing chunks", counts, enabled=progress) as show, self._changed:
+            while not self._changed.wait_for(lambda: self._thread is None, _SHOWN_EVERY_S):
+                show()
+            show()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return counts
 
     def close(self) -> None:
-        """Finish the chunk under way, drop the rest and stop; later prompts queue nothing any more."""
-        with self._lock:
+        """Finish the batch under way, write what was computed and stop; nothing is begun any more."""
+        with self._changed:
             self._closed = True
-            thread, self._thread = self._thread, None
-        if thread is None:
-            return
-        while True:
-            try:
-                self._queue.get_nowait()
-                self._queue.task_done()
-            except queue.Empty:
-                break
-        self._queue.put(None)
-        thread.join()
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def _start(self) -> None:
+        if self._thread is None and not self._closed:
+            self._counts, self._error = PreprocessingCounts(), None
+            self._thread = threading.Thread(target=self._run, name="fused-kv-background", daemon=True)
+            # A thread that computes while the interpreter is taken down would crash it.
+            atexit.register(self.close)
+            self._thread.start()
 
     def _run(self) -> None:
-        while (text := self._queue.get()) is not None:
-            try:
-                self._ingestor.run([text], check_stale=False, progress=False)
-            except Exception as error:  # whatever it is, the chunks behind it in the queue must not wait forever
-                _log.warning("A chunk met in a prompt could not be ingested in the background: %s", error)
-            finally:
-                self._queue.task_done()
-        self._queue.task_done()
+        while True:
+            with self._changed:
+                if self._is_stopping() or not (self._missing or self._wanted):
+                    self._thread = None
+                    self._changed.notify_all()
+                    atexit.unregister(self.close)
+                    return
+                text = self._missing.popleft() if self._missing else None
+            if text is not None:
+                self._ingest(text)
+            elif self._preprocessor is not None:
+                self._preprocess(self._preprocessor)
+
+    def _ingest(self, text: str) -> None:
+        try:
+            self._ingestor.run([text], progress=False)
+        except Exception as error:  # whatever it is, the chunks behind it in the queue must not wait forever
+            _log.warning("A chunk met in a prompt could not be ingested in the background: %s", error)
+        else:
+            self._wanted = self._preprocessor is not None
+
+    def _preprocess(self, preprocessor: Preprocessor) -> None:
+        with self._changed:
+            refresh, counts = self._refresh, self._counts
+            self._wanted = self._refresh = False
+        try:
+            plan = preprocessor.plan(self._is_interrupted, refresh=refresh)
+            with self._changed:
+                counts.total_chunks = counts.chunks + len(plan.chunks)
+                counts.total_tokens = counts.tokens + sum(len(chunk.token_ids) for chunk in plan.chunks)
+                counts.stale = plan.stale
+                self._changed.notify_all()
+
+            def written(chunk: PendingChunk, nbytes: int) -> None:
+                counts.add(len(chunk.token_ids), nbytes)
+                counts.refreshed += chunk.key in plan.refreshed
+
+            counts.neighbour_tokens += preprocessor.run(plan, written, self._is_interrupted)
+        except StoppedError:
+            self._wanted, self._refresh = True, self._refresh or refresh
+        except Exception as error:
+            if not self._is_stopping():
+                self._error = error
+                _log.warning("Preprocessing stopped; the next build_kv_cache goes on from there: %s", error)
+
+    def _is_interrupted(self) -> bool:
+        # New chunks are similar to others, so what is left is planned again with them.
+        return self._is_stopping() or bool(self._missing) or self._wanted
+
+    def _is_stopping(self) -> bool:
+        return self._closed or not threading.main_thread().is_alive()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 __all__ = ["PendingChunk", "batches", "walk_neighbours"]
@@ -19,32 +19,26 @@ class PendingChunk:
     token_ids : tuple of int
         Stand-alone ids.
     contexts : tuple of tuple of str
-        What is to stand before it, one context after another: similar chunks, the nearest one first.
-    replaces : tuple of str
-        Keys of its KV with other neighbours, to be deleted once the new one is written.
+        What is to stand before it, one context after another: keys of similar chunks, the nearest one first.
     """
 
     key: str
     text: str
     token_ids: tuple[int, ...]
     contexts: tuple[tuple[str, ...], ...] = ()
-    replaces: tuple[str, ...] = ()
 
     @property
     def neighbours(self) -> tuple[str, ...]:
-        """The similar chunks of all contexts, the nearest one first."""
-        return tuple(text for context in self.contexts for text in context)
+        """The keys of the similar chunks of all contexts, the nearest one first."""
+        return tuple(key for context in self.contexts for key in context)
 
 
 def walk_neighbours(chunks: Sequence[PendingChunk]) -> list[PendingChunk]:
-    """Order chunks along their neighbours, so that those which share a context come close together.
-
-    Chunks without neighbours keep their order.
-    """
-    waiting = {chunk.text: chunk for chunk in chunks}
+    """Order chunks along their neighbours, so that those which share a context come close together."""
+    waiting = {chunk.key: chunk for chunk in chunks}
     ordered: list[PendingChunk] = []
     for first in chunks:
-        stack = [first.text]
+        stack = [first.key]
         while stack:
             chunk = waiting.pop(stack.pop(), None)
             if chunk is not None:
@@ -54,7 +48,7 @@ def walk_neighbours(chunks: Sequence[PendingChunk]) -> list[PendingChunk]:
 
 
 def batches(
-    chunks: Sequence[PendingChunk], max_tokens: int, num_tokens: dict[str, int], max_context_tokens: int
+    chunks: Sequence[PendingChunk], max_tokens: int, num_tokens: Mapping[str, int], max_context_tokens: int
 ) -> Iterator[list[PendingChunk]]:
     """Yield runs of chunks to be prefilled in one forward.
 
@@ -63,8 +57,8 @@ def batches(
     chunks : sequence of PendingChunk
     max_tokens : int
         Tokens of a batch; a longer chunk is a batch of its own.
-    num_tokens : dict of str to int
-        Tokens of every context text.
+    num_tokens : mapping of str to int
+        Tokens of every context chunk, by key.
     max_context_tokens : int
         Tokens of the distinct context chunks of a batch, which are in memory at the same time.
     """
@@ -73,7 +67,7 @@ def batches(
     for chunk in chunks:
         together = context | set(chunk.neighbours)
         too_many = tokens + len(chunk.token_ids) > max_tokens
-        if batch and (too_many or sum(num_tokens[text] for text in together) > max_context_tokens):
+        if batch and (too_many or sum(num_tokens[key] for key in together) > max_context_tokens):
             yield batch
             batch, tokens, together = [], 0, set(chunk.neighbours)
         batch.append(chunk)

@@ -6,12 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from fused_kv_llm.errors import ConfigError, MissingExtraError
+from fused_kv_llm.errors import ConfigError
 
 from .embedder import Embedder
+from .neighbour_index import NeighbourIndex
 from .vectors import corpus_vectors
 
 __all__ = ["GivenNeighbours", "find_neighbours", "given_neighbours"]
@@ -23,7 +21,7 @@ GivenNeighbours = Mapping[str, Sequence[str]] | Callable[[str], Sequence[str]]
 def find_neighbours(
     texts: Sequence[str], corpus: Sequence[str], count: int, embedder: Embedder, vectors_path: Path | None
 ) -> dict[str, tuple[str, ...]]:
-    """Find the most similar other chunks of every chunk.
+    """Find the most similar other chunks of every chunk, of a corpus that need not be stored.
 
     Parameters
     ----------
@@ -47,23 +45,13 @@ def find_neighbours(
     MissingExtraError
         If faiss or the embedder's packages are not installed.
     """
-    ordered = sorted(corpus)
-    count = min(count, len(ordered) - 1)
-    if count <= 0:
-        return dict.fromkeys(texts, ())
-    vectors = corpus_vectors(ordered, embedder, vectors_path)
-    row_of = {text: row for row, text in enumerate(ordered)}
-    rows = np.array([row_of[text] for text in texts])
-    similarity, nearest = _search(vectors, vectors[rows], count + 1)
-    found: dict[str, tuple[str, ...]] = {}
-    for text, row, scores, candidates in zip(texts, rows, similarity, nearest, strict=True):
-        others = [(-float(score), int(other)) for score, other in zip(scores, candidates, strict=True) if other != row]
-        found[text] = tuple(ordered[other] for _, other in sorted(others)[:count])
-    return found
+    index = NeighbourIndex(count)
+    index.update(list(corpus), lambda new: corpus_vectors(new, embedder, vectors_path))
+    return {text: index.near(text).keys for text in texts}
 
 
-def given_neighbours(texts: Sequence[str], given: GivenNeighbours, count: int) -> dict[str, tuple[str, ...]]:
-    """Ask a caller's own graph.
+def given_neighbours(texts: Sequence[str], given: GivenNeighbours) -> dict[str, tuple[str, ...]]:
+    """Ask a caller's own graph; texts that it does not know have no neighbours.
 
     Raises
     ------
@@ -76,18 +64,5 @@ def given_neighbours(texts: Sequence[str], given: GivenNeighbours, count: int) -
         if isinstance(answer, str) or not all(isinstance(other, str) for other in answer):
             raise ConfigError(f"neighbours of {text[:40]!r} are {answer!r:.80}: give a list of texts")
         others = dict.fromkeys(other.strip() for other in answer)
-        found[text] = tuple(other for other in others if other and other != text)[:count]
+        found[text] = tuple(other for other in others if other and other != text)
     return found
-
-
-def _search(
-    vectors: NDArray[np.float32], queries: NDArray[np.float32], count: int
-) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    try:
-        import faiss
-    except ImportError as error:
-        raise MissingExtraError("faiss-cpu", "similar") from error
-    index = faiss.IndexFlatIP(vectors.shape[1])
-    index.add(vectors)
-    similarity, nearest = index.search(queries, count)
-    return similarity, nearest

@@ -1,204 +1,292 @@
-"""Ingestion: prefill chunks and store their KV.
+"""The second pass of ingestion: what similar chunks before a chunk change in its KV, stored beside it.
 
-A chunk's KV is ``KV(chunk | header)``, prefilled after the rendered chat header. FusionRAG's offline stage (section
-3.1, equation 10) prefills it once more, after the KV of the chunks most similar to it. Here that is done after several
-contexts of similar chunks, and what they change on average is stored beside it (:mod:`fused_kv_llm.context_shift`).
+FusionRAG's offline stage (section 3.1, equation 10) prefills a chunk once more, after the KV of the chunks most
+similar to it. Here that is done after several contexts of similar chunks, and what they change on average is kept in a
+sidecar (:mod:`fused_kv_llm.context_shift`). The chunk's own KV stays as it is, so a chunk can be used before this
+pass, and the pass can stop anywhere.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from fused_kv_llm.chunk import ChunkKV
-from fused_kv_llm.context_shift import CONTEXT_SHIFT, context_shift
-from fused_kv_llm.errors import ConfigError, StoreFullError
-from fused_kv_llm.model import LoadedModel, PackedChunk, PrefixKV, prefill_packed
-from fused_kv_llm.prompt import content_hash
-from fused_kv_llm.report import IngestReport
-from fused_kv_llm.store import KVStore, stored_bytes_per_token
+from fused_kv_llm.context_shift import context_shift, shift_name
+from fused_kv_llm.errors import ChunkDamagedError, ConfigError
+from fused_kv_llm.model import LoadedModel, ModelLock, PackedChunk, PrefixKV, prefill_packed
+from fused_kv_llm.store import KVStore
 
 from .batches import PendingChunk, batches, walk_neighbours
 from .corpus import CorpusPlanner
-from .neighbours import GivenNeighbours
+from .neighbour_graph import NeighbourGraph, Similarity
+from .neighbours import GivenNeighbours, given_neighbours
 from .plain_kv import PlainKVCache
-from .progress import Advance, ingestion_progress
 from .writer import BackgroundWriter
 
-__all__ = ["BATCH_TOKENS", "Ingestor"]
+__all__ = ["BATCH_TOKENS", "CONTEXT_CHUNKS", "PreprocessingPlan", "Preprocessor"]
 
-BATCH_TOKENS = 2048
-_SPARE_DISK_BYTES = 64 * 2**20
-_PLAIN_KV_BYTES = 2**30
+CONTEXT_CHUNKS = 3
+"""Neighbours that stand before a chunk at a time."""
+
+BATCH_TOKENS = 256
+"""Tokens of one forward: a request that comes meanwhile waits for its end."""
+
+_PLAIN_KV_BYTES = 2**28
 
 
-class Ingestor:
-    """Prefills chunks of one identity into one store.
+@dataclass(slots=True)
+class PreprocessingPlan:
+    """What the second pass has to do.
+
+    Parameters
+    ----------
+    chunks : list of PendingChunk
+        Chunks to preprocess, with their contexts.
+    refreshed : set of str
+        Keys of those among them that were preprocessed after other neighbours.
+    stale : int
+        Chunks that were preprocessed after other neighbours and stay as they are.
+    neighbours : dict of str to tuple of str
+        Keys of the neighbours of every chunk, also of those that do not fit before it.
+    token_ids : dict of str to tuple of int
+        Stand-alone ids of the chunks and of their neighbours, by key.
+    """
+
+    chunks: list[PendingChunk] = field(default_factory=list)
+    refreshed: set[str] = field(default_factory=set)
+    stale: int = 0
+    neighbours: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    token_ids: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+class Preprocessor:
+    """Computes and stores the context shifts of stored chunks; one thread at a time.
 
     Parameters
     ----------
     loaded : LoadedModel
     store : KVStore
-    identity : str
-        Digest of everything the KV depends on, but the chunk and its neighbours.
     prefix : PrefixKV
         What stands before every chunk.
     planner : CorpusPlanner
-        Says what has to be prefilled, and after which neighbours.
-    lock : context manager
-        Held during a batch's forward, so that requests run between batches.
+        Knows the corpus.
+    similarity : Similarity
+        How similar chunks are found.
+    lock : ModelLock
+        Taken for background work, one small batch at a time.
     """
 
     def __init__(
         self,
         loaded: LoadedModel,
         store: KVStore,
-        identity: str,
         prefix: PrefixKV,
         planner: CorpusPlanner,
-        lock: AbstractContextManager[object],
+        similarity: Similarity,
+        lock: ModelLock,
     ) -> None:
         self._loaded = loaded
         self._store = store
-        self._identity = identity
         self._prefix = prefix
         self._planner = planner
+        self._graph = NeighbourGraph(planner.identity, similarity)
         self._lock = lock
+        self._name = shift_name(similarity.count)
+        self._met: set[str] = set()
+        self._unstored: dict[str, tuple[int, ...]] = {}
+        self._neighbour_tokens = 0
 
-    def run(
-        self,
-        texts: Iterable[str],
-        *,
-        neighbours: GivenNeighbours | None = None,
-        refresh: bool = False,
-        check_stale: bool = True,
-        progress: bool = True,
-    ) -> IngestReport:
-        """Prefill and store every text that is not stored yet.
-
-        Parameters
-        ----------
-        texts : iterable of str
-            One chunk each.
-        neighbours : mapping, callable or None
-            A caller's own graph of similar chunks; None asks the embedder.
-        refresh : bool
-            Whether stored chunks whose neighbours have changed are prefilled again.
-        check_stale : bool
-            Whether to look for such chunks at all.
-        progress : bool
-            Whether to show a progress bar.
-
-        Returns
-        -------
-        IngestReport
+    def prepare(self, chunks: Sequence[PendingChunk], neighbours: GivenNeighbours | None) -> None:
+        """Take note of chunks that are being ingested, and of a caller's neighbours of them.
 
         Raises
         ------
-        CorpusError
-            If there are no texts, or something that is not text.
-        StoreFullError
-            Before anything is computed if the disk cannot hold the result, or while writing. What was
-            written stays, and running again resumes.
+        ConfigError
+            If the caller's graph answers with something other than texts.
+        MissingExtraError
+            If the embedder has to be asked and what it needs is not installed.
         """
-        started = time.perf_counter()
-        report = IngestReport()
-        pending = self._planner.plan(texts, report, neighbours, refresh, check_stale)
-        self._check_space(pending)
-        total_tokens = sum(len(chunk.token_ids) for chunk in pending)
-        with ingestion_progress(len(pending), total_tokens, enabled=progress) as advance:
-            self._prefill_all(pending, report, advance)
-        report.seconds = time.perf_counter() - started
-        return report
-
-    def _check_space(self, pending: Sequence[PendingChunk]) -> None:
-        geometry = self._loaded.geometry
-        shape = geometry.num_layers, geometry.num_kv_heads, geometry.head_dim
-        storage = str(self._loaded.dtype).removeprefix("torch.") if self._store.kv_dtype == "auto" else None
-        per_token = stored_bytes_per_token(storage or self._store.kv_dtype, *shape)
-        needed = per_token * sum(len(chunk.token_ids) for chunk in pending)
-        # Context shifts are stored in eight bits.
-        shifted = sum(len(chunk.token_ids) for chunk in pending if chunk.contexts)
-        needed += stored_bytes_per_token("int8", *shape) * shifted
-        free = self._store.free_bytes(_SPARE_DISK_BYTES)
-        if needed > free:
-            raise StoreFullError(
-                f"The KV of {len(pending)} chunks takes {needed / 1e9:.2f} GB ({per_token} bytes a token), but only "
-                f"{free / 1e9:.2f} GB are free. Nothing was written: free some space, raise disk_bytes or give the "
-                "store a remote tier, or ingest fewer chunks."
-            )
-
-    def _prefill_all(self, pending: Sequence[PendingChunk], report: IngestReport, advance: Advance) -> None:
-        def written(chunk: PendingChunk, nbytes: int) -> None:
-            if chunk.replaces:
-                # Only now: until the new KV is there, the old one serves.
-                self._store.delete(chunk.replaces)
-                report.chunks_refreshed += 1
-            else:
-                report.chunks_new += 1
-            report.tokens += len(chunk.token_ids)
-            report.bytes_written += nbytes
-            advance(len(chunk.token_ids), nbytes)
-
-        def prefill_plain(texts: Sequence[str]) -> list[ChunkKV]:
-            found: list[ChunkKV] = []
-            chunks = [PendingChunk("", text, ids_of[text]) for text in texts]
-            for batch in batches(chunks, BATCH_TOKENS, {}, 0):
-                found += self._prefill([PackedChunk(chunk.token_ids) for chunk in batch])
-            report.neighbour_tokens += sum(len(ids_of[text]) for text in texts if text not in own)
-            return found
-
-        if not pending:
+        self._met.update(chunk.key for chunk in chunks)
+        if neighbours is None:
+            self._graph.check_installed()
             return
-        own = {chunk.text: chunk.token_ids for chunk in pending}
-        others = {text for chunk in pending for text in chunk.neighbours} - own.keys()
-        ids_of = {**own, **self._planner.ids_of(others)}
-        num_tokens = {text: len(ids) for text, ids in ids_of.items()}
+        found = given_neighbours([chunk.text for chunk in chunks], neighbours)
+        known = {chunk.text: chunk for chunk in chunks}
+        others = {text: known.get(text) or self._planner.chunk(text) for texts in found.values() for text in texts}
+        # A neighbour that is not stored itself can be prefilled as long as this process knows its ids.
+        stored = self._store.contains([other.key for other in others.values()]) | {chunk.key for chunk in chunks}
+        self._unstored.update({o.key: o.token_ids for o in others.values() if o.key not in stored})
+        self._graph.give({chunk.key: [others[text].key for text in found[chunk.text]] for chunk in chunks})
+
+    def lacking(self) -> int:
+        """Return how many stored chunks are not preprocessed, without asking who their neighbours are."""
+        keys = self._store.sidecars.lacking(self._planner.identity, self._name)
+        alone = len(keys) == 1 == len(self._planner.catalog.keys())
+        return 0 if alone else sum(self._graph.may_have_neighbours(key) for key in keys)
+
+    def plan(self, stopped: Callable[[], bool], *, refresh: bool) -> PreprocessingPlan:
+        """Compare chunks that are new with the others, and return what has to be done.
+
+        Parameters
+        ----------
+        stopped : callable
+            Asked before every small batch of texts is embedded.
+        refresh : bool
+            Whether chunks whose neighbours have changed are preprocessed again.
+
+        Raises
+        ------
+        MissingExtraError
+            If faiss or the embedder's packages are not installed.
+        StoppedError
+            If it was stopped.
+        """
+        self._graph.update(self._planner.catalog.keys(), self._texts_of, lambda: self._lock.wait(stopped))
+        lacking = set(self._store.sidecars.lacking(self._planner.identity, self._name))
+        met, self._met = self._met, set()
+        lacking |= {key for key in met - lacking if not self._store.sidecars.has(key, self._name)}
+        stale = self._graph.stale() - lacking
+        plan = PreprocessingPlan(refreshed=stale if refresh else set(), stale=0 if refresh else len(stale))
+        plan.neighbours = near = {key: self._graph.neighbours(key) for key in sorted(lacking | plan.refreshed)}
+        rows = self._store.rows({*near, *(other for others in near.values() for other in others)})
+        plan.token_ids = {**self._unstored, **{key: row.token_ids for key, row in rows.items()}}
+        for key, others in near.items():
+            contexts = self._contexts(key, others, plan.token_ids) if key in rows else ()
+            if contexts:
+                plan.chunks.append(PendingChunk(key, rows[key].text, rows[key].token_ids, contexts))
+        return plan
+
+    def run(
+        self, plan: PreprocessingPlan, written: Callable[[PendingChunk, int], None], stopped: Callable[[], bool]
+    ) -> int:
+        """Preprocess chunks, in small batches that give way to requests.
+
+        Parameters
+        ----------
+        plan : PreprocessingPlan
+        written : callable
+            Called with every chunk whose context shift is stored, and the bytes of its file.
+        stopped : callable
+            Asked before every forward; what was computed until then is kept.
+
+        Returns
+        -------
+        int
+            Tokens of similar chunks that had to be prefilled, since their KV is not stored exactly.
+
+        Raises
+        ------
+        StoreError
+            What a write met.
+        StoppedError
+            If it was stopped.
+        """
+        self._neighbour_tokens = 0
+        num_tokens = {key: len(ids) for key, ids in plan.token_ids.items()}
         budget_tokens = _PLAIN_KV_BYTES // self._loaded.geometry.kv_bytes_per_token(self._loaded.dtype)
-        plain = PlainKVCache(prefill_plain, _PLAIN_KV_BYTES if any(chunk.contexts for chunk in pending) else 0)
-        writer = BackgroundWriter(self._write, written)
+        plain = PlainKVCache(lambda keys: self._plain_kv(keys, plan.token_ids, stopped), _PLAIN_KV_BYTES)
+
+        def write(item: tuple[PendingChunk, dict[str, Tensor]]) -> None:
+            chunk, shift = item
+            nbytes = self._write(chunk.key, shift)
+            if nbytes is not None:
+                self._graph.preprocessed(chunk.key, plan.neighbours[chunk.key])
+                written(chunk, nbytes)
+
+        writer = BackgroundWriter(write)
         try:
-            for batch in batches(walk_neighbours(pending), BATCH_TOKENS, num_tokens, budget_tokens):
-                at_hand = plain.get(text for chunk in batch for text in (chunk.text, *chunk.neighbours))
-                for chunk, shift in zip(batch, self._shifts(batch, at_hand), strict=True):
-                    writer.submit(chunk, at_hand[chunk.text], shift)
+            for batch in batches(walk_neighbours(plan.chunks), BATCH_TOKENS, num_tokens, budget_tokens):
+                kept = plain.get(key for chunk in batch for key in (chunk.key, *chunk.neighbours))
+                for item in zip(batch, self._shifts(batch, kept, stopped), strict=True):
+                    writer.submit(item)
         finally:
-            # Also after Ctrl-C: what has been computed is written, so the next run goes on from there.
+            # What has been computed is written, also after a stop, so the next run goes on from there.
             writer.close()
+        return self._neighbour_tokens
+
+    def close(self) -> None:
+        """Close the file of neighbours."""
+        self._graph.close()
+
+    def _texts_of(self, keys: Sequence[str]) -> dict[str, str]:
+        return {key: row.text for key, row in self._store.rows(keys).items()}
+
+    def _contexts(
+        self, key: str, nearest: Sequence[str], token_ids: Mapping[str, tuple[int, ...]]
+    ) -> tuple[tuple[str, ...], ...]:
+        """Return contexts of three neighbours each, as many of them as fit before the chunk, the nearest one first.
+
+        That order measured closer to full prefill than the nearest one last.
+        """
+        contexts = []
+        known = [other for other in nearest if other in token_ids]
+        for begin in range(0, len(known), CONTEXT_CHUNKS):
+            room, fitting = self._planner.max_tokens - len(token_ids[key]), list[str]()
+            for other in known[begin : begin + CONTEXT_CHUNKS]:
+                room -= len(token_ids[other])
+                if room <= 0:
+                    break
+                fitting.append(other)
+            if fitting:
+                contexts.append(tuple(fitting))
+        return tuple(contexts)
+
+    def _plain_kv(
+        self, keys: Sequence[str], token_ids: Mapping[str, tuple[int, ...]], stopped: Callable[[], bool]
+    ) -> list[ChunkKV]:
+        """Return the KV of chunks right after the header: from the store where it is stored exactly, else computed."""
+        found = {key: kv for key in keys if (kv := self._stored_kv(key, token_ids[key])) is not None}
+        missing = [PendingChunk(key, "", token_ids[key]) for key in keys if key not in found]
+        for batch in batches(missing, BATCH_TOKENS, {}, 0):
+            made = self._prefill([PackedChunk(chunk.token_ids) for chunk in batch], stopped)
+            found.update(zip((chunk.key for chunk in batch), made, strict=True))
+            self._neighbour_tokens += sum(len(chunk.token_ids) for chunk in batch)
+        return [found[key] for key in keys]
+
+    def _stored_kv(self, key: str, token_ids: tuple[int, ...]) -> ChunkKV | None:
+        stored = self._store.open(key, token_ids)
+        if stored is None:
+            return None
+        with stored:
+            if stored.storage != str(self._loaded.dtype).removeprefix("torch."):
+                return None
+            try:
+                keys, values = stored.read_layers(0, stored.num_layers)
+            except ChunkDamagedError as error:
+                self._store.discard(error.key, error.reason)
+                return None
+            device = self._loaded.device
+            return ChunkKV(keys.to(device), values.to(device), token_ids, stored.position)
 
     def _shifts(
-        self, batch: Sequence[PendingChunk], plain: Mapping[str, ChunkKV]
-    ) -> Iterator[dict[str, Tensor] | None]:
-        """Yield what its neighbours change in each chunk; None for a chunk without."""
-        shifted: dict[str, list[ChunkKV]] = {chunk.text: [] for chunk in batch}
+        self, batch: Sequence[PendingChunk], plain: Mapping[str, ChunkKV], stopped: Callable[[], bool]
+    ) -> Iterator[dict[str, Tensor]]:
+        """Yield what its neighbours change in each chunk."""
+        shifted: dict[str, list[ChunkKV]] = {chunk.key: [] for chunk in batch}
         for turn in range(max(len(chunk.contexts) for chunk in batch)):
             ready = [chunk for chunk in batch if turn < len(chunk.contexts)]
-            contexts = [tuple(plain[text] for text in chunk.contexts[turn]) for chunk in ready]
+            contexts = [tuple(plain[key] for key in chunk.contexts[turn]) for chunk in ready]
             packed = [PackedChunk(chunk.token_ids, context) for chunk, context in zip(ready, contexts, strict=True)]
-            for chunk, kv in zip(ready, self._prefill(packed), strict=True):
-                shifted[chunk.text].append(kv)
+            for chunk, kv in zip(ready, self._prefill(packed, stopped), strict=True):
+                shifted[chunk.key].append(kv)
         for chunk in batch:
-            before, after = plain[chunk.text], shifted.pop(chunk.text)
+            before, after = plain[chunk.key], shifted.pop(chunk.key)
             with torch.inference_mode():
-                forms = [(kv.keys, kv.values) for kv in after]
-                yield context_shift((before.keys, before.values), forms) if forms else None
+                yield context_shift((before.keys, before.values), [(kv.keys, kv.values) for kv in after])
 
-    def _prefill(self, chunks: Sequence[PackedChunk]) -> list[ChunkKV]:
-        with self._lock:
+    def _prefill(self, chunks: Sequence[PackedChunk], stopped: Callable[[], bool]) -> list[ChunkKV]:
+        with self._lock.background(stopped):
             return prefill_packed(self._loaded, chunks, self._prefix)
 
-    def _write(self, chunk: PendingChunk, kv: ChunkKV, shift: dict[str, Tensor] | None) -> int:
-        on_cpu = ChunkKV(kv.keys.cpu(), kv.values.cpu(), kv.token_ids, kv.position)
-        nbytes = self._store.put(chunk.key, self._identity, chunk.text, content_hash(chunk.text), on_cpu)
-        if shift is not None:
-            try:
-                nbytes += self._store.sidecars.put(chunk.key, CONTEXT_SHIFT, shift, by_rows=True)
-            except ConfigError:
-                # Otherwise the chunk was evicted, by another process that needed its room.
-                if self._store.contains([chunk.key]):
-                    raise
-        return nbytes
+    def _write(self, key: str, shift: dict[str, Tensor]) -> int | None:
+        try:
+            return self._store.sidecars.put(key, self._name, shift, by_rows=True)
+        except ConfigError:
+            if self._store.contains([key]):
+                raise
+            # It was deleted, or evicted by another process that needed its room.
+            return None

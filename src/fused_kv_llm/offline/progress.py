@@ -1,62 +1,127 @@
-"""The progress bar of an ingestion."""
+"""How far a pass of ingestion is: a bar on a terminal and in a notebook, a line now and then elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from dataclasses import dataclass
 
+from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-__all__ = ["Advance", "ingestion_progress"]
+__all__ = ["PassCounts", "progress_bar"]
+
+_LINE_EVERY_S = 5.0
 
 
-class Advance(Protocol):
-    """Tells the bar that one more chunk is written."""
+@dataclass(slots=True)
+class PassCounts:
+    """What one pass of ingestion has to do and has done.
 
-    def __call__(self, tokens: int, nbytes: int) -> None:
-        """Advance by one chunk of that many tokens and bytes."""
+    Parameters
+    ----------
+    total_chunks, total_tokens : int
+        What is to be done.
+    chunks, tokens : int
+        What is done and written.
+    nbytes : int
+        Bytes written.
+    """
 
+    total_chunks: int = 0
+    total_tokens: int = 0
+    chunks: int = 0
+    tokens: int = 0
+    nbytes: int = 0
 
-def _ignore(tokens: int, nbytes: int) -> None:
-    return None
+    def add(self, tokens: int, nbytes: int) -> None:
+        """Count one chunk that is written."""
+        self.chunks += 1
+        self.tokens += tokens
+        self.nbytes += nbytes
+
+    def speed(self, elapsed_s: float) -> str:
+        """Return chunks and tokens per second, and bytes written, for people."""
+        elapsed_s = max(elapsed_s, 1e-9)
+        rate = f"{self.chunks / elapsed_s:.1f} chunks/s, {self.tokens / elapsed_s:,.0f} tokens/s"
+        return f"{rate}, {self.nbytes / 1e6:,.0f} MB"
 
 
 @contextmanager
-def ingestion_progress(chunks: int, tokens: int, *, enabled: bool) -> Iterator[Advance]:
+def progress_bar(title: str, counts: PassCounts, *, enabled: bool) -> Iterator[Callable[[], None]]:
     """Show chunks, tokens per second, bytes written and the time left.
 
     Parameters
     ----------
-    chunks, tokens : int
-        What is to be done.
+    title : str
+        What is done, such as ``"Prefilling chunks"``.
+    counts : PassCounts
+        Is looked at whenever the callable that this yields is called.
     enabled : bool
-        Off yields a function that shows nothing.
+        Off shows nothing.
     """
-    if not enabled or chunks == 0:
-        yield _ignore
+    if not enabled or counts.total_chunks == 0:
+        yield lambda: None
         return
+    console = Console()
+    if console.is_terminal or console.is_jupyter:
+        with _bar(title, counts, console) as show:
+            yield show
+        return
+    lines = _Lines(title, counts, console)
+    try:
+        yield lines.show
+    finally:
+        lines.end()
+
+
+@contextmanager
+def _bar(title: str, counts: PassCounts, console: Console) -> Iterator[Callable[[], None]]:
     columns = (
-        TextColumn("[bold]Prefilling chunks"),
+        TextColumn(f"[bold]{title}"),
         BarColumn(),
         TextColumn("{task.fields[chunks]}"),
-        TextColumn("{task.fields[rate]}"),
+        TextColumn("{task.fields[speed]}"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns) as bar:
-        task = bar.add_task("prefill", total=tokens, rate="", chunks=f"0/{chunks}")
-        done = {"chunks": 0, "tokens": 0, "bytes": 0}
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task(title, total=counts.total_tokens, chunks=f"0/{counts.total_chunks}", speed="")
 
-        def advance(tokens: int, nbytes: int) -> None:
-            done["chunks"] += 1
-            done["tokens"] += tokens
-            done["bytes"] += nbytes
-            elapsed = bar.tasks[0].elapsed or 1e-9
-            rate = (
-                f"{done['chunks'] / elapsed:.1f} chunks/s, {done['tokens'] / elapsed:,.0f} tokens/s, "
-                f"{done['bytes'] / 1e6:,.0f} MB"
+        def show() -> None:
+            # The bar runs over tokens: chunks differ in length, so counting them would misjudge the time left.
+            bar.update(
+                task,
+                total=counts.total_tokens,
+                completed=counts.tokens,
+                chunks=f"{counts.chunks}/{counts.total_chunks}",
+                speed=counts.speed(bar.tasks[0].elapsed or 0.0),
             )
-            # The bar runs over tokens: chunks come longest first, so counting them would misjudge the time left.
-            bar.update(task, advance=tokens, rate=rate, chunks=f"{done['chunks']}/{chunks}")
 
-        yield advance
+        yield show
+
+
+class _Lines:
+    """The same as text, for logs and pipes."""
+
+    def __init__(self, title: str, counts: PassCounts, console: Console) -> None:
+        self._title, self._counts, self._console = title, counts, console
+        self._started_s = self._shown_s = time.monotonic()
+        self._print(f"{counts.total_chunks} chunks, {counts.total_tokens:,} tokens")
+
+    def show(self) -> None:
+        now = time.monotonic()
+        if now - self._shown_s >= _LINE_EVERY_S and self._counts.chunks:
+            self._shown_s = now
+            left_s = (now - self._started_s) * (self._counts.total_tokens / self._counts.tokens - 1)
+            self._print(f"{self._done()}, {left_s:.0f} s left")
+
+    def end(self) -> None:
+        self._print(self._done())
+
+    def _done(self) -> str:
+        speed = self._counts.speed(time.monotonic() - self._started_s)
+        return f"{self._counts.chunks}/{self._counts.total_chunks}, {speed}"
+
+    def _print(self, text: str) -> None:
+        self._console.print(f"{self._title}: {text}", highlight=False, soft_wrap=True)

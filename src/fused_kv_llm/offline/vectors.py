@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import sqlite3
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -18,11 +18,14 @@ from .embedder import Embedder
 
 __all__ = ["corpus_vectors"]
 
-_BATCH = 256
+_ROWS_AT_ONCE = 256
+_TEXTS_AT_ONCE = 16
 _BUSY_S = 30.0
 
 
-def corpus_vectors(texts: Sequence[str], embedder: Embedder, path: Path | None) -> NDArray[np.float32]:
+def corpus_vectors(
+    texts: Sequence[str], embedder: Embedder, path: Path | None, wait: Callable[[], None] = lambda: None
+) -> NDArray[np.float32]:
     """Return one unit vector per text.
 
     Parameters
@@ -34,6 +37,8 @@ def corpus_vectors(texts: Sequence[str], embedder: Embedder, path: Path | None) 
     path : Path or None
         The SQLite file that remembers vectors; None remembers nothing. A file that cannot be used is passed
         over with a warning: vectors can always be made again.
+    wait : callable
+        Called before each small batch is embedded; may wait, or raise to give up.
 
     Returns
     -------
@@ -43,8 +48,9 @@ def corpus_vectors(texts: Sequence[str], embedder: Embedder, path: Path | None) 
     digests = [hashlib.sha256(f"{embedder.name}\0{text}".encode("utf-8", "surrogatepass")).digest() for text in texts]
     known = _recall(digests, path)
     missing = [i for i, digest in enumerate(digests) if digest not in known]
-    for begin in range(0, len(missing), _BATCH):
-        batch = missing[begin : begin + _BATCH]
+    for begin in range(0, len(missing), _TEXTS_AT_ONCE):
+        wait()
+        batch = missing[begin : begin + _TEXTS_AT_ONCE]
         made = embedder.encode([texts[i] for i in batch])
         fresh = {digests[i]: vector for i, vector in zip(batch, made, strict=True)}
         _remember(fresh, path)
@@ -68,8 +74,8 @@ def _recall(digests: Sequence[bytes], path: Path | None) -> dict[bytes, NDArray[
     found: dict[bytes, NDArray[np.float32]] = {}
     try:
         with closing(_connect(path)) as connection:
-            for begin in range(0, len(digests), _BATCH):
-                batch = digests[begin : begin + _BATCH]
+            for begin in range(0, len(digests), _ROWS_AT_ONCE):
+                batch = digests[begin : begin + _ROWS_AT_ONCE]
                 marks = ",".join("?" * len(batch))
                 rows = connection.execute(f"SELECT digest, vector FROM vectors WHERE digest IN ({marks})", batch)
                 found.update((digest, np.frombuffer(vector, np.float32)) for digest, vector in rows)

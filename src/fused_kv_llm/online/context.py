@@ -28,6 +28,8 @@ class FusionContext:
         The store's: context shifts and anchors.
     readers : ThreadPool or None
         Threads that read from disk; without them, the system is asked to read ahead.
+    shift_name : str or None
+        Name of the sidecars with the context shifts that are used; None uses none.
     """
 
     loaded: LoadedModel
@@ -35,6 +37,7 @@ class FusionContext:
     pool: CachePool
     sidecars: Sidecars
     readers: ThreadPool | None = None
+    shift_name: str | None = None
 
     @property
     def executor(self) -> Executor | None:

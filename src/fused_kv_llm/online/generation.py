@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import threading
 import time
 from collections.abc import Generator
 from contextlib import ExitStack
@@ -13,7 +12,7 @@ from typing import Literal
 
 from fused_kv_llm.config import GenerationConfig
 from fused_kv_llm.decoding import Constraint, TextStream, TokenSampler, end_token_ids
-from fused_kv_llm.model import LoadedModel
+from fused_kv_llm.model import LoadedModel, ModelLock
 from fused_kv_llm.report import FusionReport
 
 from .fusion import FusedPrompt
@@ -119,7 +118,7 @@ def decode(
     config: GenerationConfig,
     report: FusionReport,
     started_s: float,
-    lock: threading.Lock,
+    lock: ModelLock,
     constraint: Constraint | None = None,
 ) -> Generator[Piece]:
     """Generate token by token.
@@ -134,7 +133,7 @@ def decode(
         Gets the time to the first token and the number of tokens.
     started_s : float
         ``time.perf_counter()`` when the request came.
-    lock : threading.Lock
+    lock : ModelLock
         Held during a forward only, never while a piece is out: a slow reader blocks nobody.
     constraint : callable or None
         Maps the answer's token ids so far and the logits ``[vocabulary]`` to the logits to choose from.

@@ -62,7 +62,8 @@ class RequestKV:
         context, chunks = self._context, self._request.chunks
         geometry, executor = context.loaded.geometry, context.executor
         shift_sink = ShiftSink(chunks, self._request.prefix_tokens, self.cache, geometry.inv_freq)
-        self.shifts = ShiftFeed(shift_sink, context.sidecars, geometry.num_layers, first_layers, executor)
+        sidecars, name = context.sidecars, context.shift_name
+        self.shifts = ShiftFeed(shift_sink, sidecars, name, geometry.num_layers, first_layers, executor)
         if shifts_at_once:
             self.shifts.start()
         sink = ChunkSink(chunks, self.cache, geometry.inv_freq)

@@ -10,7 +10,6 @@ from functools import partial
 from torch import Tensor
 
 from fused_kv_kernels import TransferPlan
-from fused_kv_llm.context_shift import CONTEXT_SHIFT
 from fused_kv_llm.errors import FusedKVWarning
 from fused_kv_llm.kv import ShiftSink
 from fused_kv_llm.store import Sidecars, StoredSidecar
@@ -32,6 +31,8 @@ class ShiftFeed:
         Where their layers go.
     sidecars : Sidecars
         The store's. A chunk without a context shift, stored without neighbours, stays as it is.
+    name : str or None
+        Name of the sidecars that are used; None uses none.
     num_layers : int
     first_layers : sequence of int
         Layers that are needed first.
@@ -50,12 +51,14 @@ class ShiftFeed:
         self,
         sink: ShiftSink,
         sidecars: Sidecars,
+        name: str | None,
         num_layers: int,
         first_layers: Sequence[int],
         executor: Executor | None,
     ) -> None:
         self._sink = sink
         self._sidecars = sidecars
+        self._name = name
         self._num_layers = num_layers
         self._first_layers = first_layers
         self._executor = executor
@@ -122,8 +125,9 @@ class ShiftFeed:
         self._sink.receive(group, parts)
 
     def _open(self) -> ReadAhead[dict[str, Tensor]]:
-        keys = self._sink.keys
-        opened = (self._executor.map if self._executor else map)(partial(self._sidecars.open, name=CONTEXT_SHIFT), keys)
+        # Shifts that another engine made beside the same chunks are not this one's.
+        name, keys = self._name or "", self._sink.keys if self._name else []
+        opened = (self._executor.map if self._executor else map)(partial(self._sidecars.open, name=name), keys)
         found = {key: reader for key, reader in zip(keys, opened, strict=True) if reader is not None}
         self._readers = {key: reader for key, reader in found.items() if self._fits(key, reader)}
         on_disk = [reader for reader in self._readers.values() if not reader.in_memory]

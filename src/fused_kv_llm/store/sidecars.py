@@ -40,6 +40,10 @@ class Sidecars:
         """Whether the chunk has a sidecar of that name."""
         return self._parts.folder.has(key, name) or self._is_remote(key, name)
 
+    def lacking(self, identity: str, name: str) -> list[str]:
+        """Return the keys of an identity's chunks that have no sidecar of that name."""
+        return self._parts.index.keys_without_sidecar(identity, name)
+
     def put(self, key: str, name: str, tensors: Mapping[str, torch.Tensor], *, by_rows: bool = False) -> int:
         """Write a sidecar, replacing an old one.
 

@@ -180,7 +180,7 @@ def calibrate(
             point.agreements.append(fmean(float(a == b) for a, b in zip(chosen, answer, strict=True)))
             point.ttft_s.append(seconds)
     result = CalibrationResult(points, median(full_s), _choose(engine, points, target_agreement, len(asked)))
-    write_atomically(calibration_path(engine.store.kv_dir, engine.identity), result.chosen.to_json().encode())
+    write_atomically(calibration_path(engine.store.kv_dir, engine.fusion_identity), result.chosen.to_json().encode())
     return result
 
 
@@ -203,6 +203,6 @@ def _choose(
 ) -> Calibration:
     good = [point for point in points if point.agreement >= target_agreement]
     if not good:
-        return Calibration(engine.identity, 1.0, points[0].selector, 1.0, target_agreement, questions)
+        return Calibration(engine.fusion_identity, 1.0, points[0].selector, 1.0, target_agreement, questions)
     best = min(good, key=lambda point: (point.ratio, -point.agreement))
-    return Calibration(engine.identity, best.ratio, best.selector, best.agreement, target_agreement, questions)
+    return Calibration(engine.fusion_identity, best.ratio, best.selector, best.agreement, target_agreement, questions)

@@ -180,7 +180,7 @@ def profile_layers(
     everywhere = QueryAttention("profile", layers=layers, anchors=anchors)
     recalls, kept = [], []
     for sample in samples:
-        engine.build_kv_cache(sample.passages, progress=False)
+        engine.build_kv_cache(sample.passages, preprocess="later", progress=False)
         engine.build_anchors(sample.passages, selector=everywhere, progress=False)
         rendered = engine.renderer.render(sample.prompt)
         encoded = engine.renderer.encode(rendered)

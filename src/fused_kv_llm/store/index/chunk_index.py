@@ -151,6 +151,16 @@ class ChunkIndex:
         with self._database.connection() as connection:
             return [row[0] for row in connection.execute(query, (identity, after_rowid))]
 
+    def keys_without_sidecar(self, identity: str, name: str) -> list[str]:
+        """Return the keys of one identity's chunks that have no sidecar of that name."""
+        with self._database.connection() as connection:
+            found = connection.execute(
+                f"SELECT key FROM chunks WHERE identity = ? AND {_HEX_KEY} AND NOT EXISTS "
+                "(SELECT 1 FROM sides WHERE sides.key = chunks.key AND sides.name = ?) ORDER BY id",
+                (identity, name),
+            ).fetchall()
+        return [row[0] for row in found]
+
     def hashes(self, key: str) -> ContentHash | None:
         """Return the content hashes of a chunk's row; None if there is no row."""
         for prefix, full, length in self._select("prefix_hash, full_hash, length", [key]):
@@ -184,7 +194,16 @@ class ChunkIndex:
                     total(on_disk * places.nbytes), total(on_remote), total(on_remote * places.nbytes)
                 FROM chunks LEFT JOIN places USING (key) GROUP BY identity ORDER BY count(*) DESC"""
             ).fetchall()
-        return [IdentityTotals(row[0], names.get(row[0], ""), *map(int, row[1:])) for row in found]
+            named = connection.execute(
+                "SELECT identity, name, count(*) FROM sides JOIN chunks USING (key) GROUP BY identity, name"
+            ).fetchall()
+        sidecars: dict[str, dict[str, int]] = {}
+        for identity, name, count in named:
+            sidecars.setdefault(identity, {})[name] = count
+        return [
+            IdentityTotals._make((identity, names.get(identity, ""), *map(int, numbers), sidecars.get(identity, {})))
+            for identity, *numbers in found
+        ]
 
     def compact(self) -> None:
         """Give free pages of the index file back to the disk."""

@@ -78,6 +78,8 @@ class IdentityTotals(NamedTuple):
         Chunks, their tokens, and the bytes of their files without sidecars.
     disk_chunks, disk_bytes, remote_chunks, remote_bytes : int
         Chunks and bytes by tier, sidecars included; a chunk can be in both.
+    sidecars : dict of str to int
+        Chunks that have a sidecar, by its name.
     """
 
     identity: str
@@ -89,3 +91,4 @@ class IdentityTotals(NamedTuple):
     disk_bytes: int
     remote_chunks: int
     remote_bytes: int
+    sidecars: dict[str, int]

@@ -1,0 +1,87 @@
+"""Who may run a forward now: requests before background work."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+__all__ = ["ModelLock", "StoppedError"]
+
+_QUIET_S = 0.1
+_POLL_S = 0.02
+
+
+class StoppedError(Exception):
+    """Background work was told to stop while it waited for its turn."""
+
+
+class ModelLock:
+    """A lock around one model's forwards; requests take it with ``with lock:``.
+
+    Background work takes it with :meth:`background`, for one small batch at a time: only while no request waits, and
+    only after a short time without one. A request that is being answered takes the lock for every token, so background
+    work does not come between two tokens.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counting = threading.Lock()
+        self._waiting = 0
+        self._released_s = 0.0
+
+    def __enter__(self) -> None:
+        with self._counting:
+            self._waiting += 1
+        try:
+            self._lock.acquire()
+        finally:
+            with self._counting:
+                self._waiting -= 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._released_s = time.monotonic()
+        self._lock.release()
+
+    @contextmanager
+    def background(self, stopped: Callable[[], bool]) -> Iterator[None]:
+        """Hold the lock for one small batch of background work.
+
+        Parameters
+        ----------
+        stopped : callable
+            Says whether to give up waiting.
+
+        Raises
+        ------
+        StoppedError
+            If it does.
+        """
+        while True:
+            if stopped():
+                raise StoppedError
+            if self._take_if_quiet():
+                break
+            time.sleep(_POLL_S)
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def wait(self, stopped: Callable[[], bool]) -> None:
+        """Return once :meth:`background` could be entered: for background work that leaves the model alone."""
+        with self.background(stopped):
+            return
+
+    def _take_if_quiet(self) -> bool:
+        quiet = self._waiting == 0 and time.monotonic() - self._released_s >= _QUIET_S
+        if not quiet or not self._lock.acquire(blocking=False):
+            return False
+        if self._waiting:
+            self._lock.release()
+            return False
+        return True

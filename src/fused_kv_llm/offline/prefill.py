@@ -1,0 +1,144 @@
+"""The first pass of ingestion: the plain KV of every chunk. A chunk can be asked about as soon as it is written.
+
+A chunk's KV is ``KV(chunk | header)``: prefilled right after the rendered chat header, which every prompt begins with.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+
+from fused_kv_llm.chunk import ChunkKV
+from fused_kv_llm.errors import StoreFullError
+from fused_kv_llm.model import LoadedModel, PackedChunk, PrefixKV, prefill_packed
+from fused_kv_llm.prompt import content_hash
+from fused_kv_llm.report import IngestReport
+from fused_kv_llm.store import KVStore, stored_bytes_per_token
+
+from .batches import PendingChunk, batches
+from .corpus import CorpusPlanner
+from .neighbours import GivenNeighbours
+from .preprocess import Preprocessor
+from .progress import PassCounts, progress_bar
+from .writer import BackgroundWriter
+
+__all__ = ["BATCH_TOKENS", "Ingestor"]
+
+BATCH_TOKENS = 2048
+_SPARE_DISK_BYTES = 64 * 2**20
+
+
+class Ingestor:
+    """Prefills chunks of one identity into one store.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+    store : KVStore
+    identity : str
+        ``KVIdentity.digest``.
+    prefix : PrefixKV
+        What stands before every chunk.
+    planner : CorpusPlanner
+        Says which chunks are new.
+    lock : context manager
+        Held during a batch's forward, so that requests run between batches.
+    preprocessor : Preprocessor or None
+        Does the second pass; here it is only told of a caller's neighbours.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        store: KVStore,
+        identity: str,
+        prefix: PrefixKV,
+        planner: CorpusPlanner,
+        lock: AbstractContextManager[object],
+        preprocessor: Preprocessor | None,
+    ) -> None:
+        self._loaded = loaded
+        self._store = store
+        self._identity = identity
+        self._prefix = prefix
+        self._planner = planner
+        self._lock = lock
+        self._preprocessor = preprocessor
+
+    def run(
+        self, texts: Iterable[str], *, neighbours: GivenNeighbours | None = None, progress: bool = True
+    ) -> IngestReport:
+        """Prefill and store every text that is not stored yet.
+
+        Parameters
+        ----------
+        texts : iterable of str
+            One chunk each.
+        neighbours : mapping, callable or None
+            A caller's own graph of similar chunks, which is remembered; None leaves it to the embedder.
+        progress : bool
+            Whether to show a progress bar.
+
+        Returns
+        -------
+        IngestReport
+
+        Raises
+        ------
+        CorpusError
+            If there are no texts, or something that is not text.
+        StoreFullError
+            Before anything is computed if the disk cannot hold the result, or while writing. What was
+            written stays, and running again resumes.
+        """
+        started = time.perf_counter()
+        report = IngestReport()
+        chunks, new = self._planner.plan(texts, report)
+        if self._preprocessor is not None:
+            self._preprocessor.prepare(chunks, neighbours)
+        self._check_space(new)
+        counts = PassCounts(len(new), sum(len(chunk.token_ids) for chunk in new))
+        with progress_bar("Prefilling chunks", counts, enabled=progress) as show:
+            self._prefill_all(new, counts, show)
+        report.chunks_new, report.tokens, report.bytes_written = counts.chunks, counts.tokens, counts.nbytes
+        report.seconds = time.perf_counter() - started
+        return report
+
+    def _check_space(self, new: Sequence[PendingChunk]) -> None:
+        geometry = self._loaded.geometry
+        shape = geometry.num_layers, geometry.num_kv_heads, geometry.head_dim
+        storage = str(self._loaded.dtype).removeprefix("torch.") if self._store.kv_dtype == "auto" else None
+        per_token = stored_bytes_per_token(storage or self._store.kv_dtype, *shape)
+        if self._preprocessor is not None:
+            # Context shifts are stored in eight bits.
+            per_token += stored_bytes_per_token("int8", *shape)
+        needed = per_token * sum(len(chunk.token_ids) for chunk in new)
+        free = self._store.free_bytes(_SPARE_DISK_BYTES)
+        if needed > free:
+            raise StoreFullError(
+                f"The KV of {len(new)} chunks takes {needed / 1e9:.2f} GB ({per_token} bytes a token), but only "
+                f"{free / 1e9:.2f} GB are free. Nothing was written: free some space, raise disk_bytes or give the "
+                "store a remote tier, or ingest fewer chunks."
+            )
+
+    def _prefill_all(self, new: Sequence[PendingChunk], counts: PassCounts, show: Callable[[], None]) -> None:
+        def write(item: tuple[PendingChunk, ChunkKV]) -> None:
+            chunk, kv = item
+            on_cpu = ChunkKV(kv.keys.cpu(), kv.values.cpu(), kv.token_ids, kv.position)
+            nbytes = self._store.put(chunk.key, self._identity, chunk.text, content_hash(chunk.text), on_cpu)
+            counts.add(len(chunk.token_ids), nbytes)
+            show()
+
+        writer = BackgroundWriter(write)
+        try:
+            for batch in batches(new, BATCH_TOKENS, {}, 0):
+                for item in zip(batch, self._prefill(batch), strict=True):
+                    writer.submit(item)
+        finally:
+            # Also after Ctrl-C: what has been computed is written, so the next run goes on from there.
+            writer.close()
+
+    def _prefill(self, batch: Sequence[PendingChunk]) -> list[ChunkKV]:
+        with self._lock:
+            return prefill_packed(self._loaded, [PackedChunk(chunk.token_ids) for chunk in batch], self._prefix)

@@ -1,0 +1,255 @@
+"""The second pass of ingestion: beside requests, in the foreground, stopped, killed, continued."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from corpus import SHORT, rag_prompt
+from models import smollm2_tokenizer, tiny_model
+
+from fused_kv_llm import FusedKVEngine
+from fused_kv_llm.context_shift import shift_name
+from fused_kv_llm.errors import ConfigError, MissingExtraError, StoreFullError
+from fused_kv_llm.model import ModelLock, StoppedError
+from fused_kv_llm.offline import preprocess
+from fused_kv_llm.offline.preprocess import Preprocessor
+
+SHIFT = shift_name(3)
+TEXTS = SHORT[:12]
+GRAPH = {text: [other for other in TEXTS if other != text][:3] for text in TEXTS}
+
+
+def make_engine(folder: Path, **options: object) -> FusedKVEngine:
+    options = {"num_neighbours": 3, "store_misses": False, **options}
+    return FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=folder, **options)  # type: ignore[arg-type]
+
+
+def preprocessed(engine: FusedKVEngine) -> int:
+    return sum(engine.store.sidecars.has(str(engine.chunk_id(text)), SHIFT) for text in engine.stored_texts())
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """One chunk a batch; the second pass waits before each until it is let go."""
+    gate, real = threading.Event(), Preprocessor._prefill
+
+    def gated(self: Preprocessor, *arguments: object) -> object:
+        while not gate.wait(0.01):
+            if arguments[1]():  # type: ignore[operator]
+                raise StoppedError
+        return real(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(preprocess, "BATCH_TOKENS", 1)
+    monkeypatch.setattr(Preprocessor, "_prefill", gated)
+    return gate.set
+
+
+def test_chunks_can_be_asked_about_before_they_are_preprocessed(tmp_path: Path, slow: Callable[[], None]) -> None:
+    with make_engine(tmp_path) as engine:
+        report = engine.build_kv_cache(TEXTS, neighbours=GRAPH, progress=False)
+        assert (report.chunks_new, report.chunks_preprocessed, report.chunks_pending) == (12, 0, 12)
+        assert "12 not preprocessed yet" in report.summary()
+        before, found = engine.prefill(rag_prompt(TEXTS[:4]), recompute_ratio=0.0)
+        assert found.chunks_found == 4
+        assert "context_shift" not in found.sidecar_bytes_loaded
+        slow()
+        engine.wait_for_background()
+        after, found = engine.prefill(rag_prompt(TEXTS[:4]), recompute_ratio=0.0)
+        assert found.sidecar_bytes_loaded["context_shift"] > 0
+        assert not torch.allclose(before.logits, after.logits, atol=1e-3)
+        assert engine.build_kv_cache(TEXTS, neighbours=GRAPH, preprocess="wait", progress=False).chunks_pending == 0
+
+
+def test_later_means_at_a_later_call(tmp_path: Path) -> None:
+    with make_engine(tmp_path) as engine:
+        report = engine.build_kv_cache(TEXTS, neighbours=GRAPH, preprocess="later", progress=False)
+        engine.wait_for_background()
+        assert (report.chunks_pending, preprocessed(engine)) == (12, 0)
+        report = engine.build_kv_cache(TEXTS[:1], preprocess="wait", progress=False)
+        assert (report.chunks_new, report.chunks_preprocessed, report.chunks_pending) == (0, 12, 0)
+        with pytest.raises(ConfigError, match="preprocess='soon' is unknown"):
+            engine.build_kv_cache(TEXTS, preprocess="soon", progress=False)  # type: ignore[arg-type]
+
+
+def test_closing_stops_at_the_next_batch_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preprocess, "BATCH_TOKENS", 1)
+    real, three = Preprocessor._prefill, threading.Event()
+    forwards = []
+
+    def counting(self: Preprocessor, *arguments: object) -> object:
+        forwards.append(time.monotonic())
+        if len(forwards) == 3:
+            three.set()
+            time.sleep(0.2)
+        return real(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Preprocessor, "_prefill", counting)
+    engine = make_engine(tmp_path)
+    engine.build_kv_cache(TEXTS, neighbours=GRAPH, progress=False)
+    assert three.wait(30)
+    engine.close()
+    assert len(forwards) <= 4, "the batch under way is the last one"
+    assert not any(thread.name == "fused-kv-background" for thread in threading.enumerate())
+    monkeypatch.undo()
+    with make_engine(tmp_path) as engine:
+        done = preprocessed(engine)
+        assert done >= 2, "what was computed is stored"
+        report = engine.build_kv_cache(TEXTS, neighbours=GRAPH, preprocess="wait", progress=False)
+        assert report.chunks_preprocessed == 12 - done
+        engine.close()
+        engine.corpus.close()
+
+
+def test_a_killed_pass_goes_on_where_it_was(tmp_path: Path) -> None:
+    """It repeats at most the batch that was under way."""
+    script = tmp_path / "ingest.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import sys, time
+        sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
+        from corpus import SHORT
+        from models import smollm2_tokenizer, tiny_model
+        from fused_kv_llm import FusedKVEngine
+        from fused_kv_llm.offline import preprocess
+        preprocess.BATCH_TOKENS = 1
+        shifts = preprocess.Preprocessor._shifts
+        def slow(self, batch, *rest):
+            print("batch", flush=True)
+            time.sleep(0.2)
+            return shifts(self, batch, *rest)
+        preprocess.Preprocessor._shifts = slow
+        texts = SHORT[:12]
+        graph = {{text: [other for other in texts if other != text][:3] for text in texts}}
+        engine = FusedKVEngine(
+            tiny_model(), tokenizer=smollm2_tokenizer(), num_neighbours=3, kv_dir={str(tmp_path / "kv")!r}
+        )
+        engine.build_kv_cache(texts, neighbours=graph, preprocess="wait", progress=False)
+        """)
+    )
+    process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for _ in range(6):
+        assert process.stdout.readline().strip() == "batch", process.communicate()[1]
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    with make_engine(tmp_path / "kv") as engine:
+        assert len(engine.stored_texts()) == 12, "the first pass was through"
+        done = preprocessed(engine)
+        # Five batches were begun before the sixth was announced, and the writer may be one behind.
+        assert 4 <= done <= 6
+        report = engine.build_kv_cache(TEXTS, preprocess="wait", progress=False)
+        assert (report.chunks_new, report.chunks_preprocessed, report.chunks_stale) == (0, 12 - done, 0)
+        assert preprocessed(engine) == 12
+        assert engine.store.check().findings == []
+
+
+def test_what_ends_the_pass_is_raised_to_who_waits_and_logged_to_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with make_engine(tmp_path) as engine:
+
+        def full(*_: object, **__: object) -> int:
+            raise StoreFullError("the disk is full")
+
+        monkeypatch.setattr(engine.store.sidecars, "put", full)
+        with pytest.raises(StoreFullError, match="the disk is full"):
+            engine.build_kv_cache(TEXTS, neighbours=GRAPH, preprocess="wait", progress=False)
+        assert "the next build_kv_cache goes on" in caplog.text
+        monkeypatch.undo()
+        assert engine.build_kv_cache(TEXTS, preprocess="wait", progress=False).chunks_preprocessed == 12
+
+
+def test_missing_packages_are_known_before_anything_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make_engine(tmp_path) as engine:
+        monkeypatch.setattr("fused_kv_llm.offline.neighbour_graph.find_spec", lambda name: None)
+        with pytest.raises(MissingExtraError, match="faiss"):
+            engine.build_kv_cache(TEXTS, progress=False)
+        assert engine.store.stats().chunks == 0
+
+
+def test_a_chunk_that_is_deleted_meanwhile_is_passed_over(tmp_path: Path, slow: Callable[[], None]) -> None:
+    with make_engine(tmp_path) as engine:
+        engine.build_kv_cache(TEXTS, neighbours=GRAPH, progress=False)
+        engine.delete_chunks(TEXTS[:2])
+        slow()
+        engine.wait_for_background()
+        assert len(engine.stored_texts()) == preprocessed(engine) == 10
+
+
+def test_chunks_that_come_meanwhile_are_preprocessed_too(tmp_path: Path, slow: Callable[[], None]) -> None:
+    with make_engine(tmp_path) as engine:
+        engine.build_kv_cache(TEXTS[:6], neighbours=GRAPH, progress=False)
+        engine.build_kv_cache(TEXTS[6:], neighbours=GRAPH, progress=False)
+        slow()
+        engine.wait_for_background()
+        assert preprocessed(engine) == 12
+
+
+def test_missed_chunks_are_ingested_first_and_preprocessed(tmp_path: Path, slow: Callable[[], None]) -> None:
+    with make_engine(tmp_path, store_misses=True) as engine:
+        engine.build_kv_cache(TEXTS[:6], neighbours=GRAPH, progress=False)
+        engine.prefetch(SHORT[20:21])
+        engine.generate(rag_prompt(SHORT[20:21]), max_tokens=1)
+        deadline = time.monotonic() + 30
+        while engine.chunk_id(SHORT[20]) is None:
+            assert time.monotonic() < deadline, "preprocessing does not hold it up"
+            time.sleep(0.02)
+        assert preprocessed(engine) == 0
+        slow()
+        engine.wait_for_background()
+        assert preprocessed(engine) == 7
+
+
+def test_background_work_waits_for_requests() -> None:
+    """It comes in only when no request has had the model for a moment, and no request waits."""
+    lock, order = ModelLock(), []
+
+    def background() -> None:
+        for _ in range(3):
+            with lock.background(lambda: False):
+                order.append("background")
+                time.sleep(0.02)
+
+    with lock:
+        thread = threading.Thread(target=background)
+        thread.start()
+        time.sleep(0.15)
+    for _ in range(20):
+        # As decoding does: again and again, with little between.
+        with lock:
+            order.append("request")
+            time.sleep(0.005)
+    thread.join()
+    assert order == ["request"] * 20 + ["background"] * 3
+
+
+def test_background_work_that_waits_can_be_stopped() -> None:
+    lock = ModelLock()
+    with lock, pytest.raises(StoppedError), lock.background(lambda: True):
+        pytest.fail("it has the lock")
+    with lock.background(lambda: False):
+        pass
+
+
+def test_both_passes_show_their_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As lines, since the output is no terminal."""
+    with make_engine(tmp_path) as engine:
+        engine.build_kv_cache(TEXTS, neighbours=GRAPH, preprocess="wait", progress=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["Prefilling chunks"] * 2 + ["Preprocessing chunks"] * 2
+    assert lines[0].startswith("Prefilling chunks: 12 chunks, ")
+    assert "12/12" in lines[1]
+    assert "12/12" in lines[3]
