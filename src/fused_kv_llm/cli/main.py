@@ -95,7 +95,7 @@ def demo(
 ) -> None:
     """Ingest the handbook of a fictional ferry company and compare ways of asking about it.
 
-    Needs no network, and about two minutes on two CPU cores.
+    Needs no network. Most of the first run is the ingestion; later runs find the handbook stored.
     """
     from fused_kv_llm.demo import (
         MiniLM,
@@ -123,7 +123,7 @@ def demo(
             out.print(f"[dim]In the handbook: {escape(entry['answer'])}[/]", highlight=False)
     middle = medians(compared)
     out.print()
-    out.print(times(middle, f"Medians of {len(compared)} questions"))
+    out.print(times(middle, f"Medians over the questions asked ({len(compared)})"))
     out.print(explain(middle), highlight=False)
 
 
