@@ -77,7 +77,9 @@ def test_stats_as_json_and_from_python(kv_dir):
     assert found["hottest"][0] == [CHUNKS[2].key, 4]
     with KVStore(kv_dir) as store:
         assert store.counters() == StoreCounters()
-        CHUNKS[1].open(store)
+        opened = CHUNKS[1].open(store)
+        assert opened is not None
+        opened.close()
         assert store.counters().hits["disk"] == 1
         # What several processes counted adds up.
         assert store.stats().lifetime.hits == {"memory": 2, "disk": 2, "remote": 0}

@@ -51,6 +51,7 @@ def test_fused_pass_equals_plain_recomputation(engine: FusedKVEngine, selector: 
     logits, keys, values = recompute_rows(
         engine.model, request.ids, rows, stored.keys, stored.values, request.kind, transfer
     )
+    request.close()
     torch.testing.assert_close(fused.logits, logits, atol=1e-4, rtol=1e-4)
     count = report.prompt_tokens
     torch.testing.assert_close(fused.cache.keys[..., :count, :], keys, atol=1e-4, rtol=1e-4)
@@ -65,12 +66,14 @@ def test_probe_scores_equal_plain_attention(engine: FusedKVEngine, layers: tuple
     with torch.inference_mode():
         got = probe_scores(engine.loaded, request, kv, View(layers, full_context)).mean(0)
         want = _plain_scores(engine, request, layers, full_context)
+    request.close()
     torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-4)
 
 
 def _plain_scores(engine: FusedKVEngine, request, layers, full_context) -> torch.Tensor:
     decoder, stored = engine.model.model, stitched_kv(engine, request)
     rows, question = request.question_rows()
+    request.close()
     chunk = request.chunk_positions
     available = torch.cat((torch.arange(request.prefix_tokens), chunk, rows)).sort().values
     visible = available if full_context else torch.cat((torch.arange(request.prefix_tokens), rows))
@@ -102,6 +105,7 @@ def _plain_scores(engine: FusedKVEngine, request, layers, full_context) -> torch
 def test_the_question_is_the_text_after_the_last_chunk(engine: FusedKVEngine) -> None:
     request = engine.requests.planner.plan(rag_prompt(SHORT[:6]), FusionReport())
     rows, question = request.question_rows()
+    request.close()
     assert question == rows.shape[0] >= 16
     assert engine.tokenizer.decode([request.ids[i] for i in rows.tolist()]).lstrip().startswith("Question: How many")
 
@@ -110,6 +114,7 @@ def test_a_question_before_the_chunks_is_seen(engine: FusedKVEngine) -> None:
     prompt = f"Question: How many passengers can the Aldebaran carry?\n\n{SHORT[0]}\n\n{SHORT[1]}"
     request = engine.requests.planner.plan(prompt, FusionReport())
     rows, question = request.question_rows()
+    request.close()
     assert question < rows.shape[0]
     assert "How many passengers" in engine.tokenizer.decode([request.ids[i] for i in rows.tolist()])
     fused, _ = engine.prefill(prompt, recompute_ratio=0.3)
