@@ -19,7 +19,7 @@ from fused_kv_llm.online import Request
 from fused_kv_llm.online.anchors import read_anchors
 from fused_kv_llm.report import FusionReport
 from fused_kv_llm.selectors import Anchors, QueryAttention, View
-from fused_kv_llm.selectors.anchors import anchor_positions, knorm_scores, side_name, sink_scores
+from fused_kv_llm.selectors.anchors import anchor_positions, knorm_scores, sidecar_name, sink_scores
 from fused_kv_llm.selectors.profiles import critical_layers, save_profile
 
 from .reference_fusion import finish, project, recompute_rows, stitched_kv
@@ -47,7 +47,7 @@ def plan(engine: FusedKVEngine) -> Request:
 def stored_anchors(engine: FusedKVEngine, request: Request) -> list[int]:
     found = []
     for chunk in request.chunks:
-        side = engine.store.sidecars.read(chunk.stored.key, side_name(ANCHORS, LAYERS))
+        side = engine.store.sidecars.read(chunk.stored.key, sidecar_name(ANCHORS, LAYERS))
         assert side is not None
         places = side["positions"].long() - chunk.segment.chunk_start + chunk.segment.start
         found += [p for p in places.tolist() if chunk.segment.start <= p < chunk.segment.stop]
@@ -80,7 +80,7 @@ def test_kvzip_equals_a_plain_repetition(engine: FusedKVEngine) -> None:
     with engine.store.open(key, chunk) as stored:
         got = engine.corpus._anchors.scores(stored, chunk, ANCHORS)
     torch.testing.assert_close(got, total, atol=1e-5, rtol=1e-4)
-    side = engine.store.sidecars.read(key, side_name(ANCHORS, LAYERS))
+    side = engine.store.sidecars.read(key, sidecar_name(ANCHORS, LAYERS))
     assert side is not None
     assert side["positions"].tolist() == sorted(total.topk(math.ceil(0.2 * len(chunk))).indices.tolist())
 
@@ -163,7 +163,7 @@ def test_anchors_stand_side_by_side_between_the_rows_of_the_prompt(engine: Fused
 def test_the_probe_reads_the_side_files_only(engine: FusedKVEngine) -> None:
     engine.store.drop_memory()
     _, report = engine.prefill(rag_prompt(SHORT[:5]), recompute_ratio=0.3)
-    sides = [engine.store.sidecars.read(p.stored.key, side_name(ANCHORS, LAYERS)) for p in plan(engine).chunks]
+    sides = [engine.store.sidecars.read(p.stored.key, sidecar_name(ANCHORS, LAYERS)) for p in plan(engine).chunks]
     assert report.selection_bytes == sum(part.nbytes for side in sides for part in side.values())
     assert report.sidecar_bytes_loaded == {"anchors": report.selection_bytes}
     # 3 of 5 layers for a fifth of the tokens, and the keys of two layers.
@@ -192,7 +192,7 @@ def test_other_selectors_read_whole_layers(engine: FusedKVEngine) -> None:
 def test_a_chunk_without_anchors_is_read_and_reported(engine: FusedKVEngine) -> None:
     key = engine.chunk_id(SHORT[2])
     assert key is not None
-    name = side_name(ANCHORS, LAYERS)
+    name = sidecar_name(ANCHORS, LAYERS)
     before = engine.prefill(rag_prompt(SHORT[:5]), recompute_ratio=0.3)[1].selection_bytes
     path = sidecar_path(engine, key, name)
     side = engine.store.sidecars.read(key, name)
@@ -214,7 +214,7 @@ def test_a_chunk_without_anchors_is_read_and_reported(engine: FusedKVEngine) -> 
 def test_a_damaged_side_file_is_a_miss(engine: FusedKVEngine) -> None:
     key = engine.chunk_id(SHORT[3])
     assert key is not None
-    name = side_name(ANCHORS, LAYERS)
+    name = sidecar_name(ANCHORS, LAYERS)
     path = sidecar_path(engine, key, name)
     whole = bytearray(path.read_bytes())
     for broken in (bytes(whole[: len(whole) // 2]), bytes(whole[:-3]) + b"\x7f\x7f\x7f"):
@@ -230,9 +230,9 @@ def test_deleted_chunks_leave_no_anchors(engine: FusedKVEngine) -> None:
     key = engine.chunk_id(SHORT[4])
     assert key is not None
     engine.delete_chunks([SHORT[4]])
-    assert not engine.store.sidecars.has(key, side_name(ANCHORS, LAYERS))
+    assert not engine.store.sidecars.has(key, sidecar_name(ANCHORS, LAYERS))
     engine.build_kv_cache([SHORT[4]], progress=False)
-    assert engine.store.sidecars.has(key, side_name(ANCHORS, LAYERS))
+    assert engine.store.sidecars.has(key, sidecar_name(ANCHORS, LAYERS))
 
 
 def test_rules_rank_by_place_and_by_norm() -> None:

@@ -20,7 +20,7 @@ from fused_kv_llm.offline import (
     as_embedder,
 )
 from fused_kv_llm.report import IngestReport
-from fused_kv_llm.selectors import View, side_name
+from fused_kv_llm.selectors import View, sidecar_name
 
 from .parts import EngineParts
 
@@ -108,7 +108,7 @@ class EngineCorpus:
         keys = self.keys_of(retrieved)
         sidecars = [] if self._shift_name is None else [self._shift_name]
         if isinstance(view, View) and view.anchors is not None:
-            sidecars.append(side_name(view.anchors, view.layers))
+            sidecars.append(sidecar_name(view.anchors, view.layers))
         self._store.prefetch([key for key in keys if key is not None], sidecars)
         self.expect(text for text, key in zip(retrieved, keys, strict=True) if key is None)
         return keys

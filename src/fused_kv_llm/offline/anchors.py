@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fused_kv_llm.model import CachePool, ForwardPass, FusedCache, LoadedModel, PrefixKV, StopForwardError, forward_kv
-from fused_kv_llm.selectors import Anchors, anchor_positions, knorm_scores, side_name, sink_scores
+from fused_kv_llm.selectors import Anchors, anchor_positions, knorm_scores, sidecar_name, sink_scores
 from fused_kv_llm.store import KVStore, StoredKV
 
 from .progress import PassCounts, progress_bar
@@ -113,7 +113,7 @@ class AnchorBuilder:
     ) -> None:
         self._loaded, self._store, self._prefix, self._lock = loaded, store, prefix, lock
         self._encode = encode
-        self._sides = store.sidecars
+        self._sidecars = store.sidecars
         self._pool = CachePool(loaded.dtype, loaded.device)
 
     def run(self, keys: Iterable[str], anchors: Anchors, layers: Sequence[int], *, progress: bool = True) -> int:
@@ -129,8 +129,8 @@ class AnchorBuilder:
         progress : bool
             Whether to show a progress bar.
         """
-        name = side_name(anchors, layers)
-        rows = self._store.rows(key for key in dict.fromkeys(keys) if not self._sides.has(key, name))
+        name = sidecar_name(anchors, layers)
+        rows = self._store.rows(key for key in dict.fromkeys(keys) if not self._sidecars.has(key, name))
         counts = PassCounts(len(rows), sum(len(row.token_ids) for row in rows.values()))
         with progress_bar("Storing anchors", counts, enabled=progress) as show:
             for key, row in rows.items():
@@ -138,7 +138,7 @@ class AnchorBuilder:
                 if stored is None:
                     continue
                 with stored:
-                    nbytes = self._sides.put(key, name, self._derive(stored, row.token_ids, anchors, layers))
+                    nbytes = self._sidecars.put(key, name, self._derive(stored, row.token_ids, anchors, layers))
                 counts.add(len(row.token_ids), nbytes)
                 show()
         return len(rows)

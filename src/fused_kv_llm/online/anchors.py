@@ -14,7 +14,7 @@ from torch import Tensor
 from fused_kv_kernels import place_chunks, rotation_tables
 from fused_kv_llm.kv import PlacedChunk
 from fused_kv_llm.model import FusedCache, Geometry
-from fused_kv_llm.selectors import Anchors, anchor_positions, side_name, sink_scores
+from fused_kv_llm.selectors import Anchors, anchor_positions, sidecar_name, sink_scores
 from fused_kv_llm.store import Sidecars
 
 from .request import Request
@@ -110,7 +110,7 @@ def read_anchors(
     sidecars : Sidecars
     geometry : Geometry
     """
-    name, missing, bytes_read = side_name(anchors, layers), 0, 0
+    name, missing, bytes_read = sidecar_name(anchors, layers), 0, 0
     found: list[dict[str, Tensor]] = []
     loaded: dict[str, int] = {}
     for chunk in request.chunks:

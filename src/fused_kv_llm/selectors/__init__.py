@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fused_kv_llm.errors import ConfigError
-from fused_kv_llm.selectors.anchors import anchor_positions, knorm_scores, side_name, sink_scores
+from fused_kv_llm.selectors.anchors import anchor_positions, knorm_scores, sidecar_name, sink_scores
 from fused_kv_llm.selectors.profiles import save_profile
 
 from .base import NarrowingSelector, Probe, Selector, TransferringSelector, checked_selection
@@ -41,7 +41,7 @@ __all__ = [
     "knorm_scores",
     "resolve_selector",
     "save_profile",
-    "side_name",
+    "sidecar_name",
     "sink_scores",
 ]
 

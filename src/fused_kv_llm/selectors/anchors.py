@@ -10,10 +10,10 @@ from torch import Tensor
 
 from .views import Anchors
 
-__all__ = ["anchor_positions", "knorm_scores", "side_name", "sink_scores"]
+__all__ = ["anchor_positions", "knorm_scores", "sidecar_name", "sink_scores"]
 
 
-def side_name(anchors: Anchors, layers: Sequence[int]) -> str:
+def sidecar_name(anchors: Anchors, layers: Sequence[int]) -> str:
     """Return the name of the files that hold these anchors for these critical layers."""
     return f"anchors-{anchors.rule}-{anchors.ratio:g}-{'-'.join(map(str, layers))}"
 
