@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from langchain_core.documents import Document
 
-from fused_kv_llm.adapter import FusedKVModel
+from fused_kv_llm.adapter import PER_CALL_OPTIONS, FusedKVModel
 from langchain_fused_kv.sources import documents_of
 
 __all__ = ["LangChainFusedKV"]
@@ -22,3 +22,21 @@ class LangChainFusedKV(FusedKVModel):
 
     def _text_of(self, item: Any) -> str:
         return item.page_content if isinstance(item, Document) else super()._text_of(item)
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        """What an answer depends on besides the prompt and the stored chunks; LangChain's cache keys contain it."""
+        selector = self.engine.selector if self.selector is None else self.selector
+        return {
+            "model": self.engine.model_id,
+            "model_fingerprint": self.engine.model_fingerprint,
+            "kv_identity": self.engine.fusion_identity,
+            "kv_dir": str(self.engine.store.kv_dir.resolve()),
+            "dtype": self.engine.dtype,
+            "tenant": self.tenant,
+            "wrap_chat_template": self.wrap_chat_template,
+            **{name: getattr(self, name) for name in PER_CALL_OPTIONS},
+            "selector": selector if isinstance(selector, str) else repr(selector),
+            # Not "stop": LangChain overwrites that entry with the stop strings of the call.
+            "default_stop": list(self.stop or ()),
+        }

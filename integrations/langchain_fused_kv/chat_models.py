@@ -121,7 +121,7 @@ class ChatFusedKV(LangChainFusedKV, BaseChatModel):
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        return {**self.identity, "tools_in_prompt": self.tools_in_prompt}
+        return {**super()._identifying_params, "tools_in_prompt": self.tools_in_prompt}
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop, **kwargs)

@@ -80,10 +80,6 @@ class FusedKVLLM(LangChainFusedKV, BaseLLM):
     def _llm_type(self) -> str:
         return "fused_kv"
 
-    @property
-    def _identifying_params(self) -> dict[str, Any]:
-        return self.identity
-
     def get_token_ids(self, text: str) -> list[int]:
         """Return the ids of a text in the model's own tokenizer."""
         if self.custom_get_token_ids is not None:

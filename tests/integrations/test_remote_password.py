@@ -33,7 +33,7 @@ def test_it_is_not_shown_and_not_serialised(kind: Any, options: dict[str, Any]) 
         shown = [
             repr(llm), str(llm), str(llm.model_dump(exclude={"model", "tokenizer"})),
             llm.model_dump_json(exclude={"model", "tokenizer"}, fallback=str), repr(llm.engine), repr(llm.runtime),
-            str(llm.identity), str(list(llm.__repr_args__())),
+            str(list(llm.__repr_args__())),
         ]  # fmt: skip
         if kind is LlamaIndexLLM:
             shown.append(str(llm.to_dict()))

@@ -129,24 +129,6 @@ class FusedKVModel(ModelCorpus, EngineConfig):
         """
         return self._runtime.last_report
 
-    @property
-    def identity(self) -> dict[str, Any]:
-        """Everything besides the prompt and the stored chunks on which an answer depends."""
-        selector = self.engine.selector if self.selector is None else self.selector
-        return {
-            "model": self.engine.model_id,
-            "model_fingerprint": self.engine.model_fingerprint,
-            "kv_identity": self.engine.fusion_identity,
-            "kv_dir": str(self.engine.store.kv_dir.resolve()),
-            "dtype": self.engine.dtype,
-            "tenant": self.tenant,
-            "wrap_chat_template": self.wrap_chat_template,
-            **{name: getattr(self, name) for name in PER_CALL_OPTIONS},
-            "selector": selector if isinstance(selector, str) else repr(selector),
-            # Not "stop": LangChain overwrites that entry with the stop strings of the call.
-            "default_stop": list(self.stop or ()),
-        }
-
     @classmethod
     def _hint(cls, unknown: str) -> str:
         if unknown == "engine":

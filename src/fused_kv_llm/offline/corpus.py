@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 
 from fused_kv_llm.catalog import ChunkCatalog
-from fused_kv_llm.chunk import chunk_key
+from fused_kv_llm.chunk import chunk_key, chunk_text
 from fused_kv_llm.errors import CorpusError, FusedKVWarning, PromptError
 from fused_kv_llm.prompt import is_indexable
 from fused_kv_llm.report import IngestReport
@@ -95,7 +95,7 @@ def _distinct(texts: Iterable[str], report: IngestReport) -> list[str]:
         if not isinstance(text, str):
             raise CorpusError(f"A chunk is of type {type(text).__name__}, not text: pass strings or documents.")
         report.chunks_total += 1
-        stripped = text.strip()
+        stripped = chunk_text(text)
         if not is_indexable(stripped):
             report.chunks_skipped += 1
         elif stripped in distinct:

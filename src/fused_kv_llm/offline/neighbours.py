@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fused_kv_llm.chunk import chunk_texts
 from fused_kv_llm.errors import ConfigError
 
 from .embedder import Embedder
@@ -63,6 +64,6 @@ def given_neighbours(texts: Sequence[str], given: GivenNeighbours) -> dict[str, 
         answer: Any = given.get(text, ()) if isinstance(given, Mapping) else given(text)
         if isinstance(answer, str) or not all(isinstance(other, str) for other in answer):
             raise ConfigError(f"neighbours of {text[:40]!r} are {answer!r:.80}: give a list of texts")
-        others = dict.fromkeys(other.strip() for other in answer)
+        others = dict.fromkeys(chunk_texts(answer))
         found[text] = tuple(other for other in others if other and other != text)
     return found
