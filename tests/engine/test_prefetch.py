@@ -33,7 +33,7 @@ def test_a_request_reads_nothing_after_a_prefetch(
 ) -> None:
     options = {"preprocessing": "similar", "embedder": Unused(), "store_misses": False, "selector": selector}
     with FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, **options) as engine:
-        engine.build_kv_cache(SHORT[:4], neighbours=GRAPH, progress=False)
+        engine.build_kv_cache(SHORT[:4], neighbours=GRAPH, preprocess="wait", progress=False)
         store, prompt = engine.store, rag_prompt(SHORT[:4])
         assert store.stats().sidecars["disk"][0] == 4 * len(sidecars)
         engine.prefill(prompt, recompute_ratio=0.2)

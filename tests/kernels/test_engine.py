@@ -80,7 +80,7 @@ def test_triton_gives_the_logits_of_torch(
 
     def engine(folder: str) -> FusedKVEngine:
         made = FusedKVEngine(model, tokenizer=word_tokenizer(500), kv_dir=tmp_path / folder, **options)
-        made.build_kv_cache(CHUNKS, neighbours=NEIGHBOURS, progress=False)
+        made.build_kv_cache(CHUNKS, neighbours=NEIGHBOURS, preprocess="wait", progress=False)
         return made
 
     with engine("triton") as ingested:
