@@ -51,7 +51,11 @@ def test_no_prebuilt_library_runs_where_one_of_its_instructions_is_missing(
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++, whose macros say what a level allows")
-@pytest.mark.parametrize("level", sorted({level for levels in LEVELS.values() for level in levels}, key=str), ids=str)
+@pytest.mark.parametrize(
+    "level",
+    sorted({level for levels in LEVELS.values() for level in levels}, key=lambda level: level.name),
+    ids=lambda level: level.name,
+)
 def test_a_level_names_every_instruction_set_that_its_flags_allow(level: Level) -> None:
     """Linux' name of each set that the compiler may use; those that all 64-bit processors have stand under none."""
     names = {
