@@ -23,6 +23,9 @@ def wait_until_in_memory(store: KVStore, keys: Iterable[str | None]) -> None:
     assert rows
 
     def are_resident() -> bool:
+        # A file that is opened here just when the prefetch opens it would take its place, and not be kept.
+        if store.stats().memory_chunks < len(rows):
+            return False
         tiers = []
         for key, row in rows.items():
             stored = store.open(key, row.token_ids)
