@@ -3,7 +3,8 @@
     python examples/ask_your_files.py FOLDER                    a conversation; an empty line ends it
     python examples/ask_your_files.py FOLDER "One question?"    one answer
 
-The first run computes the KV of every passage and keeps it in FOLDER/.fused_kv; later runs start at once.
+The first run computes the KV of every passage and keeps it in FOLDER/.fused_kv; later runs find it there. Questions can
+be asked as soon as plain KV is stored. Passages are preprocessed in the background while you read and type.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+
+print("Loading the libraries ...", flush=True)
 
 from langchain_community.vectorstores import FAISS
 from langchain_core.documents import Document
@@ -52,6 +55,7 @@ def main() -> None:
     parser.add_argument("--ratio", type=float, default=0.15, help="share of passage tokens to recompute")
     parser.add_argument("-k", type=int, default=5, help="passages per question")
     args = parser.parse_args()
+    print(f"Reading {args.folder} and loading {args.model} ...", flush=True)
     try:
         passages = read_passages([args.folder])
         docs = [Document(passage.text, metadata={"source": passage.source}) for passage in passages]

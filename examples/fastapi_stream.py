@@ -8,6 +8,8 @@ curl -N 'http://127.0.0.1:8000/ask?question=Which%20ferry%20is%20the%20largest?'
 import json
 from collections.abc import AsyncIterator
 
+print("Loading the libraries and the model ...", flush=True)
+
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 from langchain_community.vectorstores import FAISS
@@ -21,7 +23,7 @@ from langchain_fused_kv import ChatFusedKV, FusedKVRetriever
 # Once, when the server starts: requests share the weights and the store.
 store = FAISS.from_texts(handbook_passages()[:12], MiniLM())
 llm = ChatFusedKV(model="smollm2-135m", kv_dir="./kv", max_tokens=48)
-llm.build_kv_cache(store, progress=False)
+llm.build_kv_cache(store)
 
 
 def format_docs(found: list[Document]) -> str:
