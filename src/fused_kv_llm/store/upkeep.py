@@ -117,7 +117,7 @@ class StoreUpkeep:
         identity : str
             ``KVIdentity.digest``.
         name : str
-            Model, dtype and preprocessing. The name is not encrypted.
+            Model, dtype and storage dtype. The name is not encrypted.
         """
         self._parts.check_open()
         if not self._parts.read_only:

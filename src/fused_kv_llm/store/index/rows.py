@@ -73,7 +73,7 @@ class IdentityTotals(NamedTuple):
     identity : str
         ``KVIdentity.digest``.
     name : str
-        Model, dtype and preprocessing, as given to ``KVStore.describe``; empty without.
+        Model, dtype and storage dtype, as given to ``KVStore.describe``; empty without.
     chunks, tokens, nbytes : int
         Chunks, their tokens, and the bytes of their files without sidecars.
     disk_chunks, disk_bytes, remote_chunks, remote_bytes : int
