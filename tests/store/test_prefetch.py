@@ -11,6 +11,7 @@ import torch
 
 from fused_kv_llm.errors import FusedKVWarning
 from fused_kv_llm.store import KVStore
+from fused_kv_llm.store.folder import StoreFolder
 from fused_kv_llm.store.format import file_name
 
 pytestmark = pytest.mark.filterwarnings("error::fused_kv_llm.errors.FusedKVWarning")
@@ -106,6 +107,23 @@ def test_request_joins_a_prefetch(store, make_chunk, monkeypatch):
             assert torch.equal(keys[0], chunk.kv.keys[layer])
             assert torch.equal(values[0], chunk.kv.values[layer])
     assert total == chunk.kv.nbytes
+
+
+def test_two_that_open_a_file_at_the_same_moment_read_it_together(store, make_chunk, monkeypatch):
+    chunk = make_chunk()
+    chunk.put(store)
+    open_file, others = StoreFolder.open_file, []
+
+    def overtaken(self, key, name=None):
+        monkeypatch.setattr(StoreFolder, "open_file", open_file)
+        others.append(chunk.open(store))
+        return open_file(self, key, name)
+
+    monkeypatch.setattr(StoreFolder, "open_file", overtaken)
+    with chunk.open(store) as later, others[0] as earlier:
+        earlier.read_layers(0, 3)
+        assert store.stats().memory_chunks == 1
+        assert torch.equal(later.read_layers(0, 3)[0], chunk.kv.keys)
 
 
 def test_prefetch_stops_at_the_budget(kv_dir, make_chunk):

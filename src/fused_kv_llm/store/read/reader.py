@@ -112,10 +112,17 @@ class FileReader:
         except BaseException:
             os.close(fd)
             raise
-        if not stream:
-            with self._lock:
-                self._open_files[known.header.file_name] = file
-        return file
+        return file if stream else self._register(file)
+
+    def _register(self, file: OpenFile) -> OpenFile:
+        """Let others join the reading of a file; join theirs if it has begun since ``find`` looked for it."""
+        with self._lock:
+            other = self._open_files.get(file.header.file_name)
+            if other is None or other.version != file.version or not other.retain():
+                self._open_files[file.header.file_name] = file
+                return file
+        file.release()
+        return other
 
     def forget(self, key: str, *names: str) -> None:
         """Serve a chunk and these sidecars to nobody from now on, whoever is reading them at the moment."""
