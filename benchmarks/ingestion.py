@@ -4,8 +4,8 @@
 
 "bare" is plain transformers over the same length-sorted, padded batches, with nothing before the chunks and
 nothing kept. "none" is an ingestion without preprocessing, "similar" both passes of one with it; finding the neighbours
-is timed by itself. ``predicted_factor`` is what "similar" should cost over "none" by the floating point operations of its
-projections, MLPs and attention; ``measured_factor`` is what it does cost.
+is timed by itself. ``predicted_factor`` is what "similar" should cost over "none" by the floating point operations of
+its projections, MLPs and attention; ``measured_factor`` is what it does cost.
 """
 
 from __future__ import annotations
