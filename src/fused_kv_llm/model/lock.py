@@ -47,6 +47,10 @@ class ModelLock:
         self._released_s = time.monotonic()
         self._lock.release()
 
+    def locked(self) -> bool:
+        """Return whether someone holds the lock."""
+        return self._lock.locked()
+
     @contextmanager
     def background(self, stopped: Callable[[], bool]) -> Iterator[None]:
         """Hold the lock for one small batch of background work.
