@@ -43,6 +43,20 @@ def test_rows_are_those_that_were_stored(kv_dir: Path, make_chunk, secret: str |
             reader.close()
 
 
+def test_rows_that_were_read_once_leave_no_memory_behind(kv_dir: Path, make_chunk) -> None:
+    """What requests read of a sidecar fits no other file, so keeping it would only add to the memory tier's budget."""
+    chunk = make_chunk()
+    with KVStore(kv_dir) as store:
+        chunk.put(store)
+        store.sidecars.put(chunk.key, NAME, {"large": torch.zeros(4, 1 << 20, dtype=torch.int8)}, by_rows=True)
+        reader = store.sidecars.open(chunk.key, NAME)
+        assert reader is not None
+        for row in range(4):
+            reader.read(row, row + 1)
+        reader.close()
+        assert store._parts.reader._buffers.kept_nbytes() == 0
+
+
 def test_a_file_checked_as_a_whole_is_read_whole(store: KVStore, make_chunk) -> None:
     chunk, want = make_chunk(), tensors()
     chunk.put(store)

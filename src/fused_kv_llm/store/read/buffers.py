@@ -35,9 +35,16 @@ class ReadBuffers:
         self._lock = threading.RLock()
         self._pinned = torch.cuda.is_available()
 
-    def take(self, nbytes: int) -> torch.Tensor:
-        """Return a uint8 tensor of that many bytes with undefined content."""
-        if self._pinned or nbytes < _MAPPED_NBYTES:
+    def take(self, nbytes: int, *, briefly: bool = False) -> torch.Tensor:
+        """Return a uint8 tensor of that many bytes with undefined content.
+
+        Parameters
+        ----------
+        nbytes : int
+        briefly : bool
+            Whether it is needed for a moment only. Such memory is not kept: it would seldom fit the next file.
+        """
+        if self._pinned or briefly or nbytes < _MAPPED_NBYTES:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
         memory = self._reuse(nbytes)
         if memory is None:

@@ -120,7 +120,7 @@ class OpenFile:
         if not self._stream:
             self.load(start, stop)
             return {name: tensor[start:stop] for name, tensor in self._tensors.items()}
-        tensors, memory = _carve(self._buffers, self.header.parts, stop - start)
+        tensors, memory = _carve(self._buffers, self.header.parts, stop - start, briefly=True)
         with self._changed:
             self._begin_read()
         try:
@@ -230,12 +230,12 @@ def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def _carve(
-    buffers: ReadBuffers, parts: Sequence[Part], num_pieces: int
+    buffers: ReadBuffers, parts: Sequence[Part], num_pieces: int, *, briefly: bool = False
 ) -> tuple[dict[str, torch.Tensor], dict[str, memoryview]]:
     """Return tensors for so many pieces of each part, all in one buffer, and their bytes."""
     sizes = [num_pieces * part.piece_nbytes for part in parts]
     ends = list(itertools.accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes))
-    buffer = buffers.take(ends[-1])
+    buffer = buffers.take(ends[-1], briefly=briefly)
     whole = byte_view(buffer)
     tensors, memory = {}, {}
     for part, size, begin in zip(parts, sizes, (0, *ends), strict=False):
