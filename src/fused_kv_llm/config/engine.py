@@ -55,7 +55,7 @@ class Option:
     unit : str
         Unit of the value, for the documentation.
     identity : bool
-        Whether what is stored depends on it: whoever asks must use the value of the ingestion.
+        Whether what is stored depends on it, KV or context shifts: asking needs the value of the ingestion.
     on_command_line : bool
         Whether the value can be written as text.
     short_flag : str or None
@@ -162,13 +162,14 @@ class EngineConfig(BaseModel):
     preprocessing: Annotated[Literal["similar", "none"], Option(identity=True), BeforeValidator(_preprocessing)] = (
         Field(default=DEFAULT_PREPROCESSING, frozen=True)
     )
-    """Whether every chunk is prefilled once more behind the chunks most similar to it (FusionRAG section 3.1): what
-    that changes is stored beside its KV and brings it closer to what it would be at a later place in a prompt."""
+    """Whether chunks are preprocessed once their KV is stored: each is prefilled again after the chunks most similar to
+    it (FusionRAG section 3.1). What that changes is stored beside its KV, and brings it closer to what it would be at
+    a later place in a prompt."""
 
     num_neighbours: Annotated[int, Option(unit="chunks", identity=True), BeforeValidator(_neighbours)] = Field(
         default=DEFAULT_NEIGHBOURS, frozen=True
     )
-    """How many similar chunks are used for that: three stand before a chunk at a time, and what they change is
+    """How many similar chunks preprocessing uses: three stand before a chunk at a time, and what they change is
     averaged."""
 
     embedder: Annotated[Any | None, Option(on_command_line=False)] = Field(
