@@ -170,6 +170,20 @@ def test_what_ends_the_pass_is_raised_to_who_waits_and_logged_to_nobody_else(
         assert engine.build_kv_cache(TEXTS, preprocess="wait", progress=False).chunks_preprocessed == 12
 
 
+def test_a_thread_that_cannot_be_started_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with make_engine(tmp_path) as engine:
+        engine.build_kv_cache(TEXTS, neighbours=GRAPH, preprocess="later", progress=False)
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start"):
+            engine.preprocess(progress=False)
+        monkeypatch.undo()
+        engine.wait_for_background()
+        assert engine.preprocess(progress=False).chunks_preprocessed == 12
+
+
 def test_missing_packages_are_known_before_anything_is_computed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

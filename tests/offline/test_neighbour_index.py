@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -165,3 +166,21 @@ def test_a_file_that_cannot_be_used_is_done_without(tmp_path: Path) -> None:
     file.save_lists("corpus", "given", {KEYS[0]: KEYS[1:3]})
     assert file.lists("corpus", "given") == {}
     assert not file.has_changed()
+
+
+def test_a_forked_process_has_a_connection_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SQLite's must not cross a fork, not even to be closed."""
+    file = NeighbourFile(tmp_path / "neighbours.sqlite")
+    file.save_lists("corpus", "given", {KEYS[0]: KEYS[1:3]})
+    file.has_changed()
+    parents = file._connection()
+    with monkeypatch.context() as child:
+        child.setattr(os, "getpid", lambda: -1)
+        assert file.has_changed()
+        assert file._connection() is not parents
+        file.save_lists("corpus", "given", {KEYS[3]: KEYS[4:6]})
+        file._connections.pop(-1).close()
+    assert file._connection() is parents
+    assert file.has_changed()
+    assert file.lists("corpus", "given") == {KEYS[0]: tuple(KEYS[1:3]), KEYS[3]: tuple(KEYS[4:6])}
+    file.close()

@@ -217,6 +217,25 @@ def test_a_deleted_neighbour_makes_chunks_stale(tmp_path: Path) -> None:
         assert ingest(engine, left).chunks_stale == sum(SHORT[2] in near[text] for text in left) > 0
 
 
+def test_a_chunk_that_is_deleted_while_the_pass_is_planned_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make_engine(tmp_path) as engine:
+        engine.build_kv_cache(SHORT[:5], preprocess="later", progress=False)
+        assert engine.corpus._preprocessor is not None
+        catalog = engine.corpus._preprocessor._planner.catalog
+        keys_of = catalog.keys
+
+        def keys() -> list[str]:
+            found = keys_of()
+            monkeypatch.undo()
+            engine.delete_chunks(SHORT[:1])
+            return found
+
+        monkeypatch.setattr(catalog, "keys", keys)
+        assert engine.preprocess(progress=False).chunks_preprocessed == 4
+
+
 def test_what_is_stale_is_known_to_the_next_process(tmp_path: Path) -> None:
     with make_engine(tmp_path) as one, make_engine(tmp_path) as two:
         ingest(one, SHORT[:5])

@@ -15,7 +15,7 @@ _POLL_S = 0.02
 
 
 class StoppedError(Exception):
-    """Background work was told to stop while it waited for its turn."""
+    """Background work was told to stop, or what it had planned has changed; it may be begun again."""
 
 
 class ModelLock:

@@ -144,12 +144,14 @@ class BackgroundWork:
             thread.join()
 
     def _start(self) -> None:
-        if self._thread is None and not self._closed:
+        if self._thread is None and not self._is_stopping():
             self._counts, self._error = PreprocessingCounts(), None
-            self._thread = threading.Thread(target=self._run, name="fused-kv-background", daemon=True)
+            thread = threading.Thread(target=self._run, name="fused-kv-background", daemon=True)
+            thread.start()
+            # Only now: nobody may wait for a thread that could not be started. It waits for the lock that is held here.
+            self._thread = thread
             # A thread that computes while the interpreter is taken down would crash it.
             atexit.register(self.close)
-            self._thread.start()
 
     def _run(self) -> None:
         while True:
@@ -191,9 +193,13 @@ class BackgroundWork:
 
             counts.neighbour_tokens += preprocessor.run(plan, written, self._is_interrupted)
         except StoppedError:
-            self._wanted, self._refresh = True, self._refresh or refresh
+            with self._changed:
+                self._wanted, self._refresh = True, self._refresh or refresh
         except Exception as error:
-            if not self._is_stopping():
+            if self._is_stopping():
+                # Perhaps only because the interpreter is being taken down: what is left is done by a later call.
+                _log.info("Preprocessing ended with an error while it was being stopped: %s", error)
+            else:
                 self._error = error
                 _log.warning("Preprocessing stopped; the next build_kv_cache goes on from there: %s", error)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,33 +43,30 @@ class NeighbourFile:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._connection: sqlite3.Connection | None = None
+        self._is_closed = path is None
+        # By process: a connection must not cross a fork, not even to be closed.
+        self._connections: dict[int, sqlite3.Connection] = {}
         self._seen: int | None = None
-        if path is not None:
-            with self._errors():
-                self._connection = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
-                path.chmod(0o600)
-                self._connection.execute("PRAGMA journal_mode=WAL")
-                self._connection.execute("PRAGMA synchronous=NORMAL")
-                for statement in _SCHEMA:
-                    self._connection.execute(statement)
+        with self._errors():
+            self._connection()
 
     def has_changed(self) -> bool:
         """Whether another process may have written since the last call; True the first time."""
-        if self._connection is None:
-            return False
         with self._errors():
-            (version,) = self._connection.execute("PRAGMA data_version").fetchone()
-            changed, self._seen = bool(version != self._seen), version
-            return changed
+            connection = self._connection()
+            if connection is not None:
+                (version,) = connection.execute("PRAGMA data_version").fetchone()
+                changed, self._seen = bool(version != self._seen), version
+                return changed
         return False
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """Let no other process write; what is saved in here takes effect at the end, or not at all."""
         with self._errors():
-            if self._connection is not None:
-                self._connection.execute("BEGIN IMMEDIATE")
+            connection = self._connection()
+            if connection is not None:
+                connection.execute("BEGIN IMMEDIATE")
         try:
             yield
         except BaseException:
@@ -107,25 +105,40 @@ class NeighbourFile:
 
     def close(self) -> None:
         """Close the file; nothing is kept afterwards."""
-        connection, self._connection = self._connection, None
+        self._is_closed = True
+        connection = self._connections.pop(os.getpid(), None)
         if connection is not None:
             connection.close()
 
+    def _connection(self) -> sqlite3.Connection | None:
+        """Return this process's connection, opened when it is first needed; None if nothing is kept."""
+        found = self._connections.get(os.getpid())
+        if found is None and self._path is not None and not self._is_closed:
+            found = sqlite3.connect(self._path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+            self._connections[os.getpid()], self._seen = found, None
+            self._path.chmod(0o600)
+            for statement in ("PRAGMA journal_mode=WAL", "PRAGMA synchronous=NORMAL", *_SCHEMA):
+                found.execute(statement)
+        return found
+
     def _select(self, query: str, *values: str) -> list[tuple[Any, ...]]:
         with self._errors():
-            if self._connection is not None:
-                return self._connection.execute(query, values).fetchall()
+            connection = self._connection()
+            if connection is not None:
+                return connection.execute(query, values).fetchall()
         return []
 
     def _write(self, statement: str, rows: Sequence[tuple[str | bytes, ...]]) -> None:
         with self._errors():
-            if self._connection is not None and rows:
-                self._connection.executemany(statement, rows)
+            connection = self._connection()
+            if connection is not None and rows:
+                connection.executemany(statement, rows)
 
     def _end(self, how: str) -> None:
         with self._errors():
-            if self._connection is not None and self._connection.in_transaction:
-                self._connection.execute(how)
+            connection = self._connection()
+            if connection is not None and connection.in_transaction:
+                connection.execute(how)
 
     @contextmanager
     def _errors(self) -> Iterator[None]:

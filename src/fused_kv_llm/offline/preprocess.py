@@ -17,7 +17,7 @@ from torch import Tensor
 from fused_kv_llm.chunk import ChunkKV
 from fused_kv_llm.context_shift import context_shift, shift_name
 from fused_kv_llm.errors import ChunkDamagedError, ConfigError
-from fused_kv_llm.model import LoadedModel, ModelLock, PackedChunk, PrefixKV, prefill_packed
+from fused_kv_llm.model import LoadedModel, ModelLock, PackedChunk, PrefixKV, StoppedError, prefill_packed
 from fused_kv_llm.store import KVStore
 
 from .batches import PendingChunk, batches, walk_neighbours
@@ -143,7 +143,7 @@ class Preprocessor:
         MissingExtraError
             If faiss or the embedder's packages are not installed.
         StoppedError
-            If it was stopped.
+            If it was stopped, or chunks were deleted meanwhile; it can be called again.
         """
         self._graph.update(self._planner.catalog.keys(), self._texts_of, lambda: self._lock.wait(stopped))
         lacking = set(self._store.sidecars.lacking(self._planner.identity, self._name))
@@ -213,7 +213,11 @@ class Preprocessor:
         self._graph.close()
 
     def _texts_of(self, keys: Sequence[str]) -> dict[str, str]:
-        return {key: row.text for key, row in self._store.rows(keys).items()}
+        rows = self._store.rows(keys)
+        if len(rows) < len(keys):
+            # Some were deleted since they were listed, so it is planned again without them.
+            raise StoppedError
+        return {key: row.text for key, row in rows.items()}
 
     def _contexts(
         self, key: str, nearest: Sequence[str], token_ids: Mapping[str, tuple[int, ...]]

@@ -191,7 +191,7 @@ class KVStore:
     def keys(self, identity: str, after_rowid: int = 0) -> list[str]:
         """Return the keys of an identity's chunks that were added after a ``rowid``, in the order of their rowids."""
         self._parts.check_open()
-        return self._parts.index.keys(identity, after_rowid)
+        return [key for key in self._parts.index.keys(identity, after_rowid) if key not in self._parts.damage.ignored]
 
     def open(self, key: str, token_ids: Sequence[int]) -> StoredKV | None:
         """Open a chunk's KV for reading.
