@@ -220,6 +220,17 @@ def test_a_sidecar_in_memory_is_served_while_its_file_is_the_same(kv_dir: Path, 
     assert store.stats().memory_bytes == 0
 
 
+def test_a_sidecar_leaves_the_memory_with_its_damaged_chunk(store: KVStore, make_chunk) -> None:
+    chunk = make_chunk()
+    chunk.put(store)
+    store.sidecars.put(chunk.key, NAME, tensors())
+    store.sidecars.read(chunk.key, NAME)
+    assert store.stats().memory_bytes > 0
+    with pytest.warns(FusedKVWarning, match="a test says so"):
+        assert store.discard(chunk.key, "a test says so")
+    assert store.stats().memory_bytes == 0
+
+
 def test_chunks_and_sidecars_share_one_budget(kv_dir: Path, make_chunk) -> None:
     chunks, rows = [make_chunk(seed) for seed in range(3)], {"x": torch.zeros(6, 100)}
     budget = 2 * chunks[0].kv.nbytes + rows["x"].nbytes

@@ -83,9 +83,10 @@ class FusedKVEngine:
         self.identity, self.model_lock = parts.identity, parts.model_lock
         self._parts, self._closed = parts, False
         try:
+            # First, since it may be refused: the corpus opens a file of its own.
+            self.recompute_ratio, self._selector = self._chosen(config.recompute_ratio, config.selector)
             self.corpus = EngineCorpus(parts, similarity, store_misses=config.store_misses)
             self.requests = RequestRunner(parts, self.corpus)
-            self.recompute_ratio, self._selector = self._chosen(config.recompute_ratio, config.selector)
         except BaseException:
             self.store.close()
             raise

@@ -31,7 +31,8 @@ class CachePool:
         self._device = device
         self._max_bytes = max_bytes
         self._kept: Tensor | None = None
-        self._lock = threading.Lock()
+        # Reentrant: the collector may end a dropped stream, which gives its buffer back, while this thread holds it.
+        self._lock = threading.RLock()
 
     def take(self, numel: int) -> Tensor:
         """Return a flat buffer of at least `numel` elements with undefined content."""

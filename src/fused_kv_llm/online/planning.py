@@ -108,8 +108,9 @@ class RequestPlanner:
                 report.chunks_missed += 1
                 report.warnings.append(f"chunk {segment.key[:16]} could not be read and was computed instead")
                 self._on_missing(rows[segment.key].text)
+            request = Request(ids, prefix_tokens, chunks, rendered.text, encoded.offsets)
             opened.pop_all()
-        return Request(ids, prefix_tokens, chunks, rendered.text, encoded.offsets)
+        return request
 
     def _open(self, key: str, token_ids: Sequence[int]) -> StoredKV | None:
         stored = self._store.open(key, token_ids)

@@ -93,10 +93,12 @@ class DamageControl:
     def _quarantine(self, key: str) -> str | None:
         """Move a chunk's file and drop its row; return a text that says so, None if there was nothing."""
         with self._index.transaction():
-            for name in self._index.ledger.sidecars(key):
+            names = self._index.ledger.sidecars(key)
+            for name in names:
                 self._folder.remove(key, name)
             dropped = self._index.remove([key])
             moved = self._folder.quarantine(key)
+        self._reader.forget(key, *names)
         if moved is not None:
             return f"it was moved to {moved} and its row was dropped"
         return "its row was dropped" if dropped else None
