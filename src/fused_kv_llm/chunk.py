@@ -81,8 +81,8 @@ class KVIdentity:
     prefix : str
         Digest of the token ids that stood before the chunk when it was prefilled.
     preprocessing : str
-        What was done to the KV itself after the prefill; ``"none"`` for the plain KV. A context shift, which lies
-        beside the KV, is no part of it: its sidecar's name says how it was made.
+        What was done to the KV itself after the prefill; ``"none"`` for the plain KV, which is all that is stored. A
+        context shift does not count: it is a sidecar, whose name says how it was made.
     kv_dtype : str
         Storage dtype; ``"auto"`` stores the compute dtype.
     tenant : str
