@@ -55,6 +55,8 @@ def test_other_stores_share_the_weights_only(tmp_path: Path) -> None:
     tenant = LangChainLLM(kv_dir=tmp_path / "a", tenant="x")
     assert len({id(llm.engine) for llm in (one, other, tenant)}) == 3
     assert one.engine.loaded is other.engine.loaded is tenant.engine.loaded
+    # Otherwise one engine's background work would run beside another's requests.
+    assert one.engine.model_lock is other.engine.model_lock is tenant.engine.model_lock
     assert one.engine.identity != tenant.engine.identity
 
 

@@ -46,7 +46,7 @@ class FusedKVEngine:
     identity : str
         Digest of everything besides its token ids on which a chunk's KV depends.
     model_lock : ModelLock
-        Held during every forward; hold it to run the model yourself.
+        Held during every forward; hold it to run the model yourself. Engines that share a model share it.
     corpus : EngineCorpus
         What is done with chunks outside of requests.
     requests : RequestRunner

@@ -10,7 +10,7 @@ from fused_kv_llm.catalog import ChunkCatalog
 from fused_kv_llm.chunk import KVIdentity
 from fused_kv_llm.config import EngineConfig
 from fused_kv_llm.context_shift import shift_name
-from fused_kv_llm.model import LoadedModel, ModelLock, PrefixKV, compute_prefix, load_model
+from fused_kv_llm.model import LoadedModel, ModelLock, PrefixKV, compute_prefix, load_model, lock_of
 from fused_kv_llm.prompt import PromptRenderer
 from fused_kv_llm.store import KVStore
 
@@ -33,7 +33,7 @@ class EngineParts:
     catalog : ChunkCatalog
         Finds the chunks of this identity by their text.
     model_lock : ModelLock
-        Held during every forward.
+        Held during every forward; that of the model, whichever engine uses it.
     shift_name : str or None
         Name of the sidecars with the context shifts that are used; None uses none.
     """
@@ -88,7 +88,7 @@ def open_parts(config: EngineConfig) -> EngineParts:
         prefix = compute_prefix(loaded, tuple(renderer.header_ids))
         catalog = ChunkCatalog(store, identity)
         shifts = shift_name(config.num_neighbours) if config.preprocessing == "similar" else None
-        return EngineParts(loaded, store, renderer, identity, prefix, catalog, ModelLock(), shifts)
+        return EngineParts(loaded, store, renderer, identity, prefix, catalog, lock_of(loaded.model), shifts)
     except BaseException:
         store.close()
         raise

@@ -9,7 +9,7 @@ from .embedded import EMBEDDED_MODELS, embedded_model_folder
 from .forward import PrefixKV, compute_prefix, forward_kv, forward_rows
 from .geometry import Geometry, read_geometry
 from .loading import LoadedModel, choose_device, choose_dtype, load_model
-from .lock import ModelLock, StoppedError
+from .lock import ModelLock, StoppedError, lock_of
 from .narrowing import NarrowingPass
 from .packed import PackedChunk, prefill_packed
 from .pass_context import ForwardPass, KVPass, LayerFiller, StopForwardError
@@ -38,6 +38,7 @@ __all__ = [
     "forward_kv",
     "forward_rows",
     "load_model",
+    "lock_of",
     "no_mask",
     "prefill_packed",
     "read_geometry",

@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
+from typing import Any
+from weakref import WeakKeyDictionary
 
-__all__ = ["ModelLock", "StoppedError"]
+__all__ = ["ModelLock", "StoppedError", "lock_of"]
 
 _QUIET_S = 0.1
 _POLL_S = 0.02
@@ -89,3 +91,16 @@ class ModelLock:
             self._lock.release()
             return False
         return True
+
+
+_locks: WeakKeyDictionary[Any, ModelLock] = WeakKeyDictionary()
+_finding = threading.Lock()
+
+
+def lock_of(model: Any) -> ModelLock:
+    """Return the lock of a transformers model; engines that share its weights share it.
+
+    Otherwise one engine's background work would run beside another's requests.
+    """
+    with _finding:
+        return _locks.setdefault(model, ModelLock())
