@@ -24,6 +24,7 @@ def _one_call(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"kernel_cases.{module}.median_s", clock.once_s)
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 def test_rows_are_compared_with_everything_and_with_the_truth() -> None:
     case = RowCase(batch=1, keys=96, ratio=0.2, q_heads=4, kv_heads=2, dim=16)
     records = {r["what"]: r for r in measure_rows(case, CPU, torch.float32)}
@@ -90,7 +91,7 @@ def test_what_is_not_begun_in_time_is_a_failure() -> None:
 
 def test_lengths_that_fail_or_come_too_late_are_told(tmp_path: Path) -> None:
     class Engine:
-        def build_kv_cache(self, chunks: list[str]) -> None:
+        def build_kv_cache(self, chunks: list[str], *, preprocess: str) -> None:
             raise RuntimeError("no room")
 
     result: dict[str, Any] = {"rows": [], "decoding": [], "failed": []}

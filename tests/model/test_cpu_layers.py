@@ -277,7 +277,7 @@ def test_what_somebody_else_replaced_stays() -> None:
     assert calls == [1]
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace(_method)?` is deprecated:DeprecationWarning")
 @needs_native
 @needs_float32
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

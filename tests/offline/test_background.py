@@ -149,7 +149,9 @@ def test_a_killed_pass_goes_on_where_it_was(tmp_path: Path) -> None:
         # Five batches were begun before the sixth was announced, and the writer may be one behind.
         assert 4 <= done <= 6
         report = engine.build_kv_cache(TEXTS, preprocess="wait", progress=False)
-        assert (report.chunks_new, report.chunks_preprocessed, report.chunks_stale) == (0, 12 - done, 0)
+        assert (report.chunks_new, report.chunks_stale) == (0, 0)
+        # A shift is written before the neighbours it was made with, so the last one may be made again.
+        assert 12 - done <= report.chunks_preprocessed <= 12 - done + 1
         assert preprocessed(engine) == 12
         assert engine.store.check().findings == []
 
