@@ -64,7 +64,7 @@ class ChunkSink:
         if self._stack is not None:
             self._stack.place(number, keys, values)
             return
-        # Whole layers are contiguous and travel without a detour; the tokens in the prompt are cut out over there.
+        # Whole layers are contiguous, so they are copied in one piece; the prompt's tokens are cut out on the device.
         chunks, scales = self._in_prompt([part.layer(number).to(keys.device) for part in self._parts])
         place_chunks(chunks, self._starts, self._cos, self._sin, keys, values, scales)
 

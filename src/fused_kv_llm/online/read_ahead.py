@@ -32,7 +32,7 @@ _Read = TypeVar("_Read")
 
 
 def reader_threads(device: torch.device) -> int:
-    """Return how many threads should read beside the computation; 0 if whoever computes should read as well."""
+    """Return how many threads should read beside the computation; 0 if the computing thread should read as well."""
     if device.type != "cpu" or not CAN_ANNOUNCE:
         return _MOST_THREADS
     return min(_MOST_THREADS, max(0, available_cores() - torch.get_num_threads()))
@@ -147,7 +147,7 @@ class ReadAhead(Generic[_Read]):
         for number in list(self._queued):
             self._forget(number)
         for read in self._left:
-            # Waits; what has gone wrong is nobody's concern any more.
+            # Waits. An error does not matter any more: the result is not used.
             read.exception()
         self._left.clear()
 
