@@ -175,10 +175,10 @@ def test_a_store_is_closed_when_the_model_cannot_be_loaded(tmp_path: Path, monke
 def test_planning_that_fails_closes_what_it_opened(engine: FusedKVEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     open_chunk, opened = KVStore.open, []
 
-    def failing(self: KVStore, key: str, token_ids: object) -> object:
+    def failing(self: KVStore, key: str, token_ids: object, **options: object) -> object:
         if len(opened) == 2:
             raise StoreUnavailableError("the disk is gone")
-        opened.append(open_chunk(self, key, token_ids))  # type: ignore[arg-type]
+        opened.append(open_chunk(self, key, token_ids, **options))  # type: ignore[arg-type]
         return opened[-1]
 
     monkeypatch.setattr(KVStore, "open", failing)

@@ -77,6 +77,8 @@ def test_later_means_at_a_later_call(tmp_path: Path) -> None:
         assert (report.chunks_pending, preprocessed(engine)) == (12, 0)
         report = engine.build_kv_cache(TEXTS[:1], preprocess="wait", progress=False)
         assert (report.chunks_new, report.chunks_preprocessed, report.chunks_pending) == (0, 12, 0)
+        counters = engine.store.counters()
+        assert (sum(counters.hits.values()), counters.misses) == (0, 0), "only requests use chunks"
         with pytest.raises(ConfigError, match="preprocess='soon' is unknown"):
             engine.build_kv_cache(TEXTS, preprocess="soon", progress=False)  # type: ignore[arg-type]
 

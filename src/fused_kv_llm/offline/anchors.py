@@ -134,7 +134,7 @@ class AnchorBuilder:
         counts = PassCounts(len(rows), sum(len(row.token_ids) for row in rows.values()))
         with progress_bar("Storing anchors", counts, enabled=progress) as show:
             for key, row in rows.items():
-                stored = self._store.open(key, row.token_ids)
+                stored = self._store.open(key, row.token_ids, counted=False)
                 if stored is None:
                     continue
                 with stored:

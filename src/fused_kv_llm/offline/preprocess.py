@@ -252,7 +252,7 @@ class Preprocessor:
         return [found[key] for key in keys]
 
     def _stored_kv(self, key: str, token_ids: tuple[int, ...]) -> ChunkKV | None:
-        stored = self._store.open(key, token_ids)
+        stored = self._store.open(key, token_ids, counted=False)
         if stored is None:
             return None
         with stored:

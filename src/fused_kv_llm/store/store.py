@@ -193,7 +193,7 @@ class KVStore:
         self._parts.check_open()
         return [key for key in self._parts.index.keys(identity, after_rowid) if key not in self._parts.damage.ignored]
 
-    def open(self, key: str, token_ids: Sequence[int]) -> StoredKV | None:
+    def open(self, key: str, token_ids: Sequence[int], *, counted: bool = True) -> StoredKV | None:
         """Open a chunk's KV for reading.
 
         Parameters
@@ -202,6 +202,8 @@ class KVStore:
             The chunk.
         token_ids : sequence of int
             The chunk's stand-alone token ids. A stored chunk with other ids is not a hit.
+        counted : bool
+            Whether this is a use of the chunk, for the hit rate and the policy. Work beside requests is none.
 
         Returns
         -------
@@ -211,6 +213,8 @@ class KVStore:
         self._parts.check_open()
         check_key(key)
         stored = None if key in self._parts.damage.ignored else open_chunk(self._parts, key, tuple(token_ids))
+        if not counted:
+            return stored
         if stored is None:
             self._parts.uses.add(misses=1)
         elif self._parts.uses.hit(key, stored.tier) and not self._parts.read_only:
