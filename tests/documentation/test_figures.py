@@ -195,3 +195,10 @@ def test_the_store() -> None:
     ]
     text = " ".join((ROOT / "docs" / "store.md").read_text(encoding="utf-8").split())
     assert f"is read in {index['content_index_loading_s']:.1f} s" in text
+
+
+def test_first_ask() -> None:
+    found, text = record("first_ask_cpu.json"), " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"{found['files']} Markdown files ({found['chunks']} chunks, {found['tokens']:,} tokens)" in text
+    assert f"{found['askable_s']:.1f} s after" in text
+    assert f"{found['bare_whole_s']:.1f} s to start" in text
