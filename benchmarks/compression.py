@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from environment import drop_page_cache, environment
+from environment import environment
 from evaluation.measure import Settings, measure
 from evaluation.methods import FULL, Method
 from evaluation.questions import Question, read_corpus, read_questions
@@ -38,6 +38,7 @@ from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.chunk import ChunkKV
 from fused_kv_llm.config import DEFAULT_NEIGHBOURS, DEFAULT_RATIO, DEFAULT_SELECTOR
 from fused_kv_llm.context_shift import shift_name
+from fused_kv_llm.demo import drop_page_cache
 from fused_kv_llm.model import LoadedModel, load_model
 from fused_kv_llm.prompt.texthash import content_hash
 from fused_kv_llm.store import STORAGE_DTYPES, ChunkRow, KVStore

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["drop_page_cache", "environment", "peak_rss_bytes", "reset_peak_rss"]
+__all__ = ["environment", "peak_rss_bytes", "reset_peak_rss"]
 
 
 def _cpu_name() -> str:
@@ -42,17 +42,6 @@ def environment() -> dict[str, Any]:
         "versions": {name: _version(name) for name in packages},
         "command": "python " + " ".join(sys.argv),
     }
-
-
-def drop_page_cache(folder: Path) -> None:
-    """Ask the kernel to forget the cached pages of every file below a folder, so that reads hit the disk."""
-    for path in folder.rglob("*.safetensors"):
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(handle)
 
 
 def _status_bytes(field: str) -> int:

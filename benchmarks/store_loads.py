@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from environment import drop_page_cache
 
 from fused_kv_llm.chunk import ChunkKV, chunk_key
+from fused_kv_llm.demo import drop_page_cache
 from fused_kv_llm.kv import ChunkSink, PlacedChunk
 from fused_kv_llm.model import CachePool, FusedCache, Geometry
 from fused_kv_llm.online.chunk_feed import ChunkFeed

@@ -24,7 +24,7 @@ from typing import Any
 
 import matplotlib as mpl
 import torch
-from environment import drop_page_cache, environment
+from environment import environment
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM
 
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.config import DEFAULT_SELECTOR
-from fused_kv_llm.demo import handbook_passages, handbook_questions
+from fused_kv_llm.demo import drop_page_cache, handbook_passages, handbook_questions
 from fused_kv_llm.model.embedded import EMBEDDED_MODELS, embedded_model_folder
 
 mpl.use("Agg")

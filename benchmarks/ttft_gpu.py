@@ -27,13 +27,14 @@ from typing import Any
 import matplotlib as mpl
 import torch
 from decoding import measure_decoding
-from environment import drop_page_cache, environment
+from environment import environment
 from random_model import SHAPE_7B, SHAPE_TOY, Prompt, build_model, word_tokenizer
 from rich.console import Console
 from rich.table import Table
 
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.config import DEFAULT_SELECTOR
+from fused_kv_llm.demo import drop_page_cache
 from fused_kv_llm.model.attention import ATTENTION_NAME
 
 mpl.use("Agg")

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from fused_kv_llm.demo.comparison import Row, compare, medians
     from fused_kv_llm.demo.embedder import MiniLM
     from fused_kv_llm.demo.llama_embedder import MiniLMEmbedding
+    from fused_kv_llm.demo.page_cache import drop_page_cache
     from fused_kv_llm.demo.passages import read_passages
     from fused_kv_llm.demo.rag import Rag, RagPrompt
     from fused_kv_llm.demo.retrieval import PassageIndex
@@ -30,6 +31,7 @@ __all__ = [
     "answers",
     "compare",
     "describe",
+    "drop_page_cache",
     "explain",
     "handbook_folder",
     "handbook_passages",
@@ -52,6 +54,7 @@ _MODULES = {
     "answers": "show",
     "compare": "comparison",
     "describe": "show",
+    "drop_page_cache": "page_cache",
     "explain": "show",
     "medians": "comparison",
     "read_passages": "passages",

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from fused_kv_llm.demo.page_cache import drop_page_cache
 from fused_kv_llm.engine import FusedKVEngine
 from fused_kv_llm.tuning import full_prefill
 
@@ -84,7 +83,8 @@ def compare(
     for ratio in ratios:
         cold_s = None
         if ratio < 1:
-            _forget_chunks(engine)
+            engine.store.drop_memory()
+            drop_page_cache(engine.store.kv_dir)
             cold_s = engine.generate(prompt, max_tokens=1, recompute_ratio=ratio, selector=selector).report.ttft_s
         made = engine.generate(prompt, max_tokens=max_tokens, stop=stop, recompute_ratio=ratio, selector=selector)
         warm_s, computed = made.report.ttft_s, made.report.computed_tokens
@@ -111,18 +111,3 @@ def medians(compared: Sequence[Sequence[Row]]) -> list[Row]:
             )
         )
     return rows
-
-
-def _forget_chunks(engine: FusedKVEngine) -> None:
-    """Empty the engine's memory tier, and where the system can, its cache of the store's files."""
-    engine.store.drop_memory()
-    if not hasattr(os, "posix_fadvise"):
-        return
-    for path in Path(engine.store.kv_dir).rglob("*.safetensors"):
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            # Pages that have not been written to the disk yet would stay.
-            os.fsync(handle)
-            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(handle)

@@ -56,10 +56,6 @@ class _FusedLayer(CacheLayerMixin):
         """Return the capacity."""
         return int(self.cache.keys.shape[3])
 
-    def get_max_cache_shape(self) -> int:
-        """Return the same; the name that transformers has for it before 5.13."""
-        return self.get_max_length()
-
 
 class FusedCache(Cache):
     """Keys and values of one request; the pass that is being run says what happens to them.
@@ -137,10 +133,6 @@ class _BatchLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         """Return -1: a batch may have any length."""
         return -1
-
-    def get_max_cache_shape(self) -> int:
-        """Return the same; the name that transformers has for it before 5.13."""
-        return self.get_max_length()
 
 
 class BatchCache(Cache):
