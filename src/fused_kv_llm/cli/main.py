@@ -116,7 +116,8 @@ def demo(
         compared = []
         for entry in handbook_questions()[:questions]:
             out.print()
-            out.rule(escape(entry["question"]), align="left")
+            out.rule()
+            out.print(f"[bold]{escape(entry['question'])}[/]", highlight=False, soft_wrap=True)
             prompt = rag.prompt(entry["question"])
             _answer(engine, prompt, recompute_ratio=ratio, **limits)
             compared.append(_compare(engine, prompt, ratio, **limits))
