@@ -76,9 +76,12 @@ class IngestReport:
         """Return one line for people."""
         if self.chunks_total == 0:
             return self._preprocessing() or "nothing to preprocess"
-        rate = f"{self.tokens} tokens, {self.tokens_per_s:.0f} tokens/s, {self.chunks_per_minute:.0f} chunks/min"
-        parts = [f"{self.chunks_new} chunks prefilled ({rate})"]
-        parts.append(f"{self.bytes_written / 1e6:.1f} MB written")
+        parts = [f"{self.chunks_new} chunks prefilled"]
+        if self.chunks_new:
+            speed = f"{self.tokens_per_s:.0f} tokens/s, {self.chunks_per_minute:.0f} chunks/min"
+            parts[0] += f" ({self.tokens} tokens, {speed})"
+        if self.bytes_written:
+            parts.append(f"{self.bytes_written / 1e6:.1f} MB written")
         if self.chunks_present:
             parts.append(f"{self.chunks_present} already stored")
         if self.chunks_duplicate:
