@@ -8,6 +8,7 @@
     ├── CorpusError (ValueError)          there is nothing to ingest
     ├── ModelError
     │   ├── ModelNotFoundError            no such alias, path or hub id
+    │   ├── ModelFileError                a file of it is damaged, foreign, or cannot be converted
     │   └── UnsupportedModelError         its attention or its positions cannot be moved
     ├── PromptError (ValueError)
     │   └── PromptTooLongError            longer than the model's context
@@ -32,6 +33,7 @@ __all__ = [
     "IndexDamagedError",
     "MissingExtraError",
     "ModelError",
+    "ModelFileError",
     "ModelNotFoundError",
     "PromptError",
     "PromptTooLongError",
@@ -79,6 +81,10 @@ class ModelError(FusedKVError):
 
 class ModelNotFoundError(ModelError):
     """No model has that alias, local path or hub id."""
+
+
+class ModelFileError(ModelError):
+    """A file of the model is damaged, of another format, or cannot be converted here."""
 
 
 class UnsupportedModelError(ModelError):

@@ -161,7 +161,7 @@ def test_a_missing_gguf_package_names_the_extra(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("FUSED_KV_CACHE", str(tmp_path))
     find_spec = embedded.importlib.util.find_spec
     monkeypatch.setattr(embedded.importlib.util, "find_spec", lambda name: None if name == "gguf" else find_spec(name))
-    with pytest.raises(MissingExtraError, match=r"fused-kv-llm\[demo\]"):
+    with pytest.raises(MissingExtraError, match=r"fused-kv-llm\[gguf\]"):
         embedded_model_folder("smollm2-135m")
 
 

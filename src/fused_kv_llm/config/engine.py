@@ -113,11 +113,11 @@ class EngineConfig(BaseModel):
     )
 
     model: Annotated[str | Path | Any, Option(identity=True)] = Field(default=DEFAULT_MODEL, frozen=True)
-    """Alias ``"smollm2-135m"``, hub id, local folder, a transformers model in memory, or the result of
+    """Alias ``"smollm2-135m"``, hub id, local folder, GGUF file, a transformers model in memory, or the result of
     ``load_model``."""
 
     tokenizer: Annotated[str | Path | Any | None, Option(identity=True)] = Field(default=None, frozen=True, repr=False)
-    """Hub id, local folder or a transformers tokenizer; by default the model's own."""
+    """Hub id, local folder, GGUF file or a transformers tokenizer; by default the model's own."""
 
     kv_dir: str | Path = Field(default="./kv", frozen=True)
     """Folder of the chunk-KV store; processes, models and frameworks may share it."""

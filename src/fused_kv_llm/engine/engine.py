@@ -32,7 +32,8 @@ class FusedKVEngine:
     Parameters
     ----------
     model : str, Path, transformers.PreTrainedModel or LoadedModel
-        Alias ``"smollm2-135m"``, hub id, local folder, a model in memory, or the result of ``load_model``.
+        Alias ``"smollm2-135m"``, hub id, local folder, GGUF file, a model in memory, or the result of
+        ``load_model``.
     **options
         The other fields of :class:`~fused_kv_llm.config.EngineConfig`, which describes them.
 

@@ -1,4 +1,4 @@
-"""Where a model's files come from: the embedded ones, a local folder, or the hub and its cache.
+"""Where a model's files come from: the embedded ones, a local folder or GGUF file, or the hub and its cache.
 
 An id that is not in the cache is asked for once before transformers looks for it. Without a network its client would
 try six times, with growing pauses, and say so only after half a minute.
@@ -15,6 +15,7 @@ import torch
 from fused_kv_llm.errors import ModelNotFoundError, UnsupportedModelError
 from fused_kv_llm.model.embedded import EMBEDDED_MODELS, embedded_model_folder
 from fused_kv_llm.model.geometry import check_model_type
+from fused_kv_llm.model.gguf_conversion import converted_gguf, gguf_in
 
 __all__ = ["cached_folder", "locate", "read_model", "read_tokenizer"]
 
@@ -27,18 +28,28 @@ def locate(model: str) -> tuple[Path | None, str]:
     Parameters
     ----------
     model : str
-        Alias, local folder or hub id.
+        Alias, local folder, GGUF file or hub id. A GGUF file, also one in a folder that has no other weights, is
+        converted; the folder that is returned is the result.
 
     Raises
     ------
     ModelNotFoundError, MissingExtraError
         If it is an alias, and the package that carries the model, or one that reads it, is not installed.
+    ModelFileError
+        If it is a file and no GGUF file, a damaged one, or a folder with several.
+    UnsupportedModelError
+        If it is a GGUF file of a model that is not supported.
     """
     if model in EMBEDDED_MODELS:
         folder = embedded_model_folder(model)
         return folder, str(folder)
-    if Path(model).is_dir():
-        return Path(model), model
+    path = Path(model)
+    file = gguf_in(path) if path.is_dir() else path if path.is_file() else None
+    if file is not None:
+        folder = converted_gguf(file)
+        return folder, str(folder)
+    if path.is_dir():
+        return path, model
     return None, model
 
 
@@ -87,7 +98,7 @@ def read_tokenizer(source: str, model_id: str) -> Any:
     Parameters
     ----------
     source : str
-        A folder or a hub id.
+        A folder, a GGUF file, an alias or a hub id.
     model_id : str
         What the user calls the model.
 
@@ -98,6 +109,7 @@ def read_tokenizer(source: str, model_id: str) -> Any:
     """
     from transformers import AutoTokenizer
 
+    _, source = locate(source)
     _check_within_reach(source, source, "tokenizer_config.json")
     try:
         return AutoTokenizer.from_pretrained(source)
@@ -148,14 +160,15 @@ def _out_of_reach(model_id: str, error: Exception) -> ModelNotFoundError:
 
     return ModelNotFoundError(
         f"No model {model_id!r} on this machine: it is neither an alias ({', '.join(EMBEDDED_MODELS)}), nor a local "
-        f"folder, nor in the hub's cache ({constants.HF_HUB_CACHE}), and {constants.ENDPOINT} cannot be reached from "
-        f"here ({error}). Check the spelling, or the network; a model that was downloaded elsewhere can be given as a "
-        "folder."
+        f"folder or GGUF file, nor in the hub's cache ({constants.HF_HUB_CACHE}), and {constants.ENDPOINT} cannot be "
+        f"reached from here ({error}). Check the spelling, or the network; a model that was downloaded elsewhere can "
+        "be given as a folder."
     )
 
 
 def _not_found(model_id: str, error: Exception) -> ModelNotFoundError:
     return ModelNotFoundError(
         f"No model {model_id!r}: it is neither an alias ({', '.join(EMBEDDED_MODELS)}), nor a local folder with "
-        f"a model, nor a hub id that can be read from here ({type(error).__name__}: {str(error)[:200]})"
+        f"a model, nor a GGUF file, nor a hub id that can be read from here ({type(error).__name__}: "
+        f"{str(error)[:200]})"
     )
