@@ -33,7 +33,7 @@ from quality import neighbours_in
 from rich.progress import track
 from ttft import build_prompt
 
-from fused_kv_kernels import ChunkStack, rotation_tables
+from fused_kv_kernels import ChunkStack, RotationTable, rotation_table
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.chunk import ChunkKV
 from fused_kv_llm.config import DEFAULT_NEIGHBOURS, DEFAULT_RATIO, DEFAULT_SELECTOR
@@ -102,7 +102,7 @@ def load_times(kv_dir: Path, rows: list[ChunkRow], loaded: LoadedModel, chunks: 
     geometry = loaded.geometry
     shape = (2, geometry.num_layers, geometry.num_kv_heads, 2 * len(picked[0].token_ids), geometry.head_dim)
     cache = torch.zeros(shape, dtype=loaded.dtype)
-    tables = rotation_tables(torch.tensor([100]), geometry.inv_freq)
+    table = rotation_table(torch.tensor([100]), geometry.inv_freq)
     # Dtypes take turns, so that whatever else the machine does meets all of them.
     for state in ("cold", "warm"):
         seconds: dict[str, list[float]] = {name: [] for name in STORAGE_DTYPES}
@@ -110,7 +110,7 @@ def load_times(kv_dir: Path, rows: list[ChunkRow], loaded: LoadedModel, chunks: 
             for name, store in stores.items():
                 if state == "cold":
                     drop_page_cache(kv_dir / name / "chunks" / row.key[:2])
-                seconds[name].append(_load(store, row, cache, tables) / len(row.token_ids) * 1e6)
+                seconds[name].append(_load(store, row, cache, table) / len(row.token_ids) * 1e6)
         for name, values in seconds.items():
             found[name][f"{state}_us_per_token"] = statistics.median(values)
     for store in stores.values():
@@ -118,7 +118,7 @@ def load_times(kv_dir: Path, rows: list[ChunkRow], loaded: LoadedModel, chunks: 
     return found
 
 
-def _load(store: KVStore, row: ChunkRow, cache: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> float:
+def _load(store: KVStore, row: ChunkRow, cache: torch.Tensor, table: RotationTable) -> float:
     stored = store.open(row.key, row.token_ids)
     if stored is None:
         raise SystemExit(f"chunk {row.key} is gone")
@@ -126,7 +126,7 @@ def _load(store: KVStore, row: ChunkRow, cache: torch.Tensor, tables: tuple[torc
         started = time.perf_counter()
         layers = stored.read_stored(0, stored.num_layers)
         scales = None if layers.scales is None else [layers.scales]
-        stack = ChunkStack([(layers.keys, layers.values)], [16], *tables, scales=scales)
+        stack = ChunkStack([(layers.keys, layers.values)], [16], [table] * stored.num_layers, scales=scales)
         for layer in range(stored.num_layers):
             stack.place(layer, cache[0, layer], cache[1, layer])
         return time.perf_counter() - started

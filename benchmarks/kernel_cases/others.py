@@ -19,7 +19,7 @@ from fused_kv_kernels import (
     kv_deviation,
     paged_row_attention,
     place_chunks,
-    rotation_tables,
+    rotation_table,
     row_attention,
     token_scores,
 )
@@ -129,19 +129,19 @@ def _pages(context: _Context) -> Records:
 def _placement(context: _Context) -> Records:
     starts, item, device = list(context.chunk_starts), context.keys.element_size(), context.device
     layer = context.keys[0], context.values[0]
-    tables = tuple(table.to(device) for table in rotation_tables(torch.tensor(starts), INV_FREQ))
+    table = rotation_table(torch.tensor(starts), INV_FREQ).to(device)
     shape = (KV_HEADS, CHUNK_TOKENS, DIM)
     stored = [(context.random(*shape), context.random(*shape)) for _ in starts]
     moved = 2.0 * KV_HEADS * len(starts) * CHUNK_TOKENS * DIM
     yield from context.pair(
-        "chunk placement", moved * 2 * item, lambda: place_chunks(stored, starts, *tables, *layer)
+        "chunk placement", moved * 2 * item, lambda: place_chunks(stored, starts, table, *layer)
     )  # fmt: skip
     small = [tuple((30 * part).to(torch.int8) for part in both) for both in stored]
     scale_shapes = ((KV_HEADS, 1, DIM), (KV_HEADS, CHUNK_TOKENS, 1))
     factors = [tuple(torch.rand(shape, device=device).half() for shape in scale_shapes) for _ in starts]
     yield from context.pair(
         "chunk placement from int8", moved * (1 + item),
-        lambda: place_chunks(small, starts, *tables, *layer, factors),
+        lambda: place_chunks(small, starts, table, *layer, factors),
     )  # fmt: skip
 
 

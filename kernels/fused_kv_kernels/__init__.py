@@ -18,8 +18,9 @@ from .native import why_not_native
 from .paged_rows import paged_row_attention
 from .pages import PageTable, SharedPages
 from .place_chunks import ChunkStack, place_chunks
-from .rotate import rerotate_keys, rotation_tables
-from .row_attention import RowPlan, row_attention
+from .rotate import RotationTable, rerotate_keys, rotation_table
+from .row_attention import row_attention
+from .row_plan import RowPlan
 from .shift_chunks import ChunkShift, ShiftStack, shift_chunks
 from .token_scores import token_scores
 from .transfer import TransferPlan, transfer_deviation
@@ -28,6 +29,7 @@ __all__ = [
     "ChunkShift",
     "ChunkStack",
     "PageTable",
+    "RotationTable",
     "RowPlan",
     "SharedPages",
     "ShiftStack",
@@ -45,7 +47,7 @@ __all__ = [
     "rerotate_keys",
     "rms_norm",
     "rotate_rows_",
-    "rotation_tables",
+    "rotation_table",
     "row_attention",
     "shift_chunks",
     "token_scores",

@@ -11,12 +11,12 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-__all__ = ["UnsupportedOperandsError", "triton_op", "use_triton"]
+__all__ = ["UnsupportedOperandsError", "refuse_in_triton", "triton_op", "use_triton"]
 
 _VARIABLE = "FUSED_KV_KERNELS"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -69,9 +69,29 @@ def use_triton(op: str, *indices: Tensor | None, **operands: Tensor) -> bool:
         return False
     reason = _why_not(operands, [x for x in indices if x is not None])
     if reason:
-        msg = f"{op} cannot run in Triton, {reason} ({_describe(operands)}). {_VARIABLE}=torch runs it in plain torch."
-        raise UnsupportedOperandsError(msg)
+        refuse_in_triton(op, reason, **operands)
     return True
+
+
+def refuse_in_triton(op: str, reason: str, **operands: Tensor) -> NoReturn:
+    """Say that an operator does not run in Triton on these tensors, why, and what does.
+
+    Parameters
+    ----------
+    op : str
+        The operator's name.
+    reason : str
+        A clause: "because ...", "which ...".
+    **operands : Tensor
+        The floating tensors it computes with, by name.
+
+    Raises
+    ------
+    UnsupportedOperandsError
+        Always.
+    """
+    msg = f"{op} cannot run in Triton, {reason} ({_describe(operands)}). {_VARIABLE}=torch runs it in plain torch."
+    raise UnsupportedOperandsError(msg)
 
 
 def _why_not(operands: dict[str, Tensor], indices: list[Tensor]) -> str | None:

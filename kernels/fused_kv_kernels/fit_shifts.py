@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .dispatch import triton_op, use_triton
-from .native import native_fit_sums, supports, supports_rows
-from .rotate import rotate_in_torch
+from .dispatch import refuse_in_triton, triton_op, use_triton
+from .native import native_fit_sums, supports
 from .shift_chunks import ShiftStack
-from .transfer import TransferPlan, check_transfer
+from .transfer import TransferPlan, check_fresh_rows
 
 __all__ = ["fit_shifts"]
 
@@ -41,13 +40,13 @@ def fit_shifts(
     stack : ShiftStack
         The shifts, which the layer holds with the stack's own weights.
     layer_idx : int
-        In the stack.
+        In the stack, whose rotation table of that layer is used.
     damping_tokens : float
         ``m``.
     fresh : tuple of Tensor
-        Fresh keys and values ``[Hkv, R, D]``.
+        Fresh keys ``[Hk, R, Dk]`` and values ``[Hv, R, Dv]``.
     layer : tuple of Tensor
-        The layer's keys and values ``[Hkv, N, D]``, which the fresh rows have not replaced yet.
+        The layer's keys ``[Hk, N, Dk]`` and values ``[Hv, N, Dv]``, which the fresh rows have not replaced yet.
 
     Returns
     -------
@@ -64,16 +63,19 @@ def fit_shifts(
     if not stack.shifts:
         return stack.weights
     stack.check(layer_idx, *layer)
-    check_transfer(plan, *fresh, *layer)
+    check_fresh_rows(plan, fresh, layer, layer[0].shape[1])
+    table = stack.tables[layer_idx]
     bounds = torch.searchsorted(plan.selected.contiguous(), stack.edges)
     operands = {"fresh_keys": fresh[0], "fresh_values": fresh[1], "layer_keys": layer[0], "layer_values": layer[1]}
-    if use_triton("shift fit", plan.selected, plan.fresh_rows, stack.cos, stack.sin, **operands):
-        sums = triton_op("fit_shifts", layer[0].device)(plan, stack, layer_idx, bounds, fresh, layer)
-    elif stack.table is not None and supports(*fresh, *layer) and supports_rows(*layer):
-        sums = native_fit_sums(stack.table, layer_idx, stack.cos, stack.sin, plan, bounds, fresh, layer)
+    if use_triton("shift fit", plan.selected, plan.fresh_rows, table.cos, table.sin, **operands):
+        if table.interleaved or layer[0].shape != layer[1].shape:
+            refuse_in_triton("shift fit", "because of its layout", **operands)
+        sums = triton_op("fit_shifts", layer[0].device)(plan, stack, layer_idx, bounds, fresh, layer).sum(1)
+    elif stack.entries is not None and stack.for_native(layer_idx, *layer) and supports(*fresh, *layer):
+        sums = native_fit_sums(stack.entries, layer_idx, table, plan, bounds, fresh, layer).sum(1)
     else:
         sums = _sums_in_torch(plan, stack, layer_idx, bounds, fresh, layer)
-    along, square = sums.sum(1).view(-1, 2, 2).permute(2, 1, 0)
+    along, square = sums.view(-1, 2, 2).permute(2, 1, 0)
     count = bounds[:, 1] - bounds[:, 0]
     found = torch.nan_to_num(along / square * (count / (count + damping_tokens)), nan=0.0)
     limit = _LARGEST_FACTOR * stack.weights
@@ -92,8 +94,8 @@ def _sums_in_torch(
     for number, (shift, (first, last)) in enumerate(zip(stack.shifts, bounds.tolist(), strict=True)):
         selected, rows = plan.selected[first:last], plan.fresh_rows[first:last]
         keys, values = (part.to(selected.device)[:, selected - shift.start] for part in shift.difference(layer_idx))
-        keys = rotate_in_torch(keys, stack.cos[number : number + 1], stack.sin[number : number + 1])
+        keys = stack.turned(number, layer_idx, keys)
         for moved, new, old in zip((keys, values), fresh, layer, strict=True):
             deviation = new.index_select(1, rows).float() - old.index_select(1, selected).float()
-            sums += [(deviation * moved).sum((1, 2)), moved.square().sum((1, 2))]
-    return torch.stack(sums).view(len(stack.shifts), 4, -1).transpose(1, 2)
+            sums += [(deviation * moved).sum(), moved.square().sum()]
+    return torch.stack(sums).view(len(stack.shifts), 4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .dispatch import triton_op, use_triton
+from .dispatch import refuse_in_triton, triton_op, use_triton
 from .reference import kv_deviation_reference
 
 __all__ = ["kv_deviation"]
@@ -25,9 +25,9 @@ def kv_deviation(
     Parameters
     ----------
     fresh_keys, fresh_values : Tensor
-        ``[Hkv, R, D]``.
+        ``[Hk, R, Dk]`` and ``[Hv, R, Dv]``.
     stored_keys, stored_values : Tensor
-        ``[Hkv, N, D]``, keys at the same positions as the fresh ones.
+        ``[Hk, N, Dk]`` and ``[Hv, N, Dv]``, keys at the same positions as the fresh ones.
     fresh_rows, stored_rows : Tensor
         int64 ``[T]``: where the tokens stand in either.
 
@@ -48,6 +48,8 @@ def kv_deviation(
         "stored_values": stored_values,
     }
     if use_triton("KV deviation", fresh_rows, stored_rows, **operands):
+        if fresh_keys.shape != fresh_values.shape:
+            refuse_in_triton("KV deviation", "because keys and values differ in shape", **operands)
         run = triton_op("kv_deviation", fresh_keys.device)
         found: Tensor = run(**operands, fresh_rows=fresh_rows, stored_rows=stored_rows)
         return found

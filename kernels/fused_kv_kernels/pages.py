@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .rotate import rotation_tables
+from .rotate import rotation_table
 
 __all__ = ["HIDDEN", "PageTable", "SharedPages"]
 
@@ -108,8 +108,8 @@ class PageTable:
         self.largest_page = max((page for row in ids for page in row), default=-1)
         self.pages = _padded(ids, most, 0).to(device)
         self.positions = _padded(positions, most * page_size, HIDDEN).to(device)
-        tables = rotation_tables(_padded(deltas, most, 0).flatten(), inv_freq.cpu())
-        self.cos, self.sin = (table.view(len(ids), most, -1).contiguous().to(device) for table in tables)
+        turn = rotation_table(_padded(deltas, most, 0).flatten(), inv_freq.cpu()).to(device)
+        self.cos, self.sin = (part.view(len(ids), most, -1) for part in (turn.cos, turn.sin))
 
     def take(self, request: int, positions: Sequence[int]) -> Tensor:
         """Give slots of a request's own pages to positions it computes; older entries at them are hidden.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .dispatch import UnsupportedOperandsError, triton_op, use_triton
+from .dispatch import UnsupportedOperandsError, refuse_in_triton, triton_op, use_triton
 from .native import (
     Table,
     chunk_table,
@@ -16,7 +16,7 @@ from .native import (
     supports_int8_rows,
     supports_rows,
 )
-from .rotate import rotate_in_torch
+from .rotate import RotationTable, rotate_in_torch
 
 __all__ = ["ChunkStack", "place_chunks"]
 
@@ -26,30 +26,26 @@ _Pairs = Sequence[tuple[Tensor, Tensor]]
 def place_chunks(
     chunks: _Pairs,
     starts: Sequence[int],
-    cos: Tensor,
-    sin: Tensor,
+    table: RotationTable,
     layer_keys: Tensor,
     layer_values: Tensor,
     scales: _Pairs | None = None,
-    interleaved: bool = False,
 ) -> None:
     """Write the KV of several chunks into one layer, each chunk's keys rotated by one distance.
 
     Parameters
     ----------
     chunks : sequence of (Tensor, Tensor)
-        Keys and values ``[Hkv, T, D]`` of every chunk, all in one floating dtype or int8.
+        Keys ``[Hk, T, Dk]`` and values ``[Hv, T, Dv]`` of every chunk, all in one floating dtype or int8.
     starts : sequence of int
         Where each chunk begins in the layer.
-    cos, sin : Tensor
-        float32 ``[len(chunks), rotary / 2]``: :func:`fused_kv_kernels.rotation_tables` of the chunks' distances.
+    table : RotationTable
+        A row for each chunk: :func:`fused_kv_kernels.rotation_table` of the chunks' distances.
     layer_keys, layer_values : Tensor
-        ``[Hkv, N, D]``, written in place.
+        ``[Hk, N, Dk]`` and ``[Hv, N, Dv]``, written in place.
     scales : sequence of (Tensor, Tensor), optional
-        float16 scales of every int8 chunk: of keys ``[Hkv, 1, D]``, a factor for each channel, and of values
-        ``[Hkv, T, 1]``, one for each token.
-    interleaved : bool
-        Whether dimensions ``2 i`` and ``2 i + 1`` form a rotary pair; without it, ``i`` and ``i + rotary / 2`` do.
+        float16 scales of every int8 chunk: of keys ``[Hk, 1, Dk]``, a factor for each channel, and of values
+        ``[Hv, T, 1]``, one for each token.
 
     Raises
     ------
@@ -60,19 +56,17 @@ def place_chunks(
     """
     if not chunks:
         return
-    _check(chunks, starts, cos, sin, layer_keys, layer_values, scales)
-    operands = (chunks, starts, cos, sin, layer_keys, layer_values)
+    _check(chunks, starts, table, layer_keys, layer_values, scales)
     if use_triton("chunk placement", layer_keys=layer_keys, layer_values=layer_values):
-        _in_triton(*operands, scales, interleaved)
+        _in_triton(chunks, starts, table, layer_keys, layer_values, scales)
         return
     same = scales is not None or all(part.dtype == layer_keys.dtype for pair in chunks for part in pair)
-    if not interleaved and same and supports_rows(layer_keys, layer_values):
-        table = _native_table(_of_one_layer(chunks), starts, None if scales is None else _of_one_layer(scales))
-        if table is not None:
-            cos, sin = (part.float().contiguous() for part in (cos, sin))
-            native_place_chunks(table, len(chunks), 0, cos, sin, layer_keys, layer_values, int8=scales is not None)
+    if same and _for_native(table, layer_keys, layer_values):
+        entries = _native_table(_of_one_layer(chunks), starts, None if scales is None else _of_one_layer(scales))
+        if entries is not None:
+            native_place_chunks(entries, len(chunks), 0, table, layer_keys, layer_values, int8=scales is not None)
             return
-    _in_torch(*operands, scales, interleaved)
+    _in_torch(chunks, starts, table, layer_keys, layer_values, scales)
 
 
 class ChunkStack:
@@ -83,53 +77,63 @@ class ChunkStack:
     Parameters
     ----------
     chunks : sequence of (Tensor, Tensor)
-        Keys and values ``[L, Hkv, T, D]`` of every chunk, all in one floating dtype or int8.
+        Keys ``[L, Hk, T, Dk]`` and values ``[L, Hv, T, Dv]`` of every chunk, all in one floating dtype or int8.
     starts : sequence of int
         Where each chunk begins in a layer.
-    cos, sin : Tensor
-        float32 ``[len(chunks), rotary / 2]``, as :func:`place_chunks` takes them.
+    tables : sequence of RotationTable
+        One for each of the ``L`` layers, as :func:`place_chunks` takes them; the same one where layers rotate alike.
     scales : sequence of (Tensor, Tensor), optional
-        float16 scales of every int8 chunk: ``[L, Hkv, 1, D]`` of keys and ``[L, Hkv, T, 1]`` of values.
+        float16 scales of every int8 chunk: ``[L, Hk, 1, Dk]`` of keys and ``[L, Hv, T, 1]`` of values.
+
+    Raises
+    ------
+    ValueError
+        If there are not as many tables as layers.
     """
 
     def __init__(
         self,
         chunks: _Pairs,
         starts: Sequence[int],
-        cos: Tensor,
-        sin: Tensor,
+        tables: Sequence[RotationTable],
         *,
         scales: _Pairs | None = None,
     ) -> None:
-        self.chunks, self.starts = list(chunks), list(starts)
+        self.chunks, self.starts, self.tables = list(chunks), list(starts), list(tables)
         self.scales = None if scales is None else list(scales)
-        self.cos, self.sin = (table.float().contiguous() for table in (cos, sin))
-        self._fits: tuple[int, torch.Size] | None = None
+        self._fits: set[tuple[int, torch.Size, torch.Size]] = set()
         tensors = [part for pair in chunks for part in pair]
         self._dtype = tensors[0].dtype if tensors else None
-        self._table = _native_table(self.chunks, starts, scales) if chunks else None
+        layers = {part.shape[0] for pair in self._all() for part in pair}
+        if layers and layers != {len(self.tables)}:
+            msg = f"a stack of {sorted(layers)} layers needs a rotation table for each (got {len(self.tables)})"
+            raise ValueError(msg)
+        self._entries = _native_table(self.chunks, starts, scales) if chunks else None
 
     def place(self, layer: int, layer_keys: Tensor, layer_values: Tensor) -> None:
-        """Write layer `layer` of the stack, counted from 0, into a layer of a cache, ``[Hkv, N, D]`` each.
+        """Write layer `layer` of the stack, counted from 0, into a layer of a cache: ``[Hk, N, Dk]``, ``[Hv, N, Dv]``.
 
         Raises ValueError or IndexError if there is no such layer, or it does not fit.
         """
-        if layer < 0:
-            msg = f"a stack has no layer {layer}: they are counted from 0"
-            raise IndexError(msg)
-        there = (layer_keys, layer_values)
-        on_triton = use_triton("chunk placement", layer_keys=layer_keys, layer_values=layer_values)
-        fits = (self.scales is not None or layer_keys.dtype == self._dtype) and supports_rows(*there)
-        if self._table is None or on_triton or not fits:
-            chunks, scales = self._layer(layer)
-            place_chunks(chunks, self.starts, self.cos, self.sin, *there, scales)
+        if not self.chunks:
             return
-        if self._fits is None or layer >= self._fits[0] or not layer_keys.shape == layer_values.shape == self._fits[1]:
+        if not 0 <= layer < len(self.tables):
+            msg = f"a stack has no layer {layer}: they are counted from 0, and there are {len(self.tables)}"
+            raise IndexError(msg)
+        table, there = self.tables[layer], (layer_keys, layer_values)
+        on_triton = use_triton("chunk placement", layer_keys=layer_keys, layer_values=layer_values)
+        fits = (self.scales is not None or layer_keys.dtype == self._dtype) and _for_native(table, *there)
+        if self._entries is None or on_triton or not fits:
             chunks, scales = self._layer(layer)
-            _check(chunks, self.starts, self.cos, self.sin, *there, scales)
-            self._fits = min(part.shape[0] for pair in self._all() for part in pair), layer_keys.shape
-        int8 = self.scales is not None
-        native_place_chunks(self._table, len(self.chunks), layer, self.cos, self.sin, *there, int8=int8)
+            place_chunks(chunks, self.starts, table, *there, scales)
+            return
+        # Tables of one stack are few, and layers of one shape many.
+        shape = id(table), layer_keys.shape, layer_values.shape
+        if shape not in self._fits:
+            chunks, scales = self._layer(layer)
+            _check(chunks, self.starts, table, *there, scales)
+            self._fits.add(shape)
+        native_place_chunks(self._entries, len(self.chunks), layer, table, *there, int8=self.scales is not None)
 
     def _all(self) -> _Pairs:
         return [*self.chunks, *(self.scales or ())]
@@ -139,12 +143,17 @@ class ChunkStack:
         return chunks, None if self.scales is None else [(keys[layer], values[layer]) for keys, values in self.scales]
 
 
+def _for_native(table: RotationTable, layer_keys: Tensor, layer_values: Tensor) -> bool:
+    alike = layer_keys.shape == layer_values.shape
+    return alike and not table.interleaved and supports_rows(layer_keys, layer_values)
+
+
 def _of_one_layer(pairs: _Pairs) -> _Pairs:
     return [(keys[None], values[None]) for keys, values in pairs]
 
 
 def _native_table(chunks: _Pairs, starts: Sequence[int], scales: _Pairs | None) -> Table | None:
-    """Return chunks ``[L, Hkv, T, D]`` as the native operators take them; None if they do not."""
+    """Return chunks ``[L, H, T, D]`` as the native operators take them; None if they do not."""
     if scales is not None:
         return int8_chunk_table(chunks, scales, starts) if supports_int8_rows(chunks, scales) else None
     rows = [part[0] for pair in chunks for part in pair]
@@ -154,26 +163,27 @@ def _native_table(chunks: _Pairs, starts: Sequence[int], scales: _Pairs | None) 
 def _check(
     chunks: _Pairs,
     starts: Sequence[int],
-    cos: Tensor,
-    sin: Tensor,
+    table: RotationTable,
     layer_keys: Tensor,
     layer_values: Tensor,
     scales: _Pairs | None,
 ) -> None:
-    heads, length, dim = layer_keys.shape
-    tables_fit = cos.shape == sin.shape and cos.shape[0] == len(chunks) and 2 * cos.shape[1] <= dim
-    if layer_keys.shape != layer_values.shape or not tables_fit or len(starts) != len(chunks):
+    length = layer_keys.shape[1]
+    table_fits = len(table) == len(chunks) and 2 * table.half <= layer_keys.shape[2]
+    if layer_values.shape[1] != length or not table_fits or len(starts) != len(chunks):
         msg = (
-            f"layers {list(layer_keys.shape)} and {list(layer_values.shape)}, tables {list(cos.shape)} and "
-            f"{list(sin.shape)}, {len(starts)} starts and {len(chunks)} chunks do not fit together"
+            f"layers {list(layer_keys.shape)} and {list(layer_values.shape)}, a rotation table "
+            f"{list(table.cos.shape)}, {len(starts)} starts and {len(chunks)} chunks do not fit together"
         )
         raise ValueError(msg)
-    for (keys, values), start in zip(chunks, starts, strict=True):
-        fits = keys.shape == values.shape and (keys.shape[0], keys.shape[2]) == (heads, dim)
-        if not fits or start < 0 or start + keys.shape[1] > length:
+    for pair, start in zip(chunks, starts, strict=True):
+        tokens = pair[0].shape[1]
+        layer = (layer_keys, layer_values)
+        fits = all(part.shape == (x.shape[0], tokens, x.shape[2]) for part, x in zip(pair, layer, strict=True))
+        if not fits or start < 0 or start + tokens > length:
             msg = (
-                f"a chunk of keys {list(keys.shape)} and values {list(values.shape)} does not fit into a layer "
-                f"{list(layer_keys.shape)} at {start}"
+                f"a chunk of keys {list(pair[0].shape)} and values {list(pair[1].shape)} does not fit into a layer "
+                f"{list(layer_keys.shape)} and {list(layer_values.shape)} at {start}"
             )
             raise ValueError(msg)
     if scales is not None:
@@ -184,12 +194,12 @@ def _check_scales(chunks: _Pairs, scales: _Pairs) -> None:
     if len(scales) != len(chunks):
         msg = f"{len(scales)} pairs of scales and {len(chunks)} chunks do not fit together"
         raise ValueError(msg)
-    for (keys, _), (key_scale, value_scale) in zip(chunks, scales, strict=True):
-        heads, rows, dim = keys.shape
-        if tuple(key_scale.shape) != (heads, 1, dim) or tuple(value_scale.shape) != (heads, rows, 1):
+    for (keys, values), (key_scale, value_scale) in zip(chunks, scales, strict=True):
+        of_keys, of_values = (keys.shape[0], 1, keys.shape[2]), (*values.shape[:2], 1)
+        if tuple(key_scale.shape) != of_keys or tuple(value_scale.shape) != of_values:
             msg = (
                 f"scales of keys {list(key_scale.shape)} and of values {list(value_scale.shape)} are not those of a "
-                f"chunk {list(keys.shape)}"
+                f"chunk {list(keys.shape)} and {list(values.shape)}"
             )
             raise ValueError(msg)
 
@@ -197,12 +207,10 @@ def _check_scales(chunks: _Pairs, scales: _Pairs) -> None:
 def _in_triton(
     chunks: _Pairs,
     starts: Sequence[int],
-    cos: Tensor,
-    sin: Tensor,
+    table: RotationTable,
     layer_keys: Tensor,
     layer_values: Tensor,
     scales: _Pairs | None,
-    interleaved: bool,
 ) -> None:
     device = layer_keys.device
 
@@ -218,22 +226,20 @@ def _in_triton(
         if {keys.dtype, values.dtype} != {torch.float16} or keys.stride(2) != 1 or values.stride(1) != 1:
             msg = f"chunk placement needs dense float16 scales (got {keys.dtype} and {values.dtype})"
             raise UnsupportedOperandsError(msg)
-    cos, sin = (table.to(device, torch.float32).contiguous() for table in (cos, sin))
+    if layer_keys.shape != layer_values.shape:
+        refuse_in_triton("chunk placement", "because keys and values differ in shape", k=layer_keys, v=layer_values)
     triton_op("place_chunks", device)(
-        there(chunks), starts, cos, sin, layer_keys, layer_values,
-        None if scales is None else there(scales), interleaved,
-    )  # fmt: skip
+        there(chunks), starts, table.to(device), layer_keys, layer_values, None if scales is None else there(scales)
+    )
 
 
 def _in_torch(
     chunks: _Pairs,
     starts: Sequence[int],
-    cos: Tensor,
-    sin: Tensor,
+    table: RotationTable,
     layer_keys: Tensor,
     layer_values: Tensor,
     scales: _Pairs | None,
-    interleaved: bool,
 ) -> None:
     if scales is not None:
         chunks = [
@@ -241,9 +247,10 @@ def _in_torch(
             for (keys, values), (key_scale, value_scale) in zip(chunks, scales, strict=True)
         ]
     # All chunks are rotated in one go: chunk by chunk, dispatching would cost more than rotating.
-    lengths = torch.tensor([keys.shape[1] for keys, _ in chunks], device=cos.device)
-    tables = (cos.repeat_interleave(lengths, dim=0), sin.repeat_interleave(lengths, dim=0))
-    moved = rotate_in_torch(torch.cat([keys for keys, _ in chunks], dim=1).to(layer_keys.device), *tables, interleaved)
+    lengths = torch.tensor([keys.shape[1] for keys, _ in chunks], device=table.device)
+    cos, sin = (part.repeat_interleave(lengths, dim=0) for part in (table.cos, table.sin))
+    stored = torch.cat([keys for keys, _ in chunks], dim=1).to(layer_keys.device)
+    moved = rotate_in_torch(stored, cos, sin, table.interleaved)
     begin = 0
     for (keys, values), start in zip(chunks, starts, strict=True):
         end = begin + keys.shape[1]

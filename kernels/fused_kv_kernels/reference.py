@@ -24,39 +24,72 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _row_weights(q: Tensor, k: Tensor, q_positions: Tensor, scale: float) -> Tensor:
+def _row_weights(
+    q: Tensor,
+    k: Tensor,
+    q_positions: Tensor,
+    scale: float,
+    first_keys: Tensor | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
     """Return the softmax weights ``[B, Hq, R, N]`` of scattered query rows, causal by true position."""
-    groups = q.shape[1] // k.shape[1]
-    keys = _wide(k).repeat_interleave(groups, dim=1)
+    batch, q_heads, rows, _ = q.shape
+    keys = _wide(k).repeat_interleave(q_heads // k.shape[1], dim=1)
     scores = _wide(q) @ keys.transpose(-1, -2) * scale
-    future = torch.arange(k.shape[2], device=k.device)[None, :] > q_positions[:, None]
-    return scores.masked_fill(future, float("-inf")).softmax(dim=-1)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    columns = torch.arange(k.shape[2], device=k.device)[None, :]
+    hidden = columns > q_positions[:, None]
+    if first_keys is not None:
+        hidden = hidden | (columns < first_keys[:, None])
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is None:
+        return scores.softmax(dim=-1)
+    beside = sinks.to(scores.dtype)[None, :, None, None].expand(batch, q_heads, rows, 1)
+    return torch.cat((scores, beside), dim=-1).softmax(dim=-1)[..., :-1]
 
 
-def row_attention_reference(q: Tensor, k: Tensor, v: Tensor, q_positions: Tensor, scale: float) -> Tensor:
+def row_attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_positions: Tensor,
+    scale: float,
+    *,
+    first_keys: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attend scattered query rows to a whole key/value sequence, causal by true position.
 
     The mask is the one of CacheBlend's sparse prefill as FusionRAG section 2.2.2 (equation 9) gives it:
-    row ``i`` sees key ``j`` if and only if ``j <= q_positions[i]``.
+    row ``i`` sees key ``j`` if and only if ``j <= q_positions[i]``, and not before its window's first.
 
     Parameters
     ----------
     q : Tensor
         ``[B, Hq, R, D]``.
     k, v : Tensor
-        ``[B, Hkv, N, D]`` with ``Hq`` a multiple of ``Hkv``.
+        ``[B, Hkv, N, D]`` and ``[B, Hkv, N, Dv]`` with ``Hq`` a multiple of ``Hkv``.
     q_positions : Tensor
-        int64 ``[R]``.
+        int64 ``[R]``: the last key that each row sees.
     scale : float
         Multiplies the scores.
+    first_keys : Tensor, optional
+        int64 ``[R]``: the first key that each row sees, 0 without it.
+    softcap : float, optional
+        Scaled scores become ``softcap * tanh(scores / softcap)``, before the mask.
+    sinks : Tensor, optional
+        ``[Hq]``: one more score for each head in the softmax's denominator, which has no value.
 
     Returns
     -------
     Tensor
-        ``[B, Hq, R, D]`` in the dtype of `q`.
+        ``[B, Hq, R, Dv]`` in the dtype of `q`.
     """
     values = _wide(v).repeat_interleave(q.shape[1] // v.shape[1], dim=1)
-    return (_row_weights(q, k, q_positions, scale) @ values).to(q.dtype)
+    return (_row_weights(q, k, q_positions, scale, first_keys, softcap, sinks) @ values).to(q.dtype)
 
 
 def batched_row_attention_reference(
@@ -111,7 +144,16 @@ def batched_row_attention_reference(
     return out.to(q.dtype), scores.logsumexp(dim=-1).float()
 
 
-def token_scores_reference(q: Tensor, k: Tensor, q_positions: Tensor, scale: float) -> Tensor:
+def token_scores_reference(
+    q: Tensor,
+    k: Tensor,
+    q_positions: Tensor,
+    scale: float,
+    *,
+    first_keys: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Score every key by the attention it receives from the query rows.
 
     FusionRAG section 3.2 sums each column of the question's attention matrix; the mean over rows and
@@ -124,16 +166,22 @@ def token_scores_reference(q: Tensor, k: Tensor, q_positions: Tensor, scale: flo
     k : Tensor
         ``[Hkv, N, D]``, rotated keys.
     q_positions : Tensor
-        int64 ``[R]``, indices into the key axis; row ``i`` sees keys ``0 .. q_positions[i]``.
+        int64 ``[R]``, indices into the key axis; row ``i`` sees keys ``first_keys[i] .. q_positions[i]``.
     scale : float
         Multiplies the scores.
+    first_keys : Tensor, optional
+        int64 ``[R]``, 0 without it.
+    softcap : float, optional
+        Scaled scores become ``softcap * tanh(scores / softcap)``.
+    sinks : Tensor, optional
+        ``[Hq]``: one more score for each head in the denominator.
 
     Returns
     -------
     Tensor
         float32 ``[N]``: softmax mass with the full denominator, mean over rows and heads.
     """
-    weights = _row_weights(q[None], k[None], q_positions, scale)[0]
+    weights = _row_weights(q[None], k[None], q_positions, scale, first_keys, softcap, sinks)[0]
     return weights.mean(dim=(0, 1)).float()
 
 
@@ -150,9 +198,9 @@ def kv_deviation_reference(
     Parameters
     ----------
     fresh_keys, fresh_values : Tensor
-        ``[Hkv, R, D]``.
+        ``[Hk, R, Dk]`` and ``[Hv, R, Dv]``.
     stored_keys, stored_values : Tensor
-        ``[Hkv, N, D]``.
+        ``[Hk, N, Dk]`` and ``[Hv, N, Dv]``.
     fresh_rows, stored_rows : Tensor
         int64 ``[T]``: where the tokens stand in either.
 
@@ -181,7 +229,7 @@ def rerotate_keys_reference(keys: Tensor, deltas: Tensor, inv_freq: Tensor, inte
     deltas : Tensor
         int64 ``[T]``, positions to move each key by.
     inv_freq : Tensor
-        ``[rotary / 2]``, the model's own frequencies.
+        ``[rotary / 2]``, the layer's own frequencies; negative ones rotate the other way.
     interleaved : bool
         The layout of the pairs.
 
@@ -215,15 +263,15 @@ def place_chunks_reference(
     Parameters
     ----------
     chunks : sequence of (Tensor, Tensor)
-        Keys and values ``[Hkv, T, D]`` of every chunk, floating or int8.
+        Keys ``[Hk, T, Dk]`` and values ``[Hv, T, Dv]`` of every chunk, floating or int8.
     starts, deltas : sequence of int
         Where each chunk begins in the layer, and how far its keys are moved.
     inv_freq : Tensor
         ``[rotary / 2]``.
     layer_keys, layer_values : Tensor
-        ``[Hkv, N, D]``, written in place, rounded once.
+        ``[Hk, N, Dk]`` and ``[Hv, N, Dv]``, written in place, rounded once.
     scales : sequence of (Tensor, Tensor), optional
-        What int8 keys ``[Hkv, 1, D]`` and values ``[Hkv, T, 1]`` are multiplied by.
+        What int8 keys ``[Hk, 1, Dk]`` and values ``[Hv, T, 1]`` are multiplied by.
     interleaved : bool
         The layout of the rotary pairs.
     """

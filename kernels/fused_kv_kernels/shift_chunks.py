@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .dispatch import triton_op, use_triton
+from .dispatch import refuse_in_triton, triton_op, use_triton
 from .native import native_shift_chunks, shift_table, supports_rows
-from .rotate import rotate_in_torch
+from .rotate import RotationTable, rotate_in_torch
 
 __all__ = ["ChunkShift", "ShiftStack", "shift_chunks"]
 
@@ -28,8 +28,8 @@ class ChunkShift:
     weight : float
         Multiplies the difference.
     keys, values : tuple of Tensor
-        int8 ``[L, Hkv, T, D]`` and its scales, float32 ``[L, Hkv, T, 1]``. The keys' difference has the rotation of the
-        stored keys.
+        int8 ``[L, Hk, T, Dk]`` and ``[L, Hv, T, Dv]``, each with its scales, float32 ``[L, H, T, 1]``. The keys'
+        difference has the rotation of the stored keys.
     """
 
     start: int
@@ -49,7 +49,7 @@ class ChunkShift:
         return slice(self.start, self.start + self.num_tokens)
 
     def difference(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Return one layer's differences, not weighted, float32 ``[Hkv, num_tokens, D]``."""
+        """Return one layer's differences, not weighted, float32 ``[H, num_tokens, D]``."""
         (k, k_scale), (v, v_scale) = (
             (whole[layer_idx, :, self.inside], scale[layer_idx, :, self.inside])
             for whole, scale in (self.keys, self.values)
@@ -58,7 +58,7 @@ class ChunkShift:
 
 
 def shift_chunks(
-    shifts: Sequence[ChunkShift], layer_idx: int, cos: Tensor, sin: Tensor, layer_keys: Tensor, layer_values: Tensor
+    shifts: Sequence[ChunkShift], layer_idx: int, table: RotationTable, layer_keys: Tensor, layer_values: Tensor
 ) -> None:
     """Add the shifts of several chunks to one layer in place.
 
@@ -66,11 +66,12 @@ def shift_chunks(
     ----------
     shifts : sequence of ChunkShift
     layer_idx : int
-    cos, sin : Tensor
-        float32 ``[len(shifts), rotary / 2]``: :func:`fused_kv_kernels.rotation_tables` of the chunks' distances, which
-        their keys have been rotated by.
+        Among the layers of the shifts.
+    table : RotationTable
+        A row for each shift: :func:`fused_kv_kernels.rotation_table` of the chunks' distances, which their keys have
+        been rotated by.
     layer_keys, layer_values : Tensor
-        ``[Hkv, N, D]``.
+        ``[Hk, N, Dk]`` and ``[Hv, N, Dv]``.
 
     Raises
     ------
@@ -79,7 +80,8 @@ def shift_chunks(
     UnsupportedOperandsError
         If no kernel takes the tensors on their device.
     """
-    ShiftStack(shifts, cos, sin).add(layer_idx, layer_keys, layer_values)
+    layers = max((shift.keys[0].shape[0] for shift in shifts), default=0)
+    ShiftStack(shifts, [table] * layers).add(layer_idx, layer_keys, layer_values)
 
 
 class ShiftStack:
@@ -91,27 +93,43 @@ class ShiftStack:
     ----------
     shifts : sequence of ChunkShift
         All of the same layers.
-    cos, sin : Tensor
-        float32 ``[len(shifts), rotary / 2]``, as :func:`shift_chunks` takes them.
+    tables : sequence of RotationTable
+        One for each of their layers, as :func:`shift_chunks` takes them; the same one where layers rotate alike.
 
     Attributes
     ----------
     weights : Tensor
-        float32 ``[2, len(shifts)]`` on the device of `cos`: of the keys' shifts, and of the values'.
+        float32 ``[2, len(shifts)]`` on the device of the tables: of the keys' shifts, and of the values'.
     edges : Tensor
         int64 ``[len(shifts), 2]``, there too: the positions ``[start, stop)`` that are shifted.
-    table : Table or None
+    entries : Table or None
         How native operators take the shifts; None where they do not.
+
+    Raises
+    ------
+    ValueError
+        If there are not as many tables as layers, or not as many rows in a table as shifts.
     """
 
-    def __init__(self, shifts: Sequence[ChunkShift], cos: Tensor, sin: Tensor) -> None:
-        self.shifts = list(shifts)
-        self.cos, self.sin = (table.float().contiguous() for table in (cos, sin))
-        self.weights = torch.tensor([[shift.weight for shift in shifts]] * 2, device=cos.device).view(2, len(shifts))
+    def __init__(self, shifts: Sequence[ChunkShift], tables: Sequence[RotationTable]) -> None:
+        self.shifts, self.tables = list(shifts), list(tables)
+        self._check_tables()
+        device = tables[0].device if tables else None
+        self.weights = torch.tensor([[shift.weight for shift in shifts]] * 2, device=device).view(2, len(shifts))
         edges = [[shift.span.start, shift.span.stop] for shift in shifts]
-        self.edges = torch.tensor(edges, dtype=torch.int64, device=cos.device).view(-1, 2)
-        self.table = shift_table(self.shifts) if shifts and _on_cpu(shifts) else None
-        self._fits: tuple[int, torch.Size] | None = None
+        self.edges = torch.tensor(edges, dtype=torch.int64, device=device).view(-1, 2)
+        self.entries = shift_table(self.shifts) if shifts and _on_cpu(shifts) else None
+        self._fits: set[tuple[int, torch.Size, torch.Size]] = set()
+
+    def _check_tables(self) -> None:
+        layers = {shift.keys[0].shape[0] for shift in self.shifts}
+        if layers and layers != {len(self.tables)}:
+            msg = f"shifts of {sorted(layers)} layers need a rotation table for each (got {len(self.tables)})"
+            raise ValueError(msg)
+        rows = {len(table) for table in self.tables} - {len(self.shifts)}
+        if rows and self.shifts:
+            msg = f"{len(self.shifts)} shifts need rotation tables of as many rows (got {sorted(rows)})"
+            raise ValueError(msg)
 
     def add(self, layer_idx: int, layer_keys: Tensor, layer_values: Tensor, weights: Tensor | None = None) -> None:
         """Add one layer of the shifts to a layer of a cache, in place.
@@ -120,7 +138,7 @@ class ShiftStack:
         ----------
         layer_idx : int
         layer_keys, layer_values : Tensor
-            ``[Hkv, N, D]``.
+            ``[Hk, N, Dk]`` and ``[Hv, N, Dv]``.
         weights : Tensor or None
             float32 ``[2, len(shifts)]``: others than the shifts' own.
 
@@ -135,11 +153,16 @@ class ShiftStack:
             return
         layer = (layer_keys, layer_values)
         self.check(layer_idx, *layer)
+        table = self.tables[layer_idx]
         weights = self.weights if weights is None else self._checked(weights)
-        if use_triton("chunk shift", self.cos, self.sin, weights, layer_keys=layer_keys, layer_values=layer_values):
+        if use_triton("chunk shift", table.cos, table.sin, weights, layer_keys=layer_keys, layer_values=layer_values):
+            if table.interleaved or layer_keys.shape != layer_values.shape:
+                refuse_in_triton(
+                    "chunk shift", "because of its layout", layer_keys=layer_keys, layer_values=layer_values
+                )
             triton_op("shift_chunks", layer_keys.device)(self, layer_idx, weights, *layer)
-        elif self.table is not None and supports_rows(*layer):
-            native_shift_chunks(self.table, layer_idx, weights, self.cos, self.sin, *layer)
+        elif self.entries is not None and self.for_native(layer_idx, *layer):
+            native_shift_chunks(self.entries, layer_idx, weights, table, *layer)
         else:
             self._add_in_torch(layer_idx, *layer, weights)
 
@@ -149,11 +172,22 @@ class ShiftStack:
             raise ValueError(msg)
         return weights.to(self.weights.dtype).contiguous()
 
+    def for_native(self, layer_idx: int, layer_keys: Tensor, layer_values: Tensor) -> bool:
+        """Return whether native operators take a layer of a cache with the rotation of one of the stack."""
+        alike = layer_keys.shape == layer_values.shape and not self.tables[layer_idx].interleaved
+        return alike and supports_rows(layer_keys, layer_values)
+
+    def turned(self, number: int, layer_idx: int, keys: Tensor) -> Tensor:
+        """Return differences of keys ``[Hk, T, Dk]`` of one shift, rotated to where its chunk stands, in torch."""
+        table = self.tables[layer_idx]
+        span = slice(number, number + 1)
+        return rotate_in_torch(keys, table.cos[span], table.sin[span], table.interleaved)
+
     def _add_in_torch(self, layer_idx: int, layer_keys: Tensor, layer_values: Tensor, weights: Tensor) -> None:
         for number, shift in enumerate(self.shifts):
             keys, values = (part.to(layer_keys.device) for part in shift.difference(layer_idx))
-            turned = rotate_in_torch(keys, self.cos[number : number + 1], self.sin[number : number + 1])
-            layer_keys[:, shift.span] += (turned * weights[0, number]).to(layer_keys.dtype)
+            turned = self.turned(number, layer_idx, keys) * weights[0, number]
+            layer_keys[:, shift.span] += turned.to(layer_keys.dtype)
             layer_values[:, shift.span] += (values * weights[1, number]).to(layer_values.dtype)
 
     def check(self, layer_idx: int, layer_keys: Tensor, layer_values: Tensor) -> None:
@@ -164,9 +198,12 @@ class ShiftStack:
         ValueError
             If one does not.
         """
-        if self._fits is None or not 0 <= layer_idx < self._fits[0] or layer_keys.shape != self._fits[1]:
-            _check(self.shifts, layer_idx, layer_keys, layer_values)
-            self._fits = min(shift.keys[0].shape[0] for shift in self.shifts), layer_keys.shape
+        is_one = 0 <= layer_idx < len(self.tables)
+        half = self.tables[layer_idx].half if is_one else 0
+        shape = half, layer_keys.shape, layer_values.shape
+        if not is_one or shape not in self._fits:
+            _check(self.shifts, layer_idx, half, layer_keys, layer_values)
+            self._fits.add(shape)
 
 
 def _on_cpu(shifts: Sequence[ChunkShift]) -> bool:
@@ -174,22 +211,24 @@ def _on_cpu(shifts: Sequence[ChunkShift]) -> bool:
     return all(part.is_contiguous() and part.device.type == "cpu" for part in parts)
 
 
-def _check(shifts: Sequence[ChunkShift], layer_idx: int, layer_keys: Tensor, layer_values: Tensor) -> None:
-    heads, length, dim = layer_keys.shape
+def _check(shifts: Sequence[ChunkShift], layer_idx: int, half: int, layer_keys: Tensor, layer_values: Tensor) -> None:
+    length = layer_keys.shape[1]
     for shift in shifts:
-        whole, scale = shift.keys[0].shape, shift.keys[1].shape
-        same = whole == shift.values[0].shape and scale == shift.values[1].shape == (*whole[:3], 1)
-        dtypes = [part.dtype for part in (*shift.keys, *shift.values)]
-        fits = (
-            same
-            and layer_keys.shape == layer_values.shape
-            and (whole[1], whole[3]) == (heads, dim)
-            and dtypes == [torch.int8, torch.float32] * 2
-        )
+        whole = shift.keys[0].shape
+        fits = layer_values.shape[1] == length and 2 * half <= whole[3]
+        for (part, scale), layer in ((shift.keys, layer_keys), (shift.values, layer_values)):
+            fits = fits and part.shape == (*whole[:1], layer.shape[0], whole[2], layer.shape[2])
+            fits = fits and scale.shape == (*part.shape[:3], 1)
+            fits = fits and (part.dtype, scale.dtype) == (torch.int8, torch.float32)
         fits = fits and 0 <= layer_idx < whole[0] and 0 <= shift.inside.start <= shift.inside.stop <= whole[2]
         if not fits or shift.start < 0 or shift.start + shift.num_tokens > length:
             msg = (
-                f"a shift of {list(whole)} by {dtypes}, tokens {shift.inside}, does not fit into layer {layer_idx} of "
-                f"{list(layer_keys.shape)} at {shift.start}"
+                f"a shift of keys {_shapes(shift.keys)} and values {_shapes(shift.values)}, tokens {shift.inside}, "
+                f"does not fit into layer {layer_idx} of {list(layer_keys.shape)} and {list(layer_values.shape)} at "
+                f"{shift.start}"
             )
             raise ValueError(msg)
+
+
+def _shapes(pair: tuple[Tensor, Tensor]) -> str:
+    return " and scales ".join(f"{list(part.shape)} {part.dtype}" for part in pair)

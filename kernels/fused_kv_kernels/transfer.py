@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .dispatch import triton_op, use_triton
+from .dispatch import refuse_in_triton, triton_op, use_triton
 from .native import native_transfer, supports, supports_rows
-from .rotate import rotate_in_torch
+from .rotate import RotationTable, rotate_in_torch
 
-__all__ = ["TransferPlan", "check_transfer", "transfer_deviation"]
+__all__ = ["TransferPlan", "check_fresh_rows", "transfer_deviation"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +29,12 @@ class TransferPlan:
         lies in one of them.
     weights : Tensor
         float32 ``[K]``: what the sum of a chunk's deviations is multiplied by.
-    cos, sin : Tensor
-        float32 ``[N, rotary / 2]``: :func:`fused_kv_kernels.rotation_tables` of all positions.
     """
 
     selected: Tensor
     fresh_rows: Tensor
     spans: Tensor
     weights: Tensor
-    cos: Tensor
-    sin: Tensor
 
     @property
     def bounds(self) -> Tensor:
@@ -48,7 +44,12 @@ class TransferPlan:
 
 
 def transfer_deviation(
-    plan: TransferPlan, fresh_keys: Tensor, fresh_values: Tensor, layer_keys: Tensor, layer_values: Tensor
+    plan: TransferPlan,
+    table: RotationTable,
+    fresh_keys: Tensor,
+    fresh_values: Tensor,
+    layer_keys: Tensor,
+    layer_values: Tensor,
 ) -> None:
     """Correct one layer in place, given its fresh rows before they replace the stored ones.
 
@@ -59,10 +60,12 @@ def transfer_deviation(
     Parameters
     ----------
     plan : TransferPlan
+    table : RotationTable
+        The layer's, a row for each position of the prompt: :func:`fused_kv_kernels.rotation_table` of all positions.
     fresh_keys, fresh_values : Tensor
-        ``[Hkv, R, D]``.
+        ``[Hk, R, Dk]`` and ``[Hv, R, Dv]``.
     layer_keys, layer_values : Tensor
-        ``[Hkv, N, D]``, changed in place.
+        ``[Hk, N, Dk]`` and ``[Hv, N, Dv]``, changed in place.
 
     Raises
     ------
@@ -74,14 +77,28 @@ def transfer_deviation(
     stored = (layer_keys, layer_values)
     operands = {"fresh_keys": fresh_keys, "fresh_values": fresh_values}
     operands |= {"layer_keys": layer_keys, "layer_values": layer_values}
-    indices = (plan.selected, plan.fresh_rows, plan.spans, plan.weights, plan.cos, plan.sin)
+    indices = (plan.selected, plan.fresh_rows, plan.spans, plan.weights, table.cos, table.sin)
+    # A cache has room behind the prompt, which a table of the prompt's positions does not reach.
+    check_fresh_rows(plan, (fresh_keys, fresh_values), stored, len(table))
+    if 2 * table.half > layer_keys.shape[2]:
+        msg = f"a rotation table {list(table.cos.shape)} and keys {list(layer_keys.shape)} do not fit together"
+        raise ValueError(msg)
+    alike = layer_keys.shape == layer_values.shape and not table.interleaved
     if use_triton("deviation transfer", *indices, **operands):
-        triton_op("transfer_deviation", layer_keys.device)(plan, *operands.values())
+        if not alike:
+            refuse_in_triton("deviation transfer", "because of its layout", **operands)
+        triton_op("transfer_deviation", layer_keys.device)(plan, table, *operands.values())
         return
-    check_transfer(plan, fresh_keys, fresh_values, layer_keys, layer_values)
-    if supports(fresh_keys, fresh_values, *stored) and supports_rows(*stored):
-        native_transfer(plan, fresh_keys, fresh_values, layer_keys, layer_values)
+    if alike and supports(fresh_keys, fresh_values, *stored) and supports_rows(*stored):
+        native_transfer(plan, table, fresh_keys, fresh_values, layer_keys, layer_values)
         return
+    _in_torch(plan, table, (fresh_keys, fresh_values), stored)
+
+
+def _in_torch(
+    plan: TransferPlan, table: RotationTable, fresh: tuple[Tensor, Tensor], stored: tuple[Tensor, Tensor]
+) -> None:
+    layer_keys, layer_values = stored
     counts = plan.bounds.diff()
     chunk_of = torch.repeat_interleave(torch.arange(counts.shape[0], device=counts.device), counts)
 
@@ -92,41 +109,50 @@ def transfer_deviation(
     def deviation(fresh: Tensor, layer: Tensor) -> Tensor:
         return fresh.index_select(1, plan.fresh_rows).float() - layer.index_select(1, plan.selected).float()
 
-    to_zero = (plan.cos[plan.selected], -plan.sin[plan.selected])
-    keys = summed(rotate_in_torch(deviation(fresh_keys, layer_keys), *to_zero))
-    values = summed(deviation(fresh_values, layer_values))
+    def turned_by(angles: RotationTable, keys: Tensor) -> Tensor:
+        return rotate_in_torch(keys, angles.cos, angles.sin, angles.interleaved)
+
+    keys = summed(turned_by(table.rows(plan.selected).inverse(), deviation(fresh[0], layer_keys)))
+    values = summed(deviation(fresh[1], layer_values))
     for chunk, (start, stop) in enumerate(plan.spans.tolist()):
-        turned = rotate_in_torch(
-            keys[:, chunk : chunk + 1].expand(-1, stop - start, -1), plan.cos[start:stop], plan.sin[start:stop]
-        )
+        turned = turned_by(table.rows(slice(start, stop)), keys[:, chunk : chunk + 1].expand(-1, stop - start, -1))
         layer_keys[:, start:stop] += turned.to(layer_keys.dtype)
         layer_values[:, start:stop] += values[:, chunk : chunk + 1].to(layer_values.dtype)
 
 
-def check_transfer(
-    plan: TransferPlan, fresh_keys: Tensor, fresh_values: Tensor, layer_keys: Tensor, layer_values: Tensor
+def check_fresh_rows(
+    plan: TransferPlan, fresh: tuple[Tensor, Tensor], stored: tuple[Tensor, Tensor], positions: int
 ) -> None:
     """Refuse operands that do not fit together.
+
+    Parameters
+    ----------
+    plan : TransferPlan
+    fresh, stored : tuple of Tensor
+        Keys and values of fresh rows ``[H, R, D]``, and of a layer ``[H, N, D]``.
+    positions : int
+        Those that may be selected are less.
 
     Raises
     ------
     ValueError
         If a shape does not fit or, on a CPU, a position or a row lies outside the tensors.
     """
-    heads, length, dim = layer_keys.shape
-    shapes_fit = layer_keys.shape == layer_values.shape and fresh_keys.shape == fresh_values.shape
-    shapes_fit = shapes_fit and (fresh_keys.shape[0], fresh_keys.shape[2]) == (heads, dim)
-    # A cache has room behind the prompt, which tables of the prompt's positions do not reach. On a GPU, looking at
-    # positions would wait for it.
-    on_cpu = layer_keys.device.type == "cpu"
-    most = min(length, plan.cos.shape[0])
-    inside = not on_cpu or all(
-        part.numel() == 0 or (int(part.min()) >= 0 and int(part.max()) <= last)
-        for part, last in ((plan.selected, most - 1), (plan.fresh_rows, fresh_keys.shape[1] - 1), (plan.spans, most))
+    rows, length = fresh[0].shape[1], stored[0].shape[1]
+    fits = fresh[1].shape[1] == rows and stored[1].shape[1] == length
+    fits = fits and all(
+        (x.shape[0], x.shape[2]) == (y.shape[0], y.shape[2]) for x, y in zip(fresh, stored, strict=True)
     )
-    if not shapes_fit or not inside or plan.cos.shape != plan.sin.shape or 2 * plan.cos.shape[1] > dim:
+    # On a GPU, looking at positions would wait for it.
+    most = min(length, positions)
+    inside = stored[0].device.type != "cpu" or all(
+        part.numel() == 0 or (int(part.min()) >= 0 and int(part.max()) <= last)
+        for part, last in ((plan.selected, most - 1), (plan.fresh_rows, rows - 1), (plan.spans, most))
+    )
+    if not fits or not inside:
+        shapes = [[list(part.shape) for part in pair] for pair in (fresh, stored)]
         msg = (
-            f"fresh rows {list(fresh_keys.shape)}, a layer {list(layer_keys.shape)}, tables {list(plan.cos.shape)} and "
-            f"chunks {plan.spans.tolist()} do not fit together"
+            f"fresh keys and values {shapes[0]}, a layer's {shapes[1]}, {positions} positions and chunks "
+            f"{plan.spans.tolist()} do not fit together"
         )
         raise ValueError(msg)

@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
-from fused_kv_kernels import ChunkShift, PageTable, SharedPages, ShiftStack, TransferPlan
+from fused_kv_kernels import ChunkShift, PageTable, RotationTable, SharedPages, ShiftStack, TransferPlan
 from fused_kv_kernels.triton_ops import configs
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -111,15 +111,15 @@ def _call(dtype: torch.dtype, dim: int, only: str | None) -> None:
     token_scores.token_scores(q, k, rows, 0.125, splits=4)
     half = dim // 2
     _pages(q, rows)
-    one, every = (torch.empty(1, half),) * 2, (torch.empty(4096, half),) * 2
-    place_chunks.place_chunks([(k[0], k[0])], [0], *one, k[0], k[0])
-    rerotate_keys.rerotate_keys(k[0], *every)
+    one, every = (RotationTable(*(torch.empty(rows, half),) * 2) for rows in (1, 4096))
+    place_chunks.place_chunks([(k[0], k[0])], [0], one, k[0], k[0])
+    rerotate_keys.rerotate_keys(k[0], every)
     bytes_ = (torch.empty(2, 4, 99, dim, dtype=torch.int8), torch.empty(2, 4, 99, 1))
-    stack = ShiftStack([ChunkShift(5, slice(1, 99), 0.5, bytes_, bytes_)], *one)
+    stack = ShiftStack([ChunkShift(5, slice(1, 99), 0.5, bytes_, bytes_)], [one] * 2)
     shift_chunks.shift_chunks(stack, 1, stack.weights, k[0], k[0])
-    plan = TransferPlan(rows, rows, torch.tensor([[0, 4000]]), torch.ones(1), *every)
+    plan = TransferPlan(rows, rows, torch.tensor([[0, 4000]]), torch.ones(1))
     fit_shifts.fit_shifts(plan, stack, 1, stack.edges, (q[0, :4], q[0, :4]), (k[0], k[0]))
-    transfer_deviation.transfer_deviation(plan, q[0, :4], q[0, :4], k[0], k[0])
+    transfer_deviation.transfer_deviation(plan, every, q[0, :4], q[0, :4], k[0], k[0])
     kv_deviation.kv_deviation(k[0], k[0], k[0], k[0], rows, rows)
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tolerance import assert_near
 from torch import Tensor
 
-from fused_kv_kernels import ChunkShift, ShiftStack, TransferPlan, fit_shifts, rotation_tables
+from fused_kv_kernels import ChunkShift, RotationTable, ShiftStack, TransferPlan, fit_shifts, rotation_table
 from fused_kv_kernels.reference import rerotate_keys_reference
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -55,15 +55,16 @@ def _compare(
     pad = torch.randn(heads, 2, dim, generator=generator).to(dtype)
     rows_of = [torch.cat((pad, *(pair[i] for pair in fresh), pad), dim=1).to(device) for i in (0, 1)]
     positions = torch.cat(selected)
-    tables = (table.to(device) for table in rotation_tables(torch.arange(total), inv_freq))
     plan = TransferPlan(
         positions.to(device),
         torch.arange(2, 2 + positions.shape[0], device=device),
         torch.tensor([[shift.span.start, shift.span.stop] for shift in shifts], device=device),
         torch.ones(len(shifts), device=device),
-        *tables,
     )
-    stack = ShiftStack(shifts, *(table.to(device) for table in rotation_tables(torch.tensor(deltas), inv_freq)))
+    table, other = (
+        rotation_table(moves, inv_freq).to(device) for moves in (torch.tensor(deltas), torch.zeros(len(deltas)))
+    )
+    stack = ShiftStack(shifts, [other, table, other])
     got = fit_shifts(plan, stack, 1, DAMPING, (rows_of[0], rows_of[1]), tuple(layer.to(device)))  # type: ignore[arg-type]
     limited = torch.tensor(want).T.clamp(-1.6, 1.6)
     assert_near(got, limited, dtype)
@@ -96,17 +97,18 @@ def test_triton_is_damped_least_squares(
 
 def test_rows_outside_the_layer_are_refused() -> None:
     parts = torch.ones(1, 1, 4, 8, dtype=torch.int8), torch.ones(1, 1, 4, 1)
-    stack = ShiftStack([ChunkShift(0, slice(0, 4), 0.5, parts, parts)], torch.ones(1, 4), torch.zeros(1, 4))
-    tables = torch.ones(6, 4), torch.zeros(6, 4)
-    plan = TransferPlan(torch.tensor([1, 9]), torch.tensor([0, 1]), torch.tensor([[0, 4]]), torch.ones(1), *tables)
+    stack = ShiftStack(
+        [ChunkShift(0, slice(0, 4), 0.5, parts, parts)], [RotationTable(torch.ones(1, 4), torch.zeros(1, 4))]
+    )
+    plan = TransferPlan(torch.tensor([1, 9]), torch.tensor([0, 1]), torch.tensor([[0, 4]]), torch.ones(1))
     layer = torch.zeros(2, 1, 6, 8).unbind()
     with pytest.raises(ValueError, match="do not fit together"):
         fit_shifts(plan, stack, 0, DAMPING, layer, layer)  # type: ignore[arg-type]
 
 
 def test_without_shifts_there_is_nothing_to_fit() -> None:
-    stack = ShiftStack([], torch.empty(0, 4), torch.empty(0, 4))
-    at, tables = torch.tensor([1]), (torch.ones(6, 4), torch.zeros(6, 4))
-    plan = TransferPlan(at, torch.tensor([0]), torch.tensor([[0, 4]]), torch.ones(1), *tables)
+    stack = ShiftStack([], [])
+    at = torch.tensor([1])
+    plan = TransferPlan(at, torch.tensor([0]), torch.tensor([[0, 4]]), torch.ones(1))
     layer = torch.zeros(2, 1, 6, 8).unbind()
     assert fit_shifts(plan, stack, 0, DAMPING, layer, layer).shape == (2, 0)  # type: ignore[arg-type]

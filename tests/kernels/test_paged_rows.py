@@ -6,7 +6,7 @@ import pytest
 import torch
 from tolerance import TOLERANCE, assert_near
 
-from fused_kv_kernels import PageTable, SharedPages, paged_row_attention, rerotate_keys, rotation_tables
+from fused_kv_kernels import PageTable, SharedPages, paged_row_attention, rerotate_keys, rotation_table
 from fused_kv_kernels.reference import row_attention_reference
 from fused_kv_kernels.reference_paged import paged_row_attention_reference
 
@@ -68,9 +68,9 @@ def test_a_request_is_what_it_would_be_alone(device: torch.device) -> None:
     pool, inv_freq = _pool(dim, 1, torch.float32, device), _inv_freq(dim)
     table = PageTable([[SharedPages([1, 2, 3], tokens, start, start)]], [[6, 7, 8, 9]], PAGE, inv_freq, device)
     chunk = pool[:, 1:4].transpose(1, 2).reshape(2, 1, 48, dim)[:, :, :tokens]
-    tables = rotation_tables(torch.full((tokens,), start), inv_freq)
+    turn = rotation_table(torch.full((tokens,), start), inv_freq).to(device)
     fused = torch.zeros(2, 1, 75, dim, device=device)
-    fused[0, :, start : start + tokens] = rerotate_keys(chunk[0], *(t.to(device) for t in tables))
+    fused[0, :, start : start + tokens] = rerotate_keys(chunk[0], turn)
     fused[1, :, start : start + tokens] = chunk[1]
     # A header, two recomputed tokens of the chunk, and the question.
     rows = [*range(start), 36, 55, *range(70, 75)]

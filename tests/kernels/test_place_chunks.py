@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tolerance import PLACED, assert_near
 
-from fused_kv_kernels import ChunkStack, place_chunks, rotation_tables, why_not_native
+from fused_kv_kernels import ChunkStack, RotationTable, place_chunks, rotation_table, why_not_native
 from fused_kv_kernels.reference import place_chunks_reference, rerotate_keys_reference
 
 
@@ -42,7 +42,7 @@ def test_equals_reference(
         moves = torch.full((keys.shape[1],), delta)
         want[0, :, start : start + keys.shape[1]] = rerotate_keys_reference(keys, moves, _inv_freq(rotary))
         want[1, :, start : start + keys.shape[1]] = values
-    place_chunks(chunks, starts, *rotation_tables(torch.tensor(deltas), _inv_freq(rotary)), layer[0], layer[1])
+    place_chunks(chunks, starts, rotation_table(torch.tensor(deltas), _inv_freq(rotary)), layer[0], layer[1])
     assert torch.equal(layer[1], want[1])
     assert_near(layer[0], want[0], dtype, PLACED)
 
@@ -51,9 +51,9 @@ def test_equals_reference(
 def test_chunks_in_another_dtype_than_the_layer(stored: torch.dtype, computed: torch.dtype) -> None:
     """Native operators take one dtype: a stack of another must not be read as if it had the layer's."""
     keys, values = torch.randn(2, 2, 3, 11, 64).to(stored)
-    tables = rotation_tables(torch.tensor([7]), _inv_freq(64))
+    table = rotation_table(torch.tensor([7]), _inv_freq(64))
     layer = torch.zeros(2, 3, 20, 64, dtype=computed)
-    ChunkStack([(keys, values)], [5], *tables).place(1, *layer)
+    ChunkStack([(keys, values)], [5], [table] * 2).place(1, *layer)
     want = rerotate_keys_reference(keys[1].float(), torch.full((11,), 7), _inv_freq(64))
     assert_near(layer[0, :, 5:16], want, torch.bfloat16, PLACED)
     assert torch.equal(layer[1, :, 5:16], values[1].to(computed))
@@ -63,7 +63,7 @@ def test_chunks_in_another_dtype_than_the_layer(stored: torch.dtype, computed: t
 def test_a_chunk_that_does_not_move_keeps_every_bit(dtype: torch.dtype) -> None:
     keys, values = torch.randn(2, 3, 11, 64).to(dtype)
     layer = torch.zeros(2, 3, 20, 64, dtype=dtype)
-    place_chunks([(keys, values)], [5], *rotation_tables(torch.zeros(1, dtype=torch.int64), _inv_freq(64)), *layer)
+    place_chunks([(keys, values)], [5], rotation_table(torch.zeros(1, dtype=torch.int64), _inv_freq(64)), *layer)
     assert torch.equal(layer[0, :, 5:16], keys)
     assert torch.equal(layer[1, :, 5:16], values)
     assert not layer[:, :, :5].any()
@@ -72,7 +72,7 @@ def test_a_chunk_that_does_not_move_keeps_every_bit(dtype: torch.dtype) -> None:
 
 def test_no_chunks_change_nothing() -> None:
     layer = torch.ones(2, 1, 4, 8)
-    place_chunks([], [], torch.empty(0, 4), torch.empty(0, 4), layer[0], layer[1])
+    place_chunks([], [], RotationTable(torch.empty(0, 4), torch.empty(0, 4)), layer[0], layer[1])
     assert torch.equal(layer, torch.ones(2, 1, 4, 8))
 
 
@@ -84,19 +84,22 @@ def test_a_stack_places_every_layer_as_single_layers_are(dtype: torch.dtype, cut
     for tokens in (9, 12):
         keys, values = torch.randn(2, 3, 2, tokens, 16, generator=generator).to(dtype)
         chunks.append((keys[..., cut, :], values[..., cut, :]))
-    starts, tables = [1, 15], rotation_tables(torch.tensor([5, -300]), _inv_freq(16))
-    stack = ChunkStack(chunks, starts, *tables)
+    starts, tables = (
+        [1, 15],
+        [rotation_table(torch.tensor(moves), _inv_freq(16)) for moves in ([5, -300], [0, 7], [9, 9])],
+    )
+    stack = ChunkStack(chunks, starts, tables)
     for layer in (2, 0, 1):
         got, want = torch.zeros(2, 2, 2, 30, 16, dtype=dtype)
         stack.place(layer, got[0], got[1])
-        place_chunks([(keys[layer], values[layer]) for keys, values in chunks], starts, *tables, want[0], want[1])
+        place_chunks([(keys[layer], values[layer]) for keys, values in chunks], starts, tables[layer], want[0], want[1])
         assert torch.equal(got, want)
         assert bool(got.any())
 
 
 def test_an_empty_stack_places_nothing() -> None:
     layer = torch.ones(2, 1, 4, 8)
-    ChunkStack([], [], torch.empty(0, 4), torch.empty(0, 4)).place(0, layer[0], layer[1])
+    ChunkStack([], [], []).place(0, layer[0], layer[1])
     assert torch.equal(layer, torch.ones(2, 1, 4, 8))
 
 
@@ -133,7 +136,7 @@ def test_eight_bits_equal_the_reference(
     deltas = [delta * (i + 1) for i in range(len(lengths))]
     got = torch.full((2, heads, sum(lengths) + 12, dim), 7.0, dtype=torch.bfloat16)
     want = got.float()
-    place_chunks(chunks, starts, *rotation_tables(torch.tensor(deltas), _inv_freq(rotary)), *got, scales)
+    place_chunks(chunks, starts, rotation_table(torch.tensor(deltas), _inv_freq(rotary)), *got, scales)
     place_chunks_reference(chunks, starts, deltas, _inv_freq(rotary), *want, scales)
     # Two terms that nearly cancel leave their own error, and values of up to 127 / 30 are scaled without any.
     torch.testing.assert_close(got[0].float(), want[0], atol=4e-6, rtol=2**-8)
@@ -145,14 +148,17 @@ def test_a_stack_in_eight_bits_places_every_layer_as_single_layers_are() -> None
     cut = slice(2, 7)
     chunks = [(kv[0][..., cut, :], kv[1][..., cut, :]) for kv, _ in parts]
     scales = [(key_scale, value_scale[..., cut, :]) for _, (key_scale, value_scale) in parts]
-    starts, tables = [1, 15], rotation_tables(torch.tensor([5, -300]), _inv_freq(16))
-    stack = ChunkStack(chunks, starts, *tables, scales=scales)
-    assert (stack._table is None) == (why_not_native() is not None)
+    starts, tables = (
+        [1, 15],
+        [rotation_table(torch.tensor(moves), _inv_freq(16)) for moves in ([5, -300], [0, 7], [9, 9])],
+    )
+    stack = ChunkStack(chunks, starts, tables, scales=scales)
+    assert (stack._entries is None) == (why_not_native() is not None)
     for layer in (2, 0, 1):
         got, want = torch.zeros(2, 2, 2, 30, 16, dtype=torch.bfloat16)
         stack.place(layer, *got)
         one, factors = ([(a[layer], b[layer]) for a, b in pairs] for pairs in (chunks, scales))
-        place_chunks(one, starts, *tables, *want, factors)
+        place_chunks(one, starts, tables[layer], *want, factors)
         assert torch.equal(got, want)
         assert bool(got.any())
 
@@ -161,7 +167,8 @@ def test_a_stack_in_eight_bits_places_every_layer_as_single_layers_are() -> None
 @pytest.mark.parametrize("wrong", ["before the first", "after the last", "other values"])
 def test_a_stack_writes_and_reads_nothing_beside_its_layers(wrong: str, before: bool) -> None:
     """What native code would believe: a layer that is none, values that are smaller than the keys."""
-    stack = ChunkStack([tuple(torch.randn(2, 3, 1, 6, 64))], [4], *rotation_tables(torch.tensor([3]), _inv_freq(64)))
+    table = rotation_table(torch.tensor([3]), _inv_freq(64))
+    stack = ChunkStack([tuple(torch.randn(2, 3, 1, 6, 64))], [4], [table] * 3)
     layer = torch.zeros(2, 1, 12, 64)
     if before:
         stack.place(0, *layer)
@@ -174,16 +181,13 @@ def test_a_stack_writes_and_reads_nothing_beside_its_layers(wrong: str, before: 
 @pytest.mark.parametrize("wrong", ["missing", "keys", "values", "layers"])
 def test_scales_that_do_not_fit_are_refused(wrong: str) -> None:
     kv, scales = _int8(6, 2, 16, 0, layers=2)
-    tables = rotation_tables(torch.tensor([3]), _inv_freq(16))
+    tables = [rotation_table(torch.tensor([3]), _inv_freq(16))] * 2
     pairs, error = {
         "missing": ([], "0 pairs of scales and 1 chunks"),
         "keys": ([(scales[0][..., :8], scales[1])], "are not those of a chunk"),
         "values": ([(scales[0], scales[1][:, :, :4])], "are not those of a chunk"),
-        "layers": ([(scales[0][:1], scales[1][:1])], "out of bounds"),
+        "layers": ([(scales[0][:1], scales[1][:1])], r"layers needs a rotation table for each"),
     }[wrong]
-    stack = ChunkStack([kv], [2], *tables, scales=pairs)
     layer = torch.zeros(2, 2, 30, 16, dtype=torch.bfloat16)
-    if wrong == "layers":
-        stack.place(0, *layer)
-    with pytest.raises((ValueError, IndexError), match=error):
-        stack.place(1, *layer)
+    with pytest.raises(ValueError, match=error):
+        ChunkStack([kv], [2], tables, scales=pairs).place(1, *layer)

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tolerance import TOLERANCE, assert_near
 
-from fused_kv_kernels import UnsupportedOperandsError, place_chunks, rotation_tables
+from fused_kv_kernels import UnsupportedOperandsError, place_chunks, rotation_table
 from fused_kv_kernels.reference import place_chunks_reference
 
 
@@ -33,10 +33,10 @@ def _compare(tokens: list[int], dim: int, rotary: int, interleaved: bool, dtype:
         scales = [tuple((torch.rand(s) / 30).half().to(device) for s in both) for both in shapes]
     starts = [sum(tokens[:i]) + 3 * i for i in range(len(tokens))]
     deltas = [(-1) ** i * 777 * (i + 1) for i in range(len(tokens))]
-    tables = rotation_tables(torch.tensor(deltas), _inv_freq(rotary))
+    table = rotation_table(torch.tensor(deltas), _inv_freq(rotary), interleaved).to(device)
     got = torch.full((2, 2, sum(tokens) + 20, dim), 7.0, dtype=out, device=device)
     want = got.float().clone()
-    place_chunks(chunks, starts, *(t.to(device) for t in tables), *got, scales, interleaved)
+    place_chunks(chunks, starts, table, *got, scales)
     place_chunks_reference(chunks, starts, deltas, _inv_freq(rotary).to(device), *want, scales, interleaved)
     # Rotating adds up terms as large as the chunks' 100.
     assert_near(got.float() / 100, want / 100, out)
@@ -66,9 +66,9 @@ def test_int8_in_plain_torch(interleaved: bool, monkeypatch: pytest.MonkeyPatch)
 def test_slices_of_chunks(device: torch.device) -> None:
     """The engine places parts of chunks: heads lie further apart than a part's tokens take."""
     ((keys, values),) = _chunks([40], 2, 64, torch.float32, device)
-    tables = [t.to(device) for t in rotation_tables(torch.tensor([0]), _inv_freq(64))]
+    table = rotation_table(torch.tensor([0]), _inv_freq(64)).to(device)
     layer = torch.zeros(2, 2, 30, 64, device=device)
-    place_chunks([(keys[:, 7:20], values[:, 7:20])], [4], *tables, *layer)
+    place_chunks([(keys[:, 7:20], values[:, 7:20])], [4], table, *layer)
     assert torch.equal(layer[0, :, 4:17], keys[:, 7:20])
     assert torch.equal(layer[1, :, 4:17], values[:, 7:20])
     assert not layer[:, :, 17:].any()
@@ -76,7 +76,7 @@ def test_slices_of_chunks(device: torch.device) -> None:
 
 def test_refuses_chunks_that_do_not_fit_together(device: torch.device) -> None:
     chunks = _chunks([4], 1, 16, torch.int8, device)
-    tables = rotation_tables(torch.tensor([0]), _inv_freq(16))
+    table = rotation_table(torch.tensor([0]), _inv_freq(16)).to(device)
     layer = torch.zeros(2, 1, 10, 16, device=device)
     with pytest.raises(UnsupportedOperandsError, match="scales for int8"):
-        place_chunks(chunks, [0], *tables, *layer)
+        place_chunks(chunks, [0], table, *layer)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tolerance import assert_near
 
-from fused_kv_kernels import ChunkShift, ShiftStack, rotation_tables, shift_chunks
+from fused_kv_kernels import ChunkShift, RotationTable, ShiftStack, rotation_table, shift_chunks
 from fused_kv_kernels.reference import rerotate_keys_reference
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -44,13 +44,14 @@ def _compare(
         want[0, :, at : at + count] += rerotate_keys_reference(change[0], turns, inv_freq)
         want[1, :, at : at + count] += change[1]
         at += count + 1
-    got, tables = layer.to(device), rotation_tables(torch.tensor(deltas), inv_freq)
+    got, table = layer.to(device), rotation_table(torch.tensor(deltas), inv_freq).to(device)
+    other = rotation_table(torch.zeros(len(deltas)), inv_freq).to(device)
     stacked = got.clone()
-    shift_chunks(shifts, 2, *(table.to(device) for table in tables), *got)
-    ShiftStack(shifts, *(table.to(device) for table in tables)).add(2, *stacked)
+    shift_chunks(shifts, 2, table, *got)
+    stack = ShiftStack(shifts, [other, other, table])
+    stack.add(2, *stacked)
     assert torch.equal(stacked, got)
     assert_near(got, want, dtype)
-    stack = ShiftStack(shifts, *(table.to(device) for table in tables))
     # Not contiguous, as a fit may leave them.
     others = torch.stack((2 * stack.weights[0], -stack.weights[1]), dim=1).T
     again = plain.clone().to(device, dtype)
@@ -87,14 +88,16 @@ def test_triton_equals_the_formula(
 
 def test_no_shift_changes_nothing() -> None:
     layer = torch.ones(2, 1, 4, 8)
-    shift_chunks([], 0, torch.empty(0, 4), torch.empty(0, 4), layer[0], layer[1])
-    ShiftStack([], torch.empty(0, 4), torch.empty(0, 4)).add(0, layer[0], layer[1])
+    shift_chunks([], 0, RotationTable(torch.empty(0, 4), torch.empty(0, 4)), layer[0], layer[1])
+    ShiftStack([], []).add(0, layer[0], layer[1])
     assert torch.equal(layer, torch.ones(2, 1, 4, 8))
 
 
 def test_weights_of_another_number_of_shifts_are_refused() -> None:
     parts = torch.ones(1, 1, 4, 8, dtype=torch.int8), torch.ones(1, 1, 4, 1)
-    stack = ShiftStack([ChunkShift(0, slice(0, 4), 0.5, parts, parts)], torch.ones(1, 4), torch.zeros(1, 4))
+    stack = ShiftStack(
+        [ChunkShift(0, slice(0, 4), 0.5, parts, parts)], [RotationTable(torch.ones(1, 4), torch.zeros(1, 4))]
+    )
     layer = torch.zeros(2, 1, 6, 8)
     with pytest.raises(ValueError, match="weights"):
         stack.add(0, layer[0], layer[1], torch.ones(2, 3))

@@ -13,6 +13,7 @@ from torch import Tensor
 from .library import int64_array, kept_array, loaded_library, native_library, num_threads
 
 if TYPE_CHECKING:
+    from fused_kv_kernels.rotate import RotationTable
     from fused_kv_kernels.shift_chunks import ChunkShift
     from fused_kv_kernels.transfer import TransferPlan
 
@@ -73,11 +74,11 @@ def supports_int8_rows(chunks: Sequence[tuple[Tensor, Tensor]], scales: Sequence
     )
 
 
-def _layer(layer_keys: Tensor, layer_values: Tensor, cos: Tensor) -> tuple[int, ...]:
-    """Return how the operators that write into a layer of a cache take it, and with how many threads."""
+def _layer(layer_keys: Tensor, layer_values: Tensor, table: RotationTable) -> tuple[int, ...]:
+    """Return how the operators that rotate into a layer of a cache take it, and with how many threads."""
     heads, _, dim = layer_keys.shape
     addresses = (layer_keys.data_ptr(), layer_values.data_ptr())
-    return (*addresses, layer_keys.stride(0), layer_values.stride(0), heads, dim, cos.shape[1], num_threads())
+    return (*addresses, layer_keys.stride(0), layer_values.stride(0), heads, dim, table.half, num_threads())
 
 
 def native_row_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float, scratch: Tensor) -> Tensor:
@@ -196,30 +197,33 @@ def int8_chunk_table(
 
 
 def native_place_chunks(
-    table: Table, count: int, layer: int, cos: Tensor, sin: Tensor, layer_keys: Tensor, layer_values: Tensor,
+    entries: Table, count: int, layer: int, table: RotationTable, layer_keys: Tensor, layer_values: Tensor,
     *, int8: bool = False,
 ) -> None:  # fmt: skip
     """Rotate and copy one layer of `count` chunks into a cache, as :func:`fused_kv_kernels.place_chunks` does.
 
-    The table is one of :func:`chunk_table`, or of :func:`int8_chunk_table`.
+    The entries are those of :func:`chunk_table`, or of :func:`int8_chunk_table`.
     """
     library = loaded_library(layer_keys.dtype)
     place = library.fkv_place_int8_chunks if int8 else library.fkv_place_chunks
-    place(table, count, layer, cos.data_ptr(), sin.data_ptr(), *_layer(layer_keys, layer_values, cos))
+    angles = table.cos.data_ptr(), table.sin.data_ptr()
+    place(entries, count, layer, *angles, *_layer(layer_keys, layer_values, table))
 
 
 def native_transfer(
-    plan: TransferPlan, fresh_keys: Tensor, fresh_values: Tensor, layer_keys: Tensor, layer_values: Tensor
+    plan: TransferPlan,
+    table: RotationTable,
+    fresh_keys: Tensor,
+    fresh_values: Tensor,
+    layer_keys: Tensor,
+    layer_values: Tensor,
 ) -> None:
     """Correct one layer in place, as :func:`fused_kv_kernels.transfer_deviation` does."""
 
-    def dense(table: Tensor, dtype: torch.dtype) -> Tensor:
-        return table.to(dtype).contiguous()
-
     fresh_rows, selected, bounds, spans = (
-        dense(table, torch.int64) for table in (plan.fresh_rows, plan.selected, plan.bounds, plan.spans)
+        part.to(torch.int64).contiguous() for part in (plan.fresh_rows, plan.selected, plan.bounds, plan.spans)
     )
-    weights, cos, sin = (dense(table, torch.float32) for table in (plan.weights, plan.cos, plan.sin))
+    weights = plan.weights.to(torch.float32).contiguous()
     loaded_library(layer_keys.dtype).fkv_transfer(
         fresh_keys.data_ptr(),
         fresh_values.data_ptr(),
@@ -230,9 +234,9 @@ def native_transfer(
         spans.data_ptr(),
         weights.data_ptr(),
         spans.shape[0],
-        cos.data_ptr(),
-        sin.data_ptr(),
-        *_layer(layer_keys, layer_values, cos),
+        table.cos.data_ptr(),
+        table.sin.data_ptr(),
+        *_layer(layer_keys, layer_values, table),
     )
 
 
@@ -248,32 +252,32 @@ def shift_table(shifts: Sequence[ChunkShift]) -> Table:
 
 
 def native_shift_chunks(
-    table: Table, layer: int, weights: Tensor, cos: Tensor, sin: Tensor, layer_keys: Tensor, layer_values: Tensor
+    entries: Table, layer: int, weights: Tensor, table: RotationTable, layer_keys: Tensor, layer_values: Tensor
 ) -> None:
     """Add one layer of shifts to a cache, as :func:`fused_kv_kernels.shift_chunks` does; weights float32 [2, count]."""
     loaded_library(layer_keys.dtype).fkv_shift_chunks(
-        table,
+        entries,
         weights.shape[1],
         layer,
         weights.data_ptr(),
-        cos.data_ptr(),
-        sin.data_ptr(),
-        *_layer(layer_keys, layer_values, cos),
+        table.cos.data_ptr(),
+        table.sin.data_ptr(),
+        *_layer(layer_keys, layer_values, table),
     )
 
 
 def native_fit_sums(
-    table: Table, layer: int, cos: Tensor, sin: Tensor, plan: TransferPlan, bounds: Tensor, fresh: Pair, stored: Pair
+    entries: Table, layer: int, table: RotationTable, plan: TransferPlan, bounds: Tensor, fresh: Pair, stored: Pair
 ) -> Tensor:
     """Return the inner products that :func:`fused_kv_kernels.fit_shifts` needs, float32 ``[count, Hkv, 4]``."""
     fresh_rows, selected = (rows.to(torch.int64).contiguous() for rows in (plan.fresh_rows, plan.selected))
     out = torch.empty(bounds.shape[0], stored[0].shape[0], 4)
     loaded_library(stored[0].dtype).fkv_fit_shifts(
-        table,
+        entries,
         bounds.shape[0],
         layer,
-        cos.data_ptr(),
-        sin.data_ptr(),
+        table.cos.data_ptr(),
+        table.sin.data_ptr(),
         fresh[0].data_ptr(),
         fresh[1].data_ptr(),
         int64_array(*fresh[0].stride()[:2], *fresh[1].stride()[:2]),
@@ -281,6 +285,6 @@ def native_fit_sums(
         selected.data_ptr(),
         bounds.data_ptr(),
         out.data_ptr(),
-        *_layer(*stored, cos),
+        *_layer(*stored, table),
     )
     return out

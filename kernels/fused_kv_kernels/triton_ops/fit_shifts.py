@@ -105,14 +105,15 @@ def fit_shifts(
     """
     device = layer[0].device
     heads, _, dim = layer[0].shape
-    half = stack.cos.shape[-1]
+    turns = stack.tables[layer_idx]
+    half = turns.half
     rest = dim - 2 * half
     parts, entries = layer_parts(stack, layer_idx, device)
     table = torch.tensor(entries, pin_memory=device.type == "cuda").to(device, non_blocking=True)
     out = torch.empty((len(parts), heads, 4), dtype=torch.float32, device=device)
     strides = [stride for part in (*fresh, *layer) for stride in part.stride()[:2]]
     _fit_kernel[(len(parts), heads)](
-        table, bounds.contiguous(), plan.selected.contiguous(), plan.fresh_rows.contiguous(), stack.cos, stack.sin,
+        table, bounds.contiguous(), plan.selected.contiguous(), plan.fresh_rows.contiguous(), turns.cos, turns.sin,
         *fresh, *layer, out, *strides,
         COLUMNS=_COLUMNS, D=dim, BLOCK_D=block_dim(dim), HALF=half, BLOCK_HALF=triton.next_power_of_2(half),
         REST=rest, BLOCK_REST=triton.next_power_of_2(max(rest, 1)), BLOCK_T=_BLOCK_T, num_warps=4,

@@ -7,11 +7,15 @@ every byte is read once and written once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from fused_kv_kernels.rotate import RotationTable
 
 __all__ = ["place_chunks"]
 
@@ -92,12 +96,10 @@ _SOURCES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float1
 def place_chunks(
     chunks: Sequence[tuple[Tensor, Tensor]],
     starts: Sequence[int],
-    cos: Tensor,
-    sin: Tensor,
+    table: RotationTable,
     layer_keys: Tensor,
     layer_values: Tensor,
     scales: Sequence[tuple[Tensor, Tensor]] | None = None,
-    interleaved: bool = False,
 ) -> None:
     """Write the KV of several chunks into one layer; see :func:`fused_kv_kernels.place_chunks`.
 
@@ -105,16 +107,16 @@ def place_chunks(
     """
     device = layer_keys.device
     heads, _, dim = layer_keys.shape
-    half = cos.shape[-1]
-    table, total, aligned = _table(chunks, starts, scales, pin=device.type == "cuda")
+    half = table.half
+    entries, total, aligned = _table(chunks, starts, scales, pin=device.type == "cuda")
     if total == 0:
         return
     rest = dim - 2 * half
     _place_kernel[(total, heads)](
-        table.to(device, non_blocking=True), len(chunks), cos, sin,
+        entries.to(device, non_blocking=True), len(chunks), table.cos, table.sin,
         layer_keys, layer_values, *layer_keys.stride()[:2], *layer_values.stride()[:2],
         SOURCE=_SOURCES[chunks[0][0].dtype], COLUMNS=_COLUMNS, ALIGNED=aligned, SCALED=scales is not None,
-        INTERLEAVED=interleaved, D=dim, BLOCK_D=triton.next_power_of_2(dim),
+        INTERLEAVED=table.interleaved, D=dim, BLOCK_D=triton.next_power_of_2(dim),
         HALF=half, BLOCK_HALF=triton.next_power_of_2(half),
         REST=rest, BLOCK_REST=triton.next_power_of_2(max(rest, 1)), BLOCK_T=_BLOCK_T, num_warps=4,
     )  # fmt: skip

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from fused_kv_kernels.rotate import RotationTable
 
 __all__ = ["rerotate_keys"]
 
@@ -40,21 +45,18 @@ def _rerotate_kernel(
         tl.store(to_row + rest, kept.to(tl.float32), mask=is_token & (rest < D))
 
 
-def rerotate_keys(keys: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Rotate keys by angles; see :func:`fused_kv_kernels.rerotate_keys`.
-
-    `cos` and `sin` are contiguous, float32 ``[T, rotary / 2]`` or ``[1, rotary / 2]``.
-    """
+def rerotate_keys(keys: Tensor, table: RotationTable) -> Tensor:
+    """Rotate keys by the angles of a table; see :func:`fused_kv_kernels.rerotate_keys`."""
     tokens, dim = keys.shape[-2:]
     out = torch.empty(keys.shape, dtype=torch.float32, device=keys.device)
     if out.numel() == 0:
         return out
     by_head = keys.reshape(-1, tokens, dim)
-    half = cos.shape[-1]
+    half = table.half
     rest = dim - 2 * half
     _rerotate_kernel[(triton.cdiv(tokens, _BLOCK_T), by_head.shape[0])](
-        by_head, cos, sin, out, *by_head.stride()[:2], 0 if cos.shape[0] == 1 else half, tokens,
-        INTERLEAVED=interleaved, D=dim, HALF=half, BLOCK_HALF=triton.next_power_of_2(half),
+        by_head, table.cos, table.sin, out, *by_head.stride()[:2], 0 if len(table) == 1 else half, tokens,
+        INTERLEAVED=table.interleaved, D=dim, HALF=half, BLOCK_HALF=triton.next_power_of_2(half),
         REST=rest, BLOCK_REST=triton.next_power_of_2(max(rest, 1)), BLOCK_T=_BLOCK_T, num_warps=4,
     )  # fmt: skip
     return out

@@ -97,7 +97,8 @@ def shift_chunks(stack: ShiftStack, layer_idx: int, weights: Tensor, layer_keys:
     """
     device = layer_keys.device
     heads, _, dim = layer_keys.shape
-    half = stack.cos.shape[-1]
+    turns = stack.tables[layer_idx]
+    half = turns.half
     rest = dim - 2 * half
     parts, entries = layer_parts(stack, layer_idx, device)
     rows: list[int] = []
@@ -109,7 +110,7 @@ def shift_chunks(stack: ShiftStack, layer_idx: int, weights: Tensor, layer_keys:
         return
     table = torch.tensor([*rows, *shift_of], pin_memory=device.type == "cuda").to(device, non_blocking=True)
     _shift_kernel[(len(shift_of), heads)](
-        table, len(parts), weights, stack.cos, stack.sin, layer_keys, layer_values,
+        table, len(parts), weights, turns.cos, turns.sin, layer_keys, layer_values,
         *layer_keys.stride()[:2], *layer_values.stride()[:2],
         COLUMNS=COLUMNS, D=dim, BLOCK_D=block_dim(dim), HALF=half, BLOCK_HALF=triton.next_power_of_2(half),
         REST=rest, BLOCK_REST=triton.next_power_of_2(max(rest, 1)), BLOCK_T=_BLOCK_T, num_warps=4,

@@ -15,6 +15,7 @@ from torch import Tensor
 from .configs import block_dim
 
 if TYPE_CHECKING:
+    from fused_kv_kernels.rotate import RotationTable
     from fused_kv_kernels.transfer import TransferPlan
 
 __all__ = ["transfer_deviation"]
@@ -116,11 +117,16 @@ def _add_kernel(
 
 
 def transfer_deviation(
-    plan: TransferPlan, fresh_keys: Tensor, fresh_values: Tensor, layer_keys: Tensor, layer_values: Tensor
+    plan: TransferPlan,
+    table: RotationTable,
+    fresh_keys: Tensor,
+    fresh_values: Tensor,
+    layer_keys: Tensor,
+    layer_values: Tensor,
 ) -> None:
     """Correct one layer in place; see :func:`fused_kv_kernels.transfer_deviation`."""
     heads, _, dim = layer_keys.shape
-    chunks, (positions, half) = plan.spans.shape[0], plan.cos.shape
+    chunks, (positions, half) = plan.spans.shape[0], table.cos.shape
     if chunks == 0 or plan.selected.shape[0] == 0:
         return
     sums = torch.empty((chunks, heads, 2 * dim), dtype=torch.float32, device=layer_keys.device)
@@ -132,11 +138,11 @@ def transfer_deviation(
     strides = (*layer_keys.stride()[:2], *layer_values.stride()[:2])
     _sum_kernel[(chunks, heads)](
         fresh_keys, fresh_values, layer_keys, layer_values, plan.fresh_rows.contiguous(), plan.selected.contiguous(),
-        plan.bounds, plan.weights.contiguous(), plan.cos, plan.sin, sums,
+        plan.bounds, plan.weights.contiguous(), table.cos, table.sin, sums,
         *fresh_keys.stride()[:2], *fresh_values.stride()[:2], *strides, **meta,
     )  # fmt: skip
     _add_kernel[(triton.cdiv(positions, _BLOCK_T), heads)](
-        layer_keys, layer_values, _chunk_of(plan.spans, positions), plan.cos, plan.sin, sums, *strides, positions,
+        layer_keys, layer_values, _chunk_of(plan.spans, positions), table.cos, table.sin, sums, *strides, positions,
         **meta,
     )  # fmt: skip
 

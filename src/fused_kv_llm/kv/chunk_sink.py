@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fused_kv_kernels import ChunkStack, place_chunks, rotation_tables
+from fused_kv_kernels import ChunkStack, place_chunks, rotation_table
 from fused_kv_llm.model import FusedCache
 from fused_kv_llm.store import StoredLayers
 
@@ -38,7 +38,7 @@ class ChunkSink:
         self._cache = cache
         self._starts = [chunk.segment.start for chunk in chunks]
         deltas = torch.tensor([chunk.delta for chunk in chunks], dtype=torch.int64)
-        self._cos, self._sin = (table.to(cache.keys.device) for table in rotation_tables(deltas, inv_freq))
+        self._table = rotation_table(deltas, inv_freq).to(cache.keys.device)
         self._parts: Sequence[StoredLayers] = ()
         self._stack: ChunkStack | None = None
         self.layers = range(0)
@@ -55,7 +55,7 @@ class ChunkSink:
         self.layers, self._parts = layers, parts
         if self._cache.keys.device.type == "cpu":
             chunks, scales = self._in_prompt(parts)
-            self._stack = ChunkStack(chunks, self._starts, self._cos, self._sin, scales=scales)
+            self._stack = ChunkStack(chunks, self._starts, [self._table] * len(layers), scales=scales)
 
     def place(self, layer_idx: int) -> None:
         """Write one of the received layers into the cache."""
@@ -66,7 +66,7 @@ class ChunkSink:
             return
         # Whole layers are contiguous, so they are copied in one piece; the prompt's tokens are cut out on the device.
         chunks, scales = self._in_prompt([part.layer(number).to(keys.device) for part in self._parts])
-        place_chunks(chunks, self._starts, self._cos, self._sin, keys, values, scales)
+        place_chunks(chunks, self._starts, self._table, keys, values, scales)
 
     def _in_prompt(self, parts: Sequence[StoredLayers]) -> tuple[list[_Pair], list[_Pair] | None]:
         """Return keys and values ``[..., T, D]`` of the tokens that stand in the prompt, and eight bits' scales."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from fused_kv_kernels import ChunkShift, ShiftStack, TransferPlan, fit_shifts, rotation_tables
+from fused_kv_kernels import ChunkShift, ShiftStack, TransferPlan, fit_shifts, rotation_table
 from fused_kv_llm.context_shift import place_weight
 from fused_kv_llm.model import FusedCache
 
@@ -38,7 +38,7 @@ class ShiftSink:
         self._shifted = [pair for pair in zip(chunks, weights, strict=True) if pair[1] > 0]
         self._cache = cache
         self._inv_freq = inv_freq
-        self._stack = ShiftStack([], *rotation_tables(torch.empty(0, dtype=torch.int64), inv_freq))
+        self._stack = ShiftStack([], [])
         self.layers = range(0)
 
     @property
@@ -63,8 +63,8 @@ class ShiftSink:
                 keys, values = ((part[name], part[f"{name}_scale"]) for name in ("keys", "values"))
                 shifts.append(ChunkShift(chunk.segment.start, chunk.inside, weight, keys, values))
                 deltas.append(chunk.delta)
-        tables = rotation_tables(torch.tensor(deltas, dtype=torch.int64), self._inv_freq)
-        self._stack = ShiftStack(shifts, *(table.to(self._cache.keys.device) for table in tables))
+        table = rotation_table(torch.tensor(deltas, dtype=torch.int64), self._inv_freq).to(self._cache.keys.device)
+        self._stack = ShiftStack(shifts, [table] * len(layers))
         self.layers = layers
 
     def add(self, layer_idx: int) -> None:

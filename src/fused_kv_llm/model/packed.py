@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fused_kv_kernels import ChunkStack, RowPlan, rerotate_keys, rotation_tables, row_attention
+from fused_kv_kernels import ChunkStack, RowPlan, rerotate_keys, rotation_table, row_attention
 from fused_kv_llm.chunk import ChunkKV
 from fused_kv_llm.model.cache import BatchCache
 from fused_kv_llm.model.forward import PrefixKV, forward_kv
@@ -71,8 +71,8 @@ class _PackedPass(KVPass):
             self.plans.append(RowPlan(torch.arange(at - tokens - begin, at - begin, device=device), at - begin))
         self.positions = torch.cat([plan.q_positions for plan in self.plans])
         pieces = [(kv.keys, kv.values) for chunk in chunks for kv in chunk.context]
-        tables = rotation_tables(torch.tensor(deltas, dtype=torch.int64), geometry.inv_freq)
-        self.stack = ChunkStack(pieces, starts, *(table.to(device) for table in tables))
+        table = rotation_table(torch.tensor(deltas, dtype=torch.int64), geometry.inv_freq).to(device)
+        self.stack = ChunkStack(pieces, starts, [table] * geometry.num_layers)
         self.keys, self.values = torch.empty(
             2, geometry.num_kv_heads, at, geometry.head_dim, dtype=dtype, device=device
         )
@@ -124,7 +124,6 @@ def prefill_packed(loaded: LoadedModel, chunks: Sequence[PackedChunk], prefix: P
 
 def _at_home(keys: Tensor, values: Tensor, chunk: PackedChunk, home: int, geometry: Geometry) -> ChunkKV:
     if chunk.context:
-        tables = rotation_tables(torch.full((len(chunk.token_ids),), -chunk.num_context_tokens), geometry.inv_freq)
-        cos, sin = (table.to(keys.device) for table in tables)
-        keys = rerotate_keys(keys, cos, sin).to(values.dtype)
+        back = torch.full((len(chunk.token_ids),), -chunk.num_context_tokens)
+        keys = rerotate_keys(keys, rotation_table(back, geometry.inv_freq).to(keys.device)).to(values.dtype)
     return ChunkKV(keys.contiguous(), values.contiguous(), chunk.token_ids, home)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fused_kv_kernels import place_chunks, rotation_tables
+from fused_kv_kernels import RotationTable, place_chunks, rotation_table
 from fused_kv_llm.kv import PlacedChunk
 from fused_kv_llm.model import FusedCache, Geometry
 from fused_kv_llm.selectors import Anchors, anchor_positions, sidecar_name, sink_scores
@@ -38,8 +38,8 @@ class ChunkAnchors:
         ``[len(layers), Hkv, T, D]``: keys of the chunk's tokens that stand in the prompt.
     starts : list of int
         Where the chunks begin in the prompt.
-    cos, sin : Tensor
-        float32 ``[chunks, rotary / 2]``: how far each chunk's keys have to move.
+    table : RotationTable
+        How far each chunk's keys have to move.
     bytes_read : int
         Bytes read of sidecars, and of chunks without one.
     bytes_of_sidecars : int
@@ -52,8 +52,7 @@ class ChunkAnchors:
     anchors: list[_Pair]
     critical_keys: list[Tensor]
     starts: list[int]
-    cos: Tensor
-    sin: Tensor
+    table: RotationTable
     bytes_read: int = 0
     bytes_of_sidecars: int = 0
     num_missing: int = 0
@@ -91,7 +90,7 @@ class ChunkAnchors:
         """Place all layers at once, as if they were heads of one layer."""
         flat = [(chunk_keys.flatten(0, 1), chunk_values.flatten(0, 1)) for chunk_keys, chunk_values in chunks]
         starts = torch.searchsorted(order, torch.tensor(self.starts, dtype=torch.int64)).tolist()
-        place_chunks(flat, starts, self.cos.to(keys.device), self.sin.to(keys.device), keys, values)
+        place_chunks(flat, starts, self.table.to(keys.device), keys, values)
 
 
 def read_anchors(
@@ -128,7 +127,7 @@ def read_anchors(
         [(side["keys"], side["values"]) for side in found],
         [side["critical_keys"] for side in found],
         [chunk.segment.start for chunk in request.chunks],
-        *rotation_tables(deltas, geometry.inv_freq),
+        rotation_table(deltas, geometry.inv_freq),
         bytes_read,
         sum(loaded.values()),
         missing,
