@@ -15,11 +15,12 @@ from fused_kv_llm import FusedKVEngine
 def main() -> None:
     """Answer the prompt once, chunks from disk, and compare the peak with what was resident before."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--kv-dir", type=Path, required=True)
     parser.add_argument("--dtype", default=None)
     args = parser.parse_args()
     prompt = sys.stdin.read()
-    with FusedKVEngine("smollm2-135m", kv_dir=args.kv_dir, dtype=args.dtype) as engine:
+    with FusedKVEngine(args.model, kv_dir=args.kv_dir, dtype=args.dtype) as engine:
         # Work space that libraries keep from their first use (tokenizer caches, matrix products) is not the request's.
         engine.encode(prompt)
         engine.generate("Hello", max_tokens=2)

@@ -31,6 +31,7 @@ from evaluation.questions import FRAMES, Question, read_corpus, read_questions
 from evaluation.records import RecordFile, read_records, settings_digest
 from evaluation.summary import markdown_table, summarise
 from filelock import FileLock
+from gemma import model_source
 from rich.progress import track
 
 from fused_kv_llm import FusedKVEngine
@@ -54,7 +55,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--order", choices=("shuffled", "file"), default="shuffled", help="of a prompt's passages")
     parser.add_argument("--answers", type=int, default=0, metavar="TOKENS", help="longest answer to generate; 0: none")
     parser.add_argument("--recall", action="store_true", help="recall of gold-answer tokens at a 10%% selection")
-    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--model", default="smollm2-135m", help="what the engine takes, or gemma3-270m")
     parser.add_argument("--dtype", default=None)
     parser.add_argument("--device", default=None)
     parser.add_argument("--kv-dir", type=Path, default=None, help="kept between runs; a temporary folder without it")
@@ -151,7 +152,7 @@ def main() -> None:
     kv_dir.mkdir(parents=True, exist_ok=True)
     methods = methods_of(args.selectors, args.preprocessing, args.ratios)
     with ExitStack() as stack:
-        loaded = load_model(args.model, dtype=args.dtype, device=args.device)
+        loaded = load_model(model_source(args.model), dtype=args.dtype, device=args.device)
         engines = open_engines(stack, loaded, kv_dir, args.preprocessing)
         results = [run_set(engines, path, methods, args, kv_dir) for path in args.data]
         write_results(results, engines["none"], args)

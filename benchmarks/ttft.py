@@ -2,6 +2,7 @@
 
     python benchmarks/ttft.py                         # 1k to 7k tokens, default dtype
     python benchmarks/ttft.py --lengths 3600 --dtype float32 --repeats 5
+    python benchmarks/ttft.py --model gemma3-270m --lengths 3000 --out benchmarks/results/ttft_gemma_cpu
 
 Prompts are built from the embedded handbook. At ratio 1 the engine reuses nothing, so its time against plain
 transformers is what its CPU operators gain ("operators"). Its time at ratio 1 against its time at a lower ratio is what
@@ -25,6 +26,7 @@ from typing import Any
 import matplotlib as mpl
 import torch
 from environment import environment
+from gemma import model_source
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -33,7 +35,7 @@ from transformers import AutoModelForCausalLM
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.config import DEFAULT_SELECTOR
 from fused_kv_llm.demo import drop_page_cache, handbook_passages, handbook_questions
-from fused_kv_llm.model.embedded import EMBEDDED_MODELS, embedded_model_folder
+from fused_kv_llm.model.pretrained import locate
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -44,6 +46,9 @@ RATIOS = (0.0, 0.05, 0.15, 0.3, 1.0)
 def build_prompt(engine: FusedKVEngine, passages: list[str], question: str, num_tokens: int) -> str:
     """Return the retrieval prompt whose length is nearest to `num_tokens` tokens."""
     frame = "Answer the question from the context.\n\nContext:\n{}\n\nQuestion: {}\nAnswer briefly."
+    if not engine.renderer.template_source:
+        # A base model goes on with a text; it follows no instructions.
+        frame = "Context:\n{}\n\nQuestion: {}\nAnswer:"
     prompts = [frame.format("\n\n".join(passages[:count]), question) for count in range(1, len(passages) + 1)]
     lengths = [len(engine.encode(prompt)) for prompt in prompts]
     return prompts[min(range(len(prompts)), key=lambda i: abs(lengths[i] - num_tokens))]
@@ -132,6 +137,8 @@ def measure_memory(args: argparse.Namespace, prompt: str) -> dict[str, float]:
     command = [
         sys.executable,
         str(script),
+        "--model",
+        model_source(args.model),
         "--kv-dir",
         str(args.kv_dir),
         *(["--dtype", args.dtype] if args.dtype else []),
@@ -200,6 +207,7 @@ def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1000, 2000, 3600, 5000, 7000])
+    parser.add_argument("--model", default="smollm2-135m", help="what the engine takes, or gemma3-270m")
     parser.add_argument("--dtype", default=None)
     parser.add_argument("--selector", default=DEFAULT_SELECTOR)
     parser.add_argument("--repeats", type=int, default=3)
@@ -207,21 +215,24 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "ttft_cpu")
     args = parser.parse_args()
     args.kv_dir = args.kv_dir or Path(tempfile.mkdtemp(prefix="fused-kv-bench-"))
-    engine = FusedKVEngine("smollm2-135m", kv_dir=args.kv_dir, dtype=args.dtype, memory_bytes=4 * 2**30)
-    folder = embedded_model_folder(next(iter(EMBEDDED_MODELS)))
-    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=engine.loaded.dtype, attn_implementation="sdpa").eval()
+    source = model_source(args.model)
+    engine = FusedKVEngine(source, kv_dir=args.kv_dir, dtype=args.dtype, memory_bytes=4 * 2**30)
+    plain = AutoModelForCausalLM.from_pretrained(
+        locate(source)[1], dtype=engine.loaded.dtype, attn_implementation="sdpa"
+    ).eval()
     passages, question = handbook_passages(), handbook_questions()[0]["question"]
     print(engine.build_kv_cache(passages, preprocess="wait").summary())
     rows: list[dict[str, Any]] = []
     for length in track(args.lengths, description="Measuring"):
         rows += measure(engine, plain, build_prompt(engine, passages, question, length), args)
-    memory = measure_memory(args, build_prompt(engine, passages, question, 3600))
+    memory = measure_memory(args, build_prompt(engine, passages, question, args.lengths[len(args.lengths) // 2]))
     stamp = environment()
-    title = f"SmolLM2-135M, {engine.dtype}, {stamp['cores']} cores of {stamp['cpu']}, selector {args.selector}"
+    title = f"{args.model}, {engine.dtype}, {stamp['cores']} cores of {stamp['cpu']}, selector {args.selector}"
     print_table(rows, title)
     print(f"One request from disk: peak resident size {memory['times_kv']:.2f} x its KV above the model")
     result = {
         "environment": stamp,
+        "model": args.model,
         "dtype": engine.dtype,
         "selector": args.selector,
         "rows": rows,
