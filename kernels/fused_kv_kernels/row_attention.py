@@ -77,10 +77,9 @@ def row_attention(
         if plan.first_keys is not None or not scoring.is_plain or k.shape != v.shape:
             refuse_in_triton("row attention", "because of its window, cap, sinks or widths", q=q, k=k, v=v)
         return triton_op("row_attention", q.device)(q, k, v, plan.q_positions, scale)[0]  # type: ignore[no-any-return]
-    plain = plan.first_keys is None and scoring.is_plain and k.shape == v.shape
-    if plain and _is_for_native(q, k) and supports(q, k, v):
-        scratch = plan.scratch(row_attention_scratch(q, k), torch.uint8)
-        return native_row_attention(q, k, v, plan.q_positions, scale, scratch)
+    if _is_for_native(q, k) and supports(q, k, v):
+        scratch = plan.scratch(row_attention_scratch(q, k, v), torch.uint8)
+        return native_row_attention(q, k, v, plan, scoring, scratch)
     return attend_in_torch(q, k, v, plan, scoring)
 
 

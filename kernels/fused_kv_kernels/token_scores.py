@@ -85,8 +85,9 @@ def _of_layer(q: Tensor, k: Tensor, q_positions: Tensor, scoring: Scoring, first
     if first_keys is not None:
         check_first_keys(first_keys, q_positions)
     ascending = bool((q_positions[1:] > q_positions[:-1]).all())
-    if ascending and first_keys is None and scoring.is_plain and supports(q, k):
-        return native_token_scores(q, k, q_positions, scoring.scale)
+    ascending = ascending and (first_keys is None or bool((first_keys[1:] >= first_keys[:-1]).all()))
+    if ascending and supports(q, k):
+        return native_token_scores(q, k, q_positions, first_keys, scoring)
     return _in_torch(q, k, q_positions, scoring, first_keys)
 
 

@@ -15,6 +15,7 @@ from fused_kv_kernels import RowPlan, row_attention, token_scores, why_not_nativ
 from fused_kv_kernels.native import library, native_library, operators, row_attention_scratch, supports
 from fused_kv_kernels.native.processor import processor_features
 from fused_kv_kernels.reference import row_attention_reference, token_scores_reference
+from fused_kv_kernels.scoring import Scoring
 
 SCRIPT = """
 import warnings
@@ -112,7 +113,7 @@ def test_only_dense_tensors_of_one_dtype_on_the_cpu_are_taken() -> None:
     assert not supports(x.half())
     assert "bfloat16 and torch.float32 only" in str(why_not_native(torch.float16))
     # One panel of 64 packed keys and 64 packed values of 16 dimensions, two heads, two bytes each.
-    assert row_attention_scratch(x.bfloat16(), x.bfloat16()) == 2 * (64 + 64) * 16 * 2
+    assert row_attention_scratch(*[x.bfloat16()] * 3) == 2 * (64 + 64) * 16 * 2
 
 
 @needs_native
@@ -126,8 +127,8 @@ def test_the_blocking_of_matrix_tiles_equals_the_reference(monkeypatch: pytest.M
         q = torch.randn(2, q_heads, rows, dim, generator=generator).bfloat16()
         k, v = torch.randn(2, 2, kv_heads, num_keys, dim, generator=generator).bfloat16()
         positions = torch.randperm(num_keys, generator=generator)[:rows].sort().values
-        scratch = torch.empty(operators.row_attention_scratch(q, k), dtype=torch.uint8)
-        got = operators.native_row_attention(q, k, v, positions, dim**-0.5, scratch)
+        scratch = torch.empty(operators.row_attention_scratch(q, k, v), dtype=torch.uint8)
+        got = operators.native_row_attention(q, k, v, RowPlan(positions, num_keys), Scoring(dim**-0.5), scratch)
         want = row_attention_reference(q.float(), k.float(), v.float(), positions, dim**-0.5)
         assert_near(got, want, torch.bfloat16)
 

@@ -24,8 +24,8 @@ __all__ = ["int64_array", "kept_array", "loaded_library", "native_library", "num
 _POINTER, _NUMBER, _REAL, _THREADS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _ARGUMENTS = {
     "fkv_row_attention_scratch": [_POINTER, _THREADS],
-    "fkv_row_attention": [*[_POINTER] * 11, _REAL, _THREADS],
-    "fkv_token_scores": [*[_POINTER] * 7, _REAL, _THREADS],
+    "fkv_row_attention": [*[_POINTER] * 10, _REAL, _REAL, _THREADS],
+    "fkv_token_scores": [*[_POINTER] * 8, _REAL, _REAL, _THREADS],
     "fkv_place_chunks": [_POINTER, _NUMBER, _NUMBER, *[_POINTER] * 4, *[_NUMBER] * 5, _THREADS],
     "fkv_place_int8_chunks": [_POINTER, _NUMBER, _NUMBER, *[_POINTER] * 4, *[_NUMBER] * 5, _THREADS],
     "fkv_shift_chunks": [_POINTER, _NUMBER, _NUMBER, *[_POINTER] * 5, *[_NUMBER] * 5, _THREADS],
@@ -132,11 +132,12 @@ def _agrees_with_torch(library: ctypes.CDLL, dtype: torch.dtype, tolerance: floa
     rows, keys, dim = 40, 300, 64
     q, k, v = (torch.randn(1, 1, n, dim, generator=generator).to(dtype) for n in (rows, keys, keys))
     positions, out = torch.arange(keys - rows, keys), torch.empty(1, 1, rows, dim, dtype=dtype)
-    shape = int64_array(1, 1, 1, rows, keys, dim)
+    shape = int64_array(1, 1, 1, rows, keys, dim, dim)
     scratch = torch.empty(library.fkv_row_attention_scratch(shape, num_threads()), dtype=torch.uint8)
-    strides = [int64_array(*tensor.stride()[:3]) for tensor in (q, k, v, out)]
-    pointers = (tensor.data_ptr() for tensor in (q, k, v, out, positions, scratch))
-    library.fkv_row_attention(*pointers, shape, *strides, dim**-0.5, num_threads())
+    strides = int64_array(*(step for tensor in (q, k, v, out) for step in tensor.stride()[:3]))
+    operands = (tensor.data_ptr() for tensor in (q, k, v, out, positions))
+    options = None, None, scratch.data_ptr(), shape, strides, dim**-0.5, 0.0
+    library.fkv_row_attention(*operands, *options, num_threads())
     mask = torch.arange(keys) <= positions[:, None]
     want = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), attn_mask=mask)
     return torch.allclose(out.float(), want, atol=tolerance, rtol=tolerance)

@@ -53,6 +53,24 @@ inline Lanes load_floats(const float *from, Mask here) { return _mm256_maskload_
 inline void store_floats(float *to, Mask here, Lanes value) { _mm256_maskstore_ps(to, (__m256i)here, value); }
 #endif
 
+// Numbers of neighbouring lanes change places.
+inline Lanes neighbours(Lanes value) {
+#if defined(__AVX512F__)
+    return _mm512_permute_ps(value, 0xb1);
+#else
+    return _mm256_permute_ps(value, 0xb1);
+#endif
+}
+
+// The first half of the lanes, each twice.
+inline Lanes twice(Lanes value) {
+#if defined(__AVX512F__)
+    return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7), value);
+#else
+    return _mm256_permutevar8x32_ps(value, _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3));
+#endif
+}
+
 inline Lanes load_bytes(const int8_t *from, int64_t count) {
     __m128i bytes = _mm_setzero_si128();
     if (count >= kLanes)
@@ -98,6 +116,17 @@ inline Lanes exp_lanes(Lanes x) {
     // The power may be out of a float32's range where the result is not: in two steps.
     const WholeLanes power = whole_part(shifted), first = power >> 1;
     return value * power_of_two(first) * power_of_two(power - first);
+}
+
+// tanh x, relative error below 3e-7; what is not a number stays that.
+inline Lanes tanh_lanes(Lanes x) {
+    const Lanes power = smaller(splat(60.0f), larger(splat(-60.0f), x * 2.88539008f)); // e^(2 x) = 2^power
+    const Lanes shifted = power + kRounding, part = power - (shifted - kRounding);
+    Lanes growth = splat(1.5395326e-4f); // 2^part - 1, which keeps what is small exact, divided by the part
+    for (const float factor : {1.3390719e-3f, 9.618263e-3f, 5.5503575e-2f, 2.402265e-1f, 6.931472e-1f})
+        growth = growth * part + factor;
+    const Lanes whole = power_of_two(whole_part(shifted)), less = growth * part * whole + (whole - 1.0f);
+    return less / (less + 2.0f);
 }
 
 } // namespace fkv
