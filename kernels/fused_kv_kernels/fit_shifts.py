@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .dispatch import refuse_in_triton, triton_op, use_triton
-from .native import native_fit_sums, supports
+from .native import native_fit_sums, supports, supports_rows
 from .shift_chunks import ShiftStack
 from .transfer import TransferPlan, check_fresh_rows
 
@@ -71,8 +71,8 @@ def fit_shifts(
         if table.interleaved or layer[0].shape != layer[1].shape:
             refuse_in_triton("shift fit", "because of its layout", **operands)
         sums = triton_op("fit_shifts", layer[0].device)(plan, stack, layer_idx, bounds, fresh, layer).sum(1)
-    elif stack.entries is not None and stack.for_native(layer_idx, *layer) and supports(*fresh, *layer):
-        sums = native_fit_sums(stack.entries, layer_idx, table, plan, bounds, fresh, layer).sum(1)
+    elif stack.entries is not None and supports(*fresh, *layer) and supports_rows(*layer):
+        sums = native_fit_sums(stack.entries, layer_idx, table, plan, bounds, fresh, layer)
     else:
         sums = _sums_in_torch(plan, stack, layer_idx, bounds, fresh, layer)
     along, square = sums.view(-1, 2, 2).permute(2, 1, 0)

@@ -61,7 +61,7 @@ def place_chunks(
         _in_triton(chunks, starts, table, layer_keys, layer_values, scales)
         return
     same = scales is not None or all(part.dtype == layer_keys.dtype for pair in chunks for part in pair)
-    if same and _for_native(table, layer_keys, layer_values):
+    if same and supports_rows(layer_keys, layer_values):
         entries = _native_table(_of_one_layer(chunks), starts, None if scales is None else _of_one_layer(scales))
         if entries is not None:
             native_place_chunks(entries, len(chunks), 0, table, layer_keys, layer_values, int8=scales is not None)
@@ -122,7 +122,7 @@ class ChunkStack:
             raise IndexError(msg)
         table, there = self.tables[layer], (layer_keys, layer_values)
         on_triton = use_triton("chunk placement", layer_keys=layer_keys, layer_values=layer_values)
-        fits = (self.scales is not None or layer_keys.dtype == self._dtype) and _for_native(table, *there)
+        fits = (self.scales is not None or layer_keys.dtype == self._dtype) and supports_rows(*there)
         if self._entries is None or on_triton or not fits:
             chunks, scales = self._layer(layer)
             place_chunks(chunks, self.starts, table, *there, scales)
@@ -141,11 +141,6 @@ class ChunkStack:
     def _layer(self, layer: int) -> tuple[_Pairs, _Pairs | None]:
         chunks = [(keys[layer], values[layer]) for keys, values in self.chunks]
         return chunks, None if self.scales is None else [(keys[layer], values[layer]) for keys, values in self.scales]
-
-
-def _for_native(table: RotationTable, layer_keys: Tensor, layer_values: Tensor) -> bool:
-    alike = layer_keys.shape == layer_values.shape
-    return alike and not table.interleaved and supports_rows(layer_keys, layer_values)
 
 
 def _of_one_layer(pairs: _Pairs) -> _Pairs:

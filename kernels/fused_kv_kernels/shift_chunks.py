@@ -161,7 +161,7 @@ class ShiftStack:
                     "chunk shift", "because of its layout", layer_keys=layer_keys, layer_values=layer_values
                 )
             triton_op("shift_chunks", layer_keys.device)(self, layer_idx, weights, *layer)
-        elif self.entries is not None and self.for_native(layer_idx, *layer):
+        elif self.entries is not None and supports_rows(*layer):
             native_shift_chunks(self.entries, layer_idx, weights, table, *layer)
         else:
             self._add_in_torch(layer_idx, *layer, weights)
@@ -171,11 +171,6 @@ class ShiftStack:
             msg = f"weights {list(weights.shape)} are not those of keys and values of {len(self.shifts)} shifts"
             raise ValueError(msg)
         return weights.to(self.weights.dtype).contiguous()
-
-    def for_native(self, layer_idx: int, layer_keys: Tensor, layer_values: Tensor) -> bool:
-        """Return whether native operators take a layer of a cache with the rotation of one of the stack."""
-        alike = layer_keys.shape == layer_values.shape and not self.tables[layer_idx].interleaved
-        return alike and supports_rows(layer_keys, layer_values)
 
     def turned(self, number: int, layer_idx: int, keys: Tensor) -> Tensor:
         """Return differences of keys ``[Hk, T, Dk]`` of one shift, rotated to where its chunk stands, in torch."""

@@ -83,13 +83,12 @@ def transfer_deviation(
     if 2 * table.half > layer_keys.shape[2]:
         msg = f"a rotation table {list(table.cos.shape)} and keys {list(layer_keys.shape)} do not fit together"
         raise ValueError(msg)
-    alike = layer_keys.shape == layer_values.shape and not table.interleaved
     if use_triton("deviation transfer", *indices, **operands):
-        if not alike:
+        if table.interleaved or layer_keys.shape != layer_values.shape:
             refuse_in_triton("deviation transfer", "because of its layout", **operands)
         triton_op("transfer_deviation", layer_keys.device)(plan, table, *operands.values())
         return
-    if alike and supports(fresh_keys, fresh_values, *stored) and supports_rows(*stored):
+    if supports(fresh_keys, fresh_values, *stored) and supports_rows(*stored):
         native_transfer(plan, table, fresh_keys, fresh_values, layer_keys, layer_values)
         return
     _in_torch(plan, table, (fresh_keys, fresh_values), stored)

@@ -22,17 +22,24 @@ def _parts(heads: int, rows: int, dim: int, generator: torch.Generator) -> tuple
 
 
 def _compare(
-    lengths: list[int], picks: list[int], shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+    lengths: list[int],
+    picks: list[int],
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    values_shape: tuple[int, int] | None = None,
+    interleaved: bool = False,
 ) -> None:
     """Recomputed rows that moved by a known multiple of the shift, and by noise: least squares finds the multiple."""
     heads, dim, rotary = shape
+    shapes = (heads, dim), values_shape or (heads, dim)
     inv_freq = 1.0 / (10000.0 ** (torch.arange(0, rotary, 2, dtype=torch.float32) / rotary))
     generator = torch.Generator().manual_seed(sum(lengths) + sum(picks))
     total = sum(lengths) + len(lengths) + 1
-    layer = torch.randn(2, heads, total, dim, generator=generator).to(dtype)
+    layer = [torch.randn(h, total, d, generator=generator).to(dtype) for h, d in shapes]
     shifts, deltas, selected, fresh, want, at = [], [], [], [], [], 1
     for number, count in enumerate(lengths):
-        keys, values = (_parts(heads, count + 3, dim, generator) for _ in range(2))
+        keys, values = (_parts(h, count + 3, d, generator) for h, d in shapes)
         shifts.append(ChunkShift(at, slice(2, 2 + count), 0.8, keys, values))
         deltas.append(37 * number - 20)
         rows = torch.randperm(count, generator=generator)[: picks[number]].sort().values
@@ -40,7 +47,7 @@ def _compare(
         for is_key, (whole, scale) in ((True, keys), (False, values)):
             moved = (whole.float() * scale)[1, :, 2 : 2 + count][:, rows]
             if is_key:
-                moved = rerotate_keys_reference(moved, torch.full((rows.shape[0],), deltas[-1]), inv_freq)
+                moved = rerotate_keys_reference(moved, torch.full((rows.shape[0],), deltas[-1]), inv_freq, interleaved)
             old = layer[0 if is_key else 1][:, at + rows]
             noise = 0.3 * torch.randn(moved.shape, generator=generator)
             new = (old.float() + 0.7 * (number + 1) * moved + noise).to(dtype)
@@ -52,8 +59,8 @@ def _compare(
         want.append(weights)
         at += count + 1
     # Rows of the question come first and last among the fresh ones.
-    pad = torch.randn(heads, 2, dim, generator=generator).to(dtype)
-    rows_of = [torch.cat((pad, *(pair[i] for pair in fresh), pad), dim=1).to(device) for i in (0, 1)]
+    pads = [torch.randn(h, 2, d, generator=generator).to(dtype) for h, d in shapes]
+    rows_of = [torch.cat((pad, *(pair[i] for pair in fresh), pad), dim=1).to(device) for i, pad in enumerate(pads)]
     positions = torch.cat(selected)
     plan = TransferPlan(
         positions.to(device),
@@ -62,10 +69,11 @@ def _compare(
         torch.ones(len(shifts), device=device),
     )
     table, other = (
-        rotation_table(moves, inv_freq).to(device) for moves in (torch.tensor(deltas), torch.zeros(len(deltas)))
+        rotation_table(moves, inv_freq, interleaved).to(device)
+        for moves in (torch.tensor(deltas), torch.zeros(len(deltas)))
     )
     stack = ShiftStack(shifts, [other, table, other])
-    got = fit_shifts(plan, stack, 1, DAMPING, (rows_of[0], rows_of[1]), tuple(layer.to(device)))  # type: ignore[arg-type]
+    got = fit_shifts(plan, stack, 1, DAMPING, (rows_of[0], rows_of[1]), (layer[0].to(device), layer[1].to(device)))
     limited = torch.tensor(want).T.clamp(-1.6, 1.6)
     assert_near(got, limited, dtype)
 
@@ -74,13 +82,20 @@ def _compare(
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=4),
     picks=st.lists(st.integers(0, 12), min_size=4, max_size=4),
-    shape=st.sampled_from([(1, 16, 16), (3, 64, 64), (2, 80, 32)]),
+    shape=st.sampled_from([(1, 16, 16), (3, 64, 64), (2, 80, 32), (2, 65, 6)]),
     dtype=st.sampled_from(DTYPES),
+    values=st.sampled_from([None, (1, 128), (4, 24)]),
+    interleaved=st.booleans(),
 )
 def test_is_damped_least_squares(
-    lengths: list[int], picks: list[int], shape: tuple[int, int, int], dtype: torch.dtype
+    lengths: list[int],
+    picks: list[int],
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    values: tuple[int, int] | None,
+    interleaved: bool,
 ) -> None:
-    _compare(lengths, picks, shape, dtype, torch.device("cpu"))
+    _compare(lengths, picks, shape, dtype, torch.device("cpu"), values, interleaved)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

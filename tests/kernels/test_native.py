@@ -12,7 +12,7 @@ import torch
 from tolerance import assert_near
 
 from fused_kv_kernels import RowPlan, row_attention, token_scores, why_not_native
-from fused_kv_kernels.native import library, native_library, operators, row_attention_scratch, supports
+from fused_kv_kernels.native import attention, library, native_library, row_attention_scratch, supports
 from fused_kv_kernels.native.processor import processor_features
 from fused_kv_kernels.reference import row_attention_reference, token_scores_reference
 from fused_kv_kernels.scoring import Scoring
@@ -121,14 +121,14 @@ def test_the_blocking_of_matrix_tiles_equals_the_reference(monkeypatch: pytest.M
     """AMX is on few processors: here plain loops stand in for its instructions."""
     monkeypatch.setenv("FUSED_KV_CACHE", str(tmp_path))
     emulated = library.opened("bfloat16", "-DFKV_EMULATE_TILES")
-    monkeypatch.setattr(operators, "loaded_library", lambda dtype: emulated)
+    monkeypatch.setattr(attention, "loaded_library", lambda dtype: emulated)
     for q_heads, kv_heads, dim, num_keys, rows in ((9, 3, 64, 300, 17), (4, 4, 128, 70, 70), (2, 1, 96, 520, 90)):
         generator = torch.Generator().manual_seed(rows)
         q = torch.randn(2, q_heads, rows, dim, generator=generator).bfloat16()
         k, v = torch.randn(2, 2, kv_heads, num_keys, dim, generator=generator).bfloat16()
         positions = torch.randperm(num_keys, generator=generator)[:rows].sort().values
-        scratch = torch.empty(operators.row_attention_scratch(q, k, v), dtype=torch.uint8)
-        got = operators.native_row_attention(q, k, v, RowPlan(positions, num_keys), Scoring(dim**-0.5), scratch)
+        scratch = torch.empty(attention.row_attention_scratch(q, k, v), dtype=torch.uint8)
+        got = attention.native_row_attention(q, k, v, RowPlan(positions, num_keys), Scoring(dim**-0.5), scratch)
         want = row_attention_reference(q.float(), k.float(), v.float(), positions, dim**-0.5)
         assert_near(got, want, torch.bfloat16)
 
@@ -139,7 +139,7 @@ def test_the_float32_operators_of_processors_without_avx512_equal_the_reference(
 ) -> None:
     monkeypatch.setenv("FUSED_KV_CACHE", str(tmp_path))
     narrow = library.opened("float32", "-mno-avx512f")
-    monkeypatch.setattr(operators, "loaded_library", lambda dtype: narrow)
+    monkeypatch.setattr(attention, "loaded_library", lambda dtype: narrow)
     for q_heads, kv_heads, dim, num_keys, rows in ((9, 3, 64, 300, 17), (4, 4, 130, 70, 70), (2, 1, 96, 520, 90)):
         generator = torch.Generator().manual_seed(rows)
         q = torch.randn(2, q_heads, rows, dim, generator=generator)
@@ -165,7 +165,7 @@ def test_a_row_in_float32_does_not_depend_on_its_company(monkeypatch: pytest.Mon
     some = positions[7:393:11]
     assert torch.equal(row_attention(q[:, :, some], k, v, RowPlan(some, 400), 0.125), together[:, :, some])
     for threads in (1, 3, 64):
-        monkeypatch.setattr(operators, "num_threads", lambda threads=threads: threads)
+        monkeypatch.setattr(attention, "num_threads", lambda threads=threads: threads)
         assert torch.equal(row_attention(q, k, v, RowPlan(positions, 400), 0.125), together)
 
 

@@ -21,30 +21,41 @@ def _inv_freq(rotary: int) -> torch.Tensor:
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=5),
     gaps=st.lists(st.integers(0, 9), min_size=5, max_size=5),
     deltas=st.lists(st.integers(-4000, 4000), min_size=5, max_size=5),
-    shape=st.sampled_from([(1, 16, 16), (3, 64, 64), (2, 80, 80), (2, 96, 40)]),
+    shape=st.sampled_from([(1, 16, 16), (3, 64, 64), (2, 80, 80), (2, 96, 40), (2, 64, 6)]),
+    values=st.sampled_from([None, (1, 128), (4, 24)]),
+    interleaved=st.booleans(),
     dtype=st.sampled_from(list(PLACED)),
 )
 def test_equals_reference(
-    lengths: list[int], gaps: list[int], deltas: list[int], shape: tuple[int, int, int], dtype: torch.dtype
+    lengths: list[int],
+    gaps: list[int],
+    deltas: list[int],
+    shape: tuple[int, int, int],
+    values: tuple[int, int] | None,
+    interleaved: bool,
+    dtype: torch.dtype,
 ) -> None:
+    """Also with values of other heads and another width than the keys."""
     heads, dim, rotary = shape
     generator = torch.Generator().manual_seed(sum(lengths))
-    whole = [torch.randn(2, heads, n + 3, dim, generator=generator).to(dtype) for n in lengths]
-    chunks = [(kv[0, :, 2 : 2 + n], kv[1, :, 2 : 2 + n]) for kv, n in zip(whole, lengths, strict=True)]
+    shapes = (heads, dim), values or (heads, dim)
+    whole = [[torch.randn(h, n + 3, d, generator=generator).to(dtype) for h, d in shapes] for n in lengths]
+    chunks = [(keys[:, 2 : 2 + n], others[:, 2 : 2 + n]) for (keys, others), n in zip(whole, lengths, strict=True)]
     starts, at = [], 0
     for gap, n in zip(gaps, lengths, strict=False):
         starts.append(at + gap)
         at += gap + n
     deltas = deltas[: len(lengths)]
-    layer = torch.full((2, heads, at + 2, dim), 7.0, dtype=dtype)
-    want = layer.clone()
-    for (keys, values), start, delta in zip(chunks, starts, deltas, strict=True):
-        moves = torch.full((keys.shape[1],), delta)
-        want[0, :, start : start + keys.shape[1]] = rerotate_keys_reference(keys, moves, _inv_freq(rotary))
-        want[1, :, start : start + keys.shape[1]] = values
-    place_chunks(chunks, starts, rotation_table(torch.tensor(deltas), _inv_freq(rotary)), layer[0], layer[1])
+    layer = [torch.full((h, at + 2, d), 7.0, dtype=dtype) for h, d in shapes]
+    want = [part.clone() for part in layer]
+    place_chunks_reference(chunks, starts, deltas, _inv_freq(rotary), *want, interleaved=interleaved)
+    table = rotation_table(torch.tensor(deltas), _inv_freq(rotary), interleaved)
+    stacked = [part.clone() for part in layer]
+    place_chunks(chunks, starts, table, *layer)
     assert torch.equal(layer[1], want[1])
     assert_near(layer[0], want[0], dtype, PLACED)
+    ChunkStack([(keys[None], others[None]) for keys, others in chunks], starts, [table]).place(0, *stacked)
+    assert all(map(torch.equal, stacked, layer))
 
 
 @pytest.mark.parametrize(("stored", "computed"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
@@ -60,10 +71,14 @@ def test_chunks_in_another_dtype_than_the_layer(stored: torch.dtype, computed: t
 
 
 @pytest.mark.parametrize("dtype", PLACED, ids=str)
-def test_a_chunk_that_does_not_move_keeps_every_bit(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("interleaved", [False, True], ids=["half_split", "interleaved"])
+@pytest.mark.parametrize(("delta", "inv_freq"), [(0, _inv_freq(64)), (900, torch.zeros(32))], ids=["unmoved", "still"])
+def test_a_chunk_that_does_not_turn_keeps_every_bit(
+    delta: int, inv_freq: torch.Tensor, interleaved: bool, dtype: torch.dtype
+) -> None:
     keys, values = torch.randn(2, 3, 11, 64).to(dtype)
     layer = torch.zeros(2, 3, 20, 64, dtype=dtype)
-    place_chunks([(keys, values)], [5], rotation_table(torch.zeros(1, dtype=torch.int64), _inv_freq(64)), *layer)
+    place_chunks([(keys, values)], [5], rotation_table(torch.tensor([delta]), inv_freq, interleaved), *layer)
     assert torch.equal(layer[0, :, 5:16], keys)
     assert torch.equal(layer[1, :, 5:16], values)
     assert not layer[:, :, :5].any()
@@ -119,25 +134,36 @@ def _int8(
     lengths=st.lists(st.integers(0, 40), min_size=1, max_size=4),
     delta=st.integers(-4000, 4000),
     shape=st.sampled_from([(1, 16, 16), (3, 64, 64), (2, 80, 80), (2, 96, 40), (2, 34, 10)]),
+    values=st.sampled_from([None, (1, 128), (4, 24)]),
     cut=st.integers(0, 3),
+    interleaved=st.booleans(),
 )
 def test_eight_bits_equal_the_reference(
-    kernels: str, lengths: list[int], delta: int, shape: tuple[int, int, int], cut: int, monkeypatch: pytest.MonkeyPatch
+    kernels: str,
+    lengths: list[int],
+    delta: int,
+    shape: tuple[int, int, int],
+    values: tuple[int, int] | None,
+    cut: int,
+    interleaved: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Scaled, moved, and rounded once: within half a unit in the last place of bfloat16."""
     monkeypatch.setenv("FUSED_KV_KERNELS", kernels)
     heads, dim, rotary = shape
     chunks, scales = [], []
+    shapes = (heads, dim), values or (heads, dim)
     for seed, tokens in enumerate(lengths):
-        kv, factors = _int8(tokens + cut, heads, dim, seed)
-        chunks.append(tuple(part[0][:, cut:] for part in kv))
-        scales.append((factors[0][0], factors[1][0][:, cut:]))
+        (keys, _), (of_keys, _) = _int8(tokens + cut, *shapes[0], seed)
+        (_, others), (_, of_others) = _int8(tokens + cut, *shapes[1], seed)
+        chunks.append((keys[0, :, cut:], others[0, :, cut:]))
+        scales.append((of_keys[0], of_others[0, :, cut:]))
     starts = [sum(lengths[:i]) + 2 * i + 1 for i in range(len(lengths))]
     deltas = [delta * (i + 1) for i in range(len(lengths))]
-    got = torch.full((2, heads, sum(lengths) + 12, dim), 7.0, dtype=torch.bfloat16)
-    want = got.float()
-    place_chunks(chunks, starts, rotation_table(torch.tensor(deltas), _inv_freq(rotary)), *got, scales)
-    place_chunks_reference(chunks, starts, deltas, _inv_freq(rotary), *want, scales)
+    got = [torch.full((h, sum(lengths) + 12, d), 7.0, dtype=torch.bfloat16) for h, d in shapes]
+    want = [part.float() for part in got]
+    place_chunks(chunks, starts, rotation_table(torch.tensor(deltas), _inv_freq(rotary), interleaved), *got, scales)
+    place_chunks_reference(chunks, starts, deltas, _inv_freq(rotary), *want, scales, interleaved)
     # Two terms that nearly cancel leave their own error, and values of up to 127 / 30 are scaled without any.
     torch.testing.assert_close(got[0].float(), want[0], atol=4e-6, rtol=2**-8)
     assert torch.equal(got[1], want[1].bfloat16())

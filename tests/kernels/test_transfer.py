@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from fused_kv_kernels import TransferPlan, rotation_table, transfer_deviation
 from fused_kv_kernels.reference import rerotate_keys_reference
 
 DTYPES = (torch.float32, torch.bfloat16)
+_Pair = Sequence[torch.Tensor]
 
 
 def _inv_freq(rotary: int) -> torch.Tensor:
@@ -21,19 +22,19 @@ def _inv_freq(rotary: int) -> torch.Tensor:
 
 
 def _formula(
-    plan: TransferPlan, fresh: torch.Tensor, layer: torch.Tensor, inv_freq: torch.Tensor
+    plan: TransferPlan, fresh: _Pair, layer: _Pair, inv_freq: torch.Tensor, interleaved: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     def turn(key: torch.Tensor, position: int) -> torch.Tensor:
-        return rerotate_keys_reference(key[:, None], torch.tensor([position]), inv_freq)[:, 0]
+        return rerotate_keys_reference(key[:, None], torch.tensor([position]), inv_freq, interleaved)[:, 0]
 
-    keys, values = layer.float().clone()
+    keys, values = (part.float().clone() for part in layer)
     fresh_of = dict(zip(plan.selected.tolist(), plan.fresh_rows.tolist(), strict=True))
     for (start, stop), weight in zip(plan.spans.tolist(), plan.weights.tolist(), strict=True):
         mine = [at for at in fresh_of if start <= at < stop]
         if not mine:
             continue
-        delta_k = weight * sum(turn(fresh[0, :, fresh_of[at]].float() - layer[0, :, at].float(), -at) for at in mine)
-        delta_v = weight * sum(fresh[1, :, fresh_of[at]].float() - layer[1, :, at].float() for at in mine)
+        delta_k = weight * sum(turn(fresh[0][:, fresh_of[at]].float() - layer[0][:, at].float(), -at) for at in mine)
+        delta_v = weight * sum(fresh[1][:, fresh_of[at]].float() - layer[1][:, at].float() for at in mine)
         for at in range(start, stop):
             keys[:, at] += turn(delta_k, at)
             values[:, at] += delta_v
@@ -46,8 +47,11 @@ def _compare(
     shape: tuple[int, int, int],
     dtype: torch.dtype,
     device: torch.device,
+    values: tuple[int, int] | None = None,
+    interleaved: bool = False,
 ) -> None:
     heads, dim, rotary = shape
+    shapes = (heads, dim), values or (heads, dim)
     edges = torch.tensor([0, *lengths]).cumsum(0)
     # One position of fresh text between two chunks.
     spans = torch.stack((edges[:-1], edges[1:]), dim=1) + torch.arange(len(lengths))[:, None] + 2
@@ -56,39 +60,46 @@ def _compare(
     count = int(spans[-1, 1]) + 1
     rows = sorted({*chosen, 0, count - 1})
     generator = torch.Generator().manual_seed(count)
-    layer = torch.randn(2, heads, count, dim, generator=generator).to(dtype)
-    fresh = torch.randn(2, heads, len(rows), dim, generator=generator).to(dtype)
+    layer = [torch.randn(h, count, d, generator=generator).to(dtype) for h, d in shapes]
+    fresh = [torch.randn(h, len(rows), d, generator=generator).to(dtype) for h, d in shapes]
     tables = {
         "selected": torch.tensor(chosen),
         "fresh_rows": torch.tensor([rows.index(at) for at in chosen]),
         "spans": spans,
         "weights": torch.linspace(0.02, 0.1, len(lengths)),
     }
-    want = _formula(TransferPlan(**tables), fresh, layer, _inv_freq(rotary))
+    want = _formula(TransferPlan(**tables), fresh, layer, _inv_freq(rotary), interleaved)
     untouched = [at for at in range(count) if at not in inside]
-    got = layer.to(device)
+    got = [part.to(device, copy=True) for part in layer]
     plan = TransferPlan(**{name: table.to(device) for name, table in tables.items()})
-    table = rotation_table(torch.arange(count), _inv_freq(rotary)).to(device)
-    transfer_deviation(plan, table, *fresh.to(device), *got)
-    for part, expected in zip(got.cpu(), want, strict=True):
+    table = rotation_table(torch.arange(count), _inv_freq(rotary), interleaved).to(device)
+    transfer_deviation(plan, table, *(part.to(device) for part in fresh), *got)
+    for part, expected, before in zip(got, want, layer, strict=True):
         assert_near(part, expected, dtype)
-    assert torch.equal(got.cpu()[:, :, untouched], layer[:, :, untouched])
+        assert torch.equal(part.cpu()[:, untouched], before[:, untouched])
 
 
 @settings(max_examples=40, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 12), min_size=1, max_size=4),
     data=st.data(),
-    shape=st.sampled_from([(1, 16, 16), (3, 64, 64), (2, 80, 32)]),
+    shape=st.sampled_from([(1, 16, 16), (3, 64, 64), (2, 80, 32), (2, 65, 6)]),
     dtype=st.sampled_from(DTYPES),
+    values=st.sampled_from([None, (1, 128), (4, 24)]),
+    interleaved=st.booleans(),
 )
 def test_equals_the_formula(
-    lengths: list[int], data: st.DataObject, shape: tuple[int, int, int], dtype: torch.dtype
+    lengths: list[int],
+    data: st.DataObject,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    values: tuple[int, int] | None,
+    interleaved: bool,
 ) -> None:
     def choose(inside: list[int]) -> list[int]:
         return sorted(data.draw(st.sets(st.sampled_from(inside), min_size=1)))
 
-    _compare(lengths, choose, shape, dtype, torch.device("cpu"))
+    _compare(lengths, choose, shape, dtype, torch.device("cpu"), values, interleaved)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

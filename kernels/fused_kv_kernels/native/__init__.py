@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .attention import native_row_attention, native_token_scores, row_attention_scratch
 from .elementwise import native_gated_silu, native_rms_norm, native_rotate_rows, takes_rows
 from .library import native_library, why_not_native
 from .linears import (
@@ -12,22 +13,17 @@ from .linears import (
     native_linears,
     takes_linears,
 )
-from .operators import (
+from .moving import (
     Table,
     chunk_table,
     int8_chunk_table,
     native_fit_sums,
     native_place_chunks,
-    native_row_attention,
     native_shift_chunks,
-    native_token_scores,
     native_transfer,
-    row_attention_scratch,
     shift_table,
-    supports,
-    supports_int8_rows,
-    supports_rows,
 )
+from .operands import supports, supports_int8_rows, supports_rows
 
 __all__ = [
     "Table",

@@ -20,7 +20,7 @@ from .processor import processor_features
 
 __all__ = ["build", "compile_library"]
 
-_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC")
+_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fvisibility-inlines-hidden", "-fopenmp", "-shared", "-fPIC")
 _HERE = ("-march=native",)
 _BUILD_SECONDS = 120
 

@@ -26,14 +26,14 @@ _ARGUMENTS = {
     "fkv_row_attention_scratch": [_POINTER, _THREADS],
     "fkv_row_attention": [*[_POINTER] * 10, _REAL, _REAL, _THREADS],
     "fkv_token_scores": [*[_POINTER] * 8, _REAL, _REAL, _THREADS],
-    "fkv_place_chunks": [_POINTER, _NUMBER, _NUMBER, *[_POINTER] * 4, *[_NUMBER] * 5, _THREADS],
-    "fkv_place_int8_chunks": [_POINTER, _NUMBER, _NUMBER, *[_POINTER] * 4, *[_NUMBER] * 5, _THREADS],
-    "fkv_shift_chunks": [_POINTER, _NUMBER, _NUMBER, *[_POINTER] * 5, *[_NUMBER] * 5, _THREADS],
-    "fkv_fit_shifts": [_POINTER, _NUMBER, _NUMBER, *[_POINTER] * 11, *[_NUMBER] * 5, _THREADS],
+    "fkv_place_chunks": [_POINTER, _NUMBER, _NUMBER, *[_POINTER] * 5],
+    "fkv_place_int8_chunks": [_POINTER, _NUMBER, _NUMBER, *[_POINTER] * 5],
+    "fkv_shift_chunks": [_POINTER, _NUMBER, _NUMBER, *[_POINTER] * 6],
+    "fkv_fit_shifts": [_POINTER, _NUMBER, _NUMBER, *[_POINTER] * 12],
     "fkv_rms_norm": [*[_POINTER] * 3, _NUMBER, _NUMBER, _REAL, _THREADS],
     "fkv_gated_silu": [*[_POINTER] * 3, *[_NUMBER] * 4, _THREADS],
     "fkv_rotate_rows": [*[_POINTER] * 5, _NUMBER, _NUMBER, _THREADS],
-    "fkv_transfer": [*[_POINTER] * 8, _NUMBER, *[_POINTER] * 4, *[_NUMBER] * 5, _THREADS],
+    "fkv_transfer": [*[_POINTER] * 8, _NUMBER, *[_POINTER] * 5],
 }
 _OWN_ARGUMENTS = {
     "bfloat16": {

@@ -46,11 +46,12 @@ inline void cap_scores(float *scores, int64_t rows, int64_t stride, int64_t widt
         }
 }
 
-// The highest score of one row over the keys it sees.
-inline float highest_score(const float *scores, Seen seen) {
+// The highest score of one row over the keys it sees: all before its limit, unless there are windows.
+template <bool Windows> inline float highest_score(const float *scores, Seen seen) {
     __m512 highest = _mm512_set1_ps(kMinusInfinity);
-    int64_t column = seen.register_start();
-    if (column < seen.from) {
+    int64_t column = 0;
+    if constexpr (Windows) {
+        column = seen.register_start();
         highest = _mm512_mask_max_ps(highest, seen.lanes(column), highest, _mm512_loadu_ps(scores + column));
         column += kLanes;
     }
@@ -77,22 +78,20 @@ inline void rescale(Workspace &space, int64_t count, float scale) {
 }
 
 // Turns the scores of one row over the keys it sees into weights, zero elsewhere, and adds them up.
-inline void weigh(Workspace &space, int64_t row, Seen seen, float scale) {
+template <bool Windows> inline void weigh(Workspace &space, int64_t row, Seen seen, float scale) {
     const float *scores = space.scores.data() + row * kKeyBlock;
     auto *weights = reinterpret_cast<uint16_t *>(space.weights.data()) + row * kKeyBlock;
     const __m512 scaled = _mm512_set1_ps(scale), shift = _mm512_set1_ps(space.maximum[row]);
     float *total = space.total.data() + row * kLanes;
     __m512 sum = _mm512_mul_ps(_mm512_loadu_ps(total), _mm512_set1_ps(space.factor[row]));
-    const auto some = [&](int64_t column, __mmask16 lanes) {
-        const __m512 score = _mm512_maskz_loadu_ps(lanes, scores + column);
-        const __m512 weight = _mm512_maskz_mov_ps(lanes, exp2_register(_mm512_fmsub_ps(score, scaled, shift)));
+    int64_t column = 0;
+    if constexpr (Windows) {
+        for (; column < seen.register_start(); column += kLanes) keep(weights + column, _mm512_setzero_ps());
+        const __m512 score = _mm512_maskz_loadu_ps(seen.lanes(column), scores + column);
+        const __m512 power = exp2_register(_mm512_fmsub_ps(score, scaled, shift));
+        const __m512 weight = _mm512_maskz_mov_ps(seen.lanes(column), power);
         sum = _mm512_add_ps(sum, weight);
         keep(weights + column, weight);
-    };
-    int64_t column = 0;
-    for (; column < seen.register_start(); column += kLanes) keep(weights + column, _mm512_setzero_ps());
-    if (column < seen.from) {
-        some(column, seen.lanes(column));
         column += kLanes;
     }
     for (; column + kLanes <= seen.limit; column += kLanes) {
@@ -102,7 +101,10 @@ inline void weigh(Workspace &space, int64_t row, Seen seen, float scale) {
     }
     const __mmask16 rest = first_lanes(seen.limit - column);
     if (rest) {
-        some(column, rest);
+        const __m512 score = _mm512_maskz_loadu_ps(rest, scores + column);
+        const __m512 weight = _mm512_maskz_mov_ps(rest, exp2_register(_mm512_fmsub_ps(score, scaled, shift)));
+        sum = _mm512_add_ps(sum, weight);
+        keep(weights + column, weight);
         column += kLanes;
     }
     _mm512_storeu_ps(total, sum);

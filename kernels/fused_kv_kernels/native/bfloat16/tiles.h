@@ -13,7 +13,7 @@ constexpr int kTileRows = 6; // 6 x 4 accumulators, 4 right operands and a broad
 
 // C[rows, 16 * Registers] = A[rows, pairs] B[pairs, columns], or C = C * factor + A B with one factor a row.
 template <int Rows, int Registers>
-inline void register_tile(const uint32_t *a, int64_t lda, const uint32_t *b, int64_t ldb, int64_t pairs, float *c,
+__attribute__((always_inline)) inline void register_tile(const uint32_t *a, int64_t lda, const uint32_t *b, int64_t ldb, int64_t pairs, float *c,
                           int64_t ldc, const float *factor) {
     __m512 sum[Rows][Registers];
 #pragma GCC unroll 8

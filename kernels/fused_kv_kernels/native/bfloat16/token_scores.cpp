@@ -11,12 +11,13 @@ constexpr int64_t kRowBlock = 24;
 void add_shares(float *scores, Seen seen, float scale, float weight, const Scoring &scoring, int64_t head,
                 float *mass) {
     const __m512 scaled = _mm512_set1_ps(scale);
-    const float highest = highest_score(scores, seen) * scale;
+    const float highest = highest_score<true>(scores, seen) * scale;
     const __m512 shift = _mm512_set1_ps(highest);
     __m512 sum = _mm512_setzero_ps();
-    for (int64_t column = seen.register_start(); column < seen.limit; column += kLanes) {
+    Mask begun = static_cast<Mask>(~first_lanes(seen.from - seen.register_start())); // in all but the first register
+    for (int64_t column = seen.register_start(); column < seen.limit; column += kLanes, begun = 0xffff) {
         const __m512 value = exp2_register(_mm512_fmsub_ps(_mm512_loadu_ps(scores + column), scaled, shift));
-        const __m512 there = _mm512_maskz_mov_ps(seen.lanes(column), value);
+        const __m512 there = _mm512_maskz_mov_ps(begun & first_lanes(seen.limit - column), value);
         _mm512_storeu_ps(scores + column, there);
         sum = _mm512_add_ps(sum, there);
     }

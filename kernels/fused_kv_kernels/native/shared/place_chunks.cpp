@@ -1,6 +1,6 @@
 // Places chunk KV in a cache in one pass over the memory: keys are rotated by their chunk's distance, values are
 // copied. KV stored in eight bits is multiplied by its scales in the same pass and rounded once.
-#include "element.h"
+#include "rotation.h"
 
 namespace {
 
@@ -10,18 +10,6 @@ struct Chunk {
     const Element *keys, *values;
     int64_t key_layer, key_head, value_layer, value_head, rows, start;
 };
-
-void rotate_row(const Element *source, Element *target, const float *cosine, const float *sine, int64_t half,
-                int64_t dim) {
-    for (int64_t column = 0; column < half; column += kLanes) {
-        const Mask here = first_lanes(half - column);
-        const Lanes first = load(source + column, here), second = load(source + half + column, here);
-        const Lanes c = load_floats(cosine + column, here), s = load_floats(sine + column, here);
-        store(target + column, here, first * c - second * s);
-        store(target + half + column, here, second * c + first * s);
-    }
-    std::memcpy(target + 2 * half, source + 2 * half, (dim - 2 * half) * sizeof *source);
-}
 
 struct Int8Chunk {
     const int8_t *keys, *values;
@@ -41,29 +29,32 @@ inline Lanes load_halves(const uint16_t *source, int64_t count) {
 #endif
 }
 
-inline Lanes load_scaled(const int8_t *source, const uint16_t *scales, int64_t count) {
-    return load_bytes(source, count) * load_halves(scales, count);
+template <bool Interleaved>
+void place_keys(const Element *source, Element *target, int64_t rows, const Angles &angles) {
+    for (int64_t row = 0; row < rows; ++row, source += angles.dim, target += angles.dim)
+        turn<Interleaved>(
+            angles, [=](int64_t column, int64_t count) { return load(source + column, first_lanes(count)); },
+            [=](int64_t column, int64_t count, Lanes value) { store(target + column, first_lanes(count), value); });
 }
 
-void rotate_int8_row(const int8_t *source, const uint16_t *scales, Element *target, const float *cosine,
-                     const float *sine, int64_t half, int64_t dim) {
-    for (int64_t column = 0; column < half; column += kLanes) {
-        const int64_t count = half - column, other = half + column;
-        const Mask here = first_lanes(count);
-        const Lanes first = load_scaled(source + column, scales + column, count);
-        const Lanes second = load_scaled(source + other, scales + other, count);
-        const Lanes c = load_floats(cosine + column, here), s = load_floats(sine + column, here);
-        store(target + column, here, first * c - second * s);
-        store(target + other, here, second * c + first * s);
+template <bool Interleaved>
+void place_int8_keys(const int8_t *source, const uint16_t *scales, Element *target, int64_t rows,
+                     const Angles &angles) {
+    for (int64_t row = 0; row < rows; ++row, source += angles.dim, target += angles.dim)
+        turn<Interleaved>(
+            angles,
+            [=](int64_t column, int64_t count) {
+                return load_bytes(source + column, count) * load_halves(scales + column, count);
+            },
+            [=](int64_t column, int64_t count, Lanes value) { store(target + column, first_lanes(count), value); });
+}
+
+void place_int8_values(const int8_t *source, const uint16_t *scales, Element *target, int64_t rows, int64_t dim) {
+    for (int64_t row = 0; row < rows; ++row, source += dim, target += dim) {
+        const Lanes scale = splat(load_halves(scales + row, 1)[0]);
+        walk(dim, [=](int64_t column, int64_t count) { return load_bytes(source + column, count) * scale; },
+             [=](int64_t column, int64_t count, Lanes value) { store(target + column, first_lanes(count), value); });
     }
-    for (int64_t column = 2 * half; column < dim; column += kLanes)
-        store(target + column, first_lanes(dim - column), load_scaled(source + column, scales + column, dim - column));
-}
-
-void scale_int8_row(const int8_t *source, const uint16_t *half_scale, Element *target, int64_t dim) {
-    const Lanes scale = splat(load_halves(half_scale, 1)[0]);
-    for (int64_t column = 0; column < dim; column += kLanes)
-        store(target + column, first_lanes(dim - column), load_bytes(source + column, dim - column) * scale);
 }
 
 } // namespace
@@ -72,23 +63,24 @@ extern "C" {
 
 // A chunk is eight numbers: addresses of its keys and of its values, elements from layer to layer and from head to head
 // in keys and in values, its rows, and the row of the cache where it begins. Rows are dense everywhere. cosines and
-// sines: float32 [chunks, half].
+// sines: float32 [chunks, half]. shape: a Layer.
 void fkv_place_chunks(const int64_t *chunks, int64_t count, int64_t layer, const float *cosines, const float *sines,
-                      Element *keys, Element *values, int64_t key_head, int64_t value_head, int64_t heads, int64_t dim,
-                      int64_t half, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t task = 0; task < count * heads; ++task) {
+                      Element *keys, Element *values, const int64_t *shape) {
+    const Layer s(shape);
+#pragma omp parallel for schedule(static) num_threads(s.threads)
+    for (int64_t task = 0; task < count * s.parts(); ++task) {
+        const int64_t number = task / s.parts(), part = task % s.parts(), head = part - s.key_heads;
         Chunk chunk;
-        std::memcpy(&chunk, chunks + task / heads * 8, sizeof chunk);
-        const int64_t head = task % heads;
-        const Element *from_keys = chunk.keys + layer * chunk.key_layer + head * chunk.key_head;
-        const Element *from_values = chunk.values + layer * chunk.value_layer + head * chunk.value_head;
-        const float *cosine = cosines + task / heads * half, *sine = sines + task / heads * half;
-        Element *to_keys = keys + head * key_head + chunk.start * dim;
-        for (int64_t row = 0; row < chunk.rows; ++row)
-            rotate_row(from_keys + row * dim, to_keys + row * dim, cosine, sine, half, dim);
-        std::memcpy(values + head * value_head + chunk.start * dim, from_values,
-                    chunk.rows * dim * sizeof *from_values);
+        std::memcpy(&chunk, chunks + number * 8, sizeof chunk);
+        if (part < s.key_heads) {
+            (s.interleaved ? place_keys<true> : place_keys<false>)(
+                chunk.keys + layer * chunk.key_layer + part * chunk.key_head,
+                keys + part * s.key_head + chunk.start * s.key_dim, chunk.rows, {cosines, sines, number, s});
+        } else {
+            std::memcpy(values + head * s.value_head + chunk.start * s.value_dim,
+                        chunk.values + layer * chunk.value_layer + head * chunk.value_head,
+                        chunk.rows * s.value_dim * sizeof *values);
+        }
     }
 }
 
@@ -96,25 +88,22 @@ void fkv_place_chunks(const int64_t *chunks, int64_t count, int64_t layer, const
 // float16 scales (one a channel) and of the values' (one a row); elements from layer to layer and from head to head in
 // each of the four, in this order; its rows, and where it begins. Scales are dense.
 void fkv_place_int8_chunks(const int64_t *chunks, int64_t count, int64_t layer, const float *cosines,
-                           const float *sines, Element *keys, Element *values, int64_t key_head, int64_t value_head,
-                           int64_t heads, int64_t dim, int64_t half, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t task = 0; task < count * heads; ++task) {
+                           const float *sines, Element *keys, Element *values, const int64_t *shape) {
+    const Layer s(shape);
+#pragma omp parallel for schedule(static) num_threads(s.threads)
+    for (int64_t task = 0; task < count * s.parts(); ++task) {
+        const int64_t number = task / s.parts(), part = task % s.parts(), head = part - s.key_heads;
         Int8Chunk chunk;
-        std::memcpy(&chunk, chunks + task / heads * 14, sizeof chunk);
-        const int64_t head = task % heads;
-        const int8_t *from_keys = chunk.keys + layer * chunk.key_layer + head * chunk.key_head;
-        const int8_t *from_values = chunk.values + layer * chunk.value_layer + head * chunk.value_head;
-        const uint16_t *key_scales = chunk.key_scales + layer * chunk.key_scale_layer + head * chunk.key_scale_head;
-        const uint16_t *value_scales =
-            chunk.value_scales + layer * chunk.value_scale_layer + head * chunk.value_scale_head;
-        const float *cosine = cosines + task / heads * half, *sine = sines + task / heads * half;
-        Element *to_keys = keys + head * key_head + chunk.start * dim;
-        Element *to_values = values + head * value_head + chunk.start * dim;
-        for (int64_t row = 0; row < chunk.rows; ++row)
-            rotate_int8_row(from_keys + row * dim, key_scales, to_keys + row * dim, cosine, sine, half, dim);
-        for (int64_t row = 0; row < chunk.rows; ++row)
-            scale_int8_row(from_values + row * dim, value_scales + row, to_values + row * dim, dim);
+        std::memcpy(&chunk, chunks + number * 14, sizeof chunk);
+        if (part < s.key_heads)
+            (s.interleaved ? place_int8_keys<true> : place_int8_keys<false>)(
+                chunk.keys + layer * chunk.key_layer + part * chunk.key_head,
+                chunk.key_scales + layer * chunk.key_scale_layer + part * chunk.key_scale_head,
+                keys + part * s.key_head + chunk.start * s.key_dim, chunk.rows, {cosines, sines, number, s});
+        else
+            place_int8_values(chunk.values + layer * chunk.value_layer + head * chunk.value_head,
+                              chunk.value_scales + layer * chunk.value_scale_layer + head * chunk.value_scale_head,
+                              values + head * s.value_head + chunk.start * s.value_dim, chunk.rows, s.value_dim);
     }
 }
 }

@@ -1,50 +1,60 @@
 // Deviation transfer: the mean deviation of a chunk's recomputed tokens, added to the stored KV of all its tokens.
-#include "element.h"
+#include "fresh_rows.h"
 
 namespace {
 
 using namespace fkv;
 
-constexpr int64_t kLargestDim = 1024; // operators.py hands over no larger one
+constexpr int64_t kLargestDim = 1024; // operands.py takes no larger one
 
-inline Lanes difference(const Element *fresh, const Element *stored, Mask here) {
-    return load(fresh, here) - load(stored, here);
-}
-inline void add(float *sum, Mask here, Lanes change) { store_floats(sum, here, load_floats(sum, here) + change); }
-inline void add(Element *target, Mask here, const float *change) {
-    store(target, here, load(target, here) + load_floats(change, here));
+// One chunk: its part of the selected positions, its own positions, and what the sum is multiplied by.
+struct Span {
+    int64_t first, last, start, stop;
+    float weight;
+};
+
+// The weighted sum of deviations, [dim].
+struct Sum {
+    alignas(64) float of[kLargestDim] = {};
+
+    auto taking() {
+        return [this](int64_t column, int64_t count, Lanes change) {
+            const Mask here = first_lanes(count);
+            store_floats(of + column, here, load_floats(of + column, here) + change);
+        };
+    }
+    auto reading(float weight) const {
+        return [this, weight](int64_t column, int64_t count) {
+            return load_floats(of + column, first_lanes(count)) * weight;
+        };
+    }
+};
+
+auto adding(Element *row) {
+    return [=](int64_t column, int64_t count, Lanes change) {
+        const Mask here = first_lanes(count);
+        store(row + column, here, load(row + column, here) + change);
+    };
 }
 
-// Adds fresh - stored, turned back by the position's angles, to a sum.
-void add_key_deviation(float *sum, const Element *fresh, const Element *stored, const float *cosine, const float *sine,
-                       int64_t half, int64_t dim) {
-    for (int64_t column = 0; column < half; column += kLanes) {
-        const Mask here = first_lanes(half - column);
-        const int64_t other = column + half;
-        const Lanes first = difference(fresh + column, stored + column, here);
-        const Lanes second = difference(fresh + other, stored + other, here);
-        const Lanes c = load_floats(cosine + column, here), s = load_floats(sine + column, here);
-        add(sum + column, here, first * c + second * s);
-        add(sum + other, here, second * c - first * s);
+template <bool Interleaved>
+void correct_keys(const FreshRows &fresh, Element *keys, int64_t head, const Span &span, const float *cosines,
+                  const float *sines, const Layer &s) {
+    Sum sum;
+    for (int64_t i = span.first; i < span.last; ++i) {
+        const int64_t at = fresh.selected[i];
+        turn<Interleaved, true>({cosines, sines, at, s}, deviation(fresh.key(head, i), keys + at * s.key_dim),
+                                sum.taking());
     }
-    for (int64_t column = 2 * half; column < dim; column += kLanes) {
-        const Mask here = first_lanes(dim - column);
-        add(sum + column, here, difference(fresh + column, stored + column, here));
-    }
+    for (int64_t at = span.start; at < span.stop; ++at)
+        turn<Interleaved>({cosines, sines, at, s}, sum.reading(span.weight), adding(keys + at * s.key_dim));
 }
 
-// Adds a sum, turned by the position's angles, to a stored key.
-void correct_key(Element *key, const float *sum, const float *cosine, const float *sine, int64_t half, int64_t dim) {
-    for (int64_t column = 0; column < half; column += kLanes) {
-        const Mask here = first_lanes(half - column);
-        const int64_t other = column + half;
-        const Lanes first = load_floats(sum + column, here), second = load_floats(sum + other, here);
-        const Lanes c = load_floats(cosine + column, here), s = load_floats(sine + column, here);
-        store(key + column, here, load(key + column, here) + (first * c - second * s));
-        store(key + other, here, load(key + other, here) + (second * c + first * s));
-    }
-    for (int64_t column = 2 * half; column < dim; column += kLanes)
-        add(key + column, first_lanes(dim - column), sum + column);
+void correct_values(const FreshRows &fresh, Element *values, int64_t head, const Span &span, int64_t dim) {
+    Sum sum;
+    for (int64_t i = span.first; i < span.last; ++i)
+        walk(dim, deviation(fresh.value(head, i), values + fresh.selected[i] * dim), sum.taking());
+    for (int64_t at = span.start; at < span.stop; ++at) walk(dim, sum.reading(span.weight), adding(values + at * dim));
 }
 
 } // namespace
@@ -53,39 +63,24 @@ extern "C" {
 
 // fresh_keys and fresh_values by strides (key head, key row, value head, value row); row fresh_rows[i] of them replaces
 // position selected[i] of the layer. bounds [chunks + 1] cuts `selected` by chunk, spans [chunks, 2] are the chunks'
-// positions, weights [chunks] multiply the summed deviation. cosines and sines: float32 [positions, half].
+// positions, weights [chunks] multiply the summed deviation. cosines and sines: float32 [positions, half]. shape: a
+// Layer.
 void fkv_transfer(const Element *fresh_keys, const Element *fresh_values, const int64_t *fresh_strides,
                   const int64_t *fresh_rows, const int64_t *selected, const int64_t *bounds, const int64_t *spans,
                   const float *weights, int64_t chunks, const float *cosines, const float *sines, Element *keys,
-                  Element *values, int64_t key_head, int64_t value_head, int64_t heads, int64_t dim, int64_t half,
-                  int threads) {
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
-    for (int64_t task = 0; task < chunks * heads; ++task) {
-        const int64_t chunk = task / heads, head = task % heads;
-        if (bounds[chunk] == bounds[chunk + 1]) continue;
-        alignas(64) float key_sum[kLargestDim] = {}, value_sum[kLargestDim] = {};
-        Element *layer_keys = keys + head * key_head, *layer_values = values + head * value_head;
-        for (int64_t i = bounds[chunk]; i < bounds[chunk + 1]; ++i) {
-            const int64_t at = selected[i];
-            const Element *new_key = fresh_keys + head * fresh_strides[0] + fresh_rows[i] * fresh_strides[1];
-            const Element *new_value = fresh_values + head * fresh_strides[2] + fresh_rows[i] * fresh_strides[3];
-            add_key_deviation(key_sum, new_key, layer_keys + at * dim, cosines + at * half, sines + at * half, half,
-                              dim);
-            for (int64_t column = 0; column < dim; column += kLanes) {
-                const Mask here = first_lanes(dim - column);
-                add(value_sum + column, here,
-                    difference(new_value + column, layer_values + at * dim + column, here));
-            }
-        }
-        for (int64_t column = 0; column < dim; ++column) {
-            key_sum[column] *= weights[chunk];
-            value_sum[column] *= weights[chunk];
-        }
-        for (int64_t at = spans[2 * chunk]; at < spans[2 * chunk + 1]; ++at) {
-            correct_key(layer_keys + at * dim, key_sum, cosines + at * half, sines + at * half, half, dim);
-            for (int64_t column = 0; column < dim; column += kLanes)
-                add(layer_values + at * dim + column, first_lanes(dim - column), value_sum + column);
-        }
+                  Element *values, const int64_t *shape) {
+    const Layer s(shape);
+    const FreshRows fresh{fresh_keys, fresh_values, fresh_strides, fresh_rows, selected};
+#pragma omp parallel for schedule(dynamic, 1) num_threads(s.threads)
+    for (int64_t task = 0; task < chunks * s.parts(); ++task) {
+        const int64_t chunk = task / s.parts(), part = task % s.parts(), head = part - s.key_heads;
+        const Span span{bounds[chunk], bounds[chunk + 1], spans[2 * chunk], spans[2 * chunk + 1], weights[chunk]};
+        if (span.first == span.last) continue;
+        if (part < s.key_heads)
+            (s.interleaved ? correct_keys<true> : correct_keys<false>)(fresh, keys + part * s.key_head, part, span,
+                                                                       cosines, sines, s);
+        else
+            correct_values(fresh, values + head * s.value_head, head, span, s.value_dim);
     }
 }
 }
