@@ -9,6 +9,7 @@
     ├── ModelError
     │   ├── ModelNotFoundError            no such alias, path or hub id
     │   ├── ModelFileError                a file of it is damaged, foreign, or cannot be converted
+    │   ├── ModelChangedError             it is not the one that its stored KV was computed with
     │   └── UnsupportedModelError         its attention or its positions cannot be moved
     ├── PromptError (ValueError)
     │   └── PromptTooLongError            longer than the model's context
@@ -32,6 +33,7 @@ __all__ = [
     "FusedKVWarning",
     "IndexDamagedError",
     "MissingExtraError",
+    "ModelChangedError",
     "ModelError",
     "ModelFileError",
     "ModelNotFoundError",
@@ -59,16 +61,18 @@ class MissingExtraError(FusedKVError, ImportError):
     ----------
     package : str
         The distribution that could not be imported.
-    extra : str
-        The extra of ``fused-kv-llm`` that brings it.
+    extra : str or None
+        The extra of ``fused-kv-llm`` that brings it; None if none does.
+    reason : str
+        What it is needed for.
     """
 
-    def __init__(self, package: str, extra: str) -> None:
+    def __init__(self, package: str, extra: str | None = None, reason: str = "") -> None:
         self.package = package
         self.extra = extra
-        super().__init__(
-            f"The package {package!r} is not installed. Install it with: pip install 'fused-kv-llm[{extra}]'"
-        )
+        before = f"{reason}, and the" if reason else "The"
+        wanted = package if extra is None else f"'fused-kv-llm[{extra}]'"
+        super().__init__(f"{before} package {package!r} is not installed. Install it with: pip install {wanted}")
 
 
 class CorpusError(FusedKVError, ValueError):
@@ -89,6 +93,10 @@ class ModelFileError(ModelError):
 
 class UnsupportedModelError(ModelError):
     """The model's attention or positions do not allow chunk KV to be moved."""
+
+
+class ModelChangedError(ModelError):
+    """The model is not, or does not compute, what its stored KV was computed with."""
 
 
 class PromptError(FusedKVError, ValueError):

@@ -131,19 +131,24 @@ def test_a_layer_goes_by_its_parts_only_where_one_is_hooked(
     calls: list[int] = []
     monkeypatch.setattr(cpu_layers, "few_row_mlp", lambda x, *rest: calls.append(x.shape[1]) or few_row_mlp(x, *rest))
     model = tiny_model(num_hidden_layers=3).bfloat16()
-    with FusedKVEngine(model, preprocessing="none", tokenizer=smollm2_tokenizer(), kv_dir=tmp_path) as engine:
-        engine.build_kv_cache(SHORT[:3], progress=False)
-        prompt = rag_prompt(SHORT[:3])
-        want = engine.prefill(prompt, recompute_ratio=0.0)[0].logits
-        # The last layer is computed for the last row only, by its parts.
-        rows = calls[-1]
-        assert calls[-2:] == [rows, rows]
-        calls.clear()
-        if part:
-            seen: list[int] = []
-            hooked = model.get_decoder().layers[1].get_submodule(part)
-            hooked.register_forward_hook(lambda *_: seen.append(1))
-        got = engine.prefill(prompt, recompute_ratio=0.0)[0].logits
+    prompt = rag_prompt(SHORT[:3])
+
+    def logits() -> torch.Tensor:
+        with FusedKVEngine(model, preprocessing="none", tokenizer=smollm2_tokenizer(), kv_dir=tmp_path) as engine:
+            engine.build_kv_cache(SHORT[:3], progress=False)
+            calls.clear()
+            seen.clear()
+            return engine.prefill(prompt, recompute_ratio=0.0)[0].logits
+
+    seen: list[int] = []
+    want = logits()
+    # The last layer is computed for the last row only, by its parts.
+    rows = calls[-1]
+    assert calls[-2:] == [rows, rows]
+    if part:
+        hooked = model.get_decoder().layers[1].get_submodule(part)
+        hooked.register_forward_hook(lambda *_: seen.append(1))
+    got = logits()
     assert torch.equal(got, want)
     assert calls == ([rows] if part else [rows, rows])
     assert not part or seen == [1]
@@ -272,6 +277,7 @@ def test_what_somebody_else_replaced_stays() -> None:
 
     norm.forward = counted
     load_model(model, tokenizer=smollm2_tokenizer())
+    calls.clear()
     with torch.inference_mode():
         model(IDS)
     assert calls == [1]

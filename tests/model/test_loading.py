@@ -13,7 +13,12 @@ from models import ROPES, smollm2_tokenizer, tiny_model
 from fused_kv_llm.errors import ConfigError, MissingExtraError, ModelNotFoundError, UnsupportedModelError
 from fused_kv_llm.model import embedded, fingerprint, load_model
 from fused_kv_llm.model.embedded import embedded_model_folder
-from fused_kv_llm.model.fingerprint import fingerprint_files, fingerprint_tokenizer, fingerprint_weights
+from fused_kv_llm.model.fingerprint import (
+    fingerprint_files,
+    fingerprint_model,
+    fingerprint_tokenizer,
+    fingerprint_weights,
+)
 from fused_kv_llm.model.loading import choose_device, choose_dtype, has_native_bfloat16
 
 
@@ -77,7 +82,7 @@ def test_the_fingerprint_is_of_the_content() -> None:
 def test_the_fingerprint_sees_what_a_forward_does_with_the_weights(setting: dict[str, Any]) -> None:
     one, other = tiny_model(), tiny_model(**setting)
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
-    assert fingerprint_weights(one) != fingerprint_weights(other)
+    assert fingerprint_model(one) != fingerprint_model(other)
 
 
 def test_the_fingerprint_of_a_hub_model_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,11 +118,11 @@ def test_the_fingerprint_of_files_is_remembered_until_they_change(
     monkeypatch.setenv("FUSED_KV_CACHE", str(tmp_path / "cache"))
     model = tiny_model()
     model.save_pretrained(tmp_path / "model")
-    first = fingerprint_files(model, tmp_path / "model")
+    first = fingerprint_files(model, [tmp_path / "model"])
     other = tiny_model(seed=1)
-    assert fingerprint_files(other, tmp_path / "model") == first, "files did not change, so it is remembered"
+    assert fingerprint_files(other, [tmp_path / "model"]) == first, "files did not change, so it is remembered"
     other.save_pretrained(tmp_path / "model")
-    assert fingerprint_files(other, tmp_path / "model") == fingerprint_weights(other) != first
+    assert fingerprint_files(other, [tmp_path / "model"]) == fingerprint_model(other) != first
 
 
 def test_the_tokenizer_fingerprint_sees_the_template() -> None:

@@ -88,8 +88,10 @@ def lease_engine(config: EngineConfig) -> EngineLease:
     weights, key = _keys(config)
     with _lock:
         entry = _entries.get(key)
-        if entry is None or entry.engine.closed:
-            loaded = next((e.engine.loaded for k, e in list(_entries.items()) if k[: len(weights)] == weights), None)
+        if entry is None or entry.engine.closed or entry.engine.loaded.snapshot.changes():
+            # A model in memory may have got another adapter since an engine took it: then it is another model.
+            others = (e.engine.loaded for k, e in list(_entries.items()) if k[: len(weights)] == weights)
+            loaded = next((other for other in others if not other.snapshot.changes()), None)
             known = {name: value for name, value in config if name not in _PER_REQUEST}
             options = known if loaded is None else {**known, "model": loaded, "tokenizer": None}
             entry = _entries[key] = _Entry(FusedKVEngine(**options))

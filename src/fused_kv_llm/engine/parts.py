@@ -97,6 +97,7 @@ def open_parts(config: EngineConfig) -> EngineParts:
 def _load(config: EngineConfig) -> LoadedModel:
     model: Any = config.model
     if isinstance(model, LoadedModel):
+        model.check_unchanged()
         return model
     return load_model(model, tokenizer=config.tokenizer, dtype=config.dtype, device=config.device)
 

@@ -85,6 +85,7 @@ class RequestRunner:
             capacity = min(request.num_tokens + max_tokens, self._context_length)
             try:
                 with request, self._model_lock:
+                    self._loaded.check_unchanged()
                     return fuse(self.context, request, recipe, capacity, report)
             except ChunkDamagedError as error:
                 # Planned again without the damaged chunk, which is computed as fresh text then.
@@ -139,6 +140,7 @@ class RequestRunner:
             float32 ``[len(view.layers), C]``.
         """
         with self.planner.plan(prompt, FusionReport()) as request, self._model_lock:
+            self._loaded.check_unchanged()
             return request.chunk_positions, layer_scores(self.context, request, view)
 
     def close(self) -> None:

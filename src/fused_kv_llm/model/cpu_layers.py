@@ -7,7 +7,7 @@ the same numbers with native operators where those are available. Linear layers 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,32 +24,61 @@ from fused_kv_kernels import (
 )
 from fused_kv_llm.model.cpu_linear import linear_in_onednn, onednn_is_faster
 from fused_kv_llm.model.fast_forward import FastForward, has_known_gate, is_plain, own_parts
+from fused_kv_llm.model.own_code import is_library_class, patches
 from fused_kv_llm.model.pass_context import required_pass
 
-__all__ = ["attach_cpu_layers"]
+__all__ = ["attach_cpu_layers", "detach_cpu_layers"]
 
 
-def attach_cpu_layers(model: Any) -> None:
+def attach_cpu_layers(model: Any) -> list[Any]:
     """Give a model's norms, attention, MLPs and linear layers fast forwards where there are any.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        Of a verified architecture. Modules of other classes, and those whose forward somebody has replaced, stay as
-        they are. Attaching it again changes nothing.
+        Of a verified architecture. Modules of other classes, also of classes with the same name, and those whose
+        forward somebody has replaced, in the module or in its class, stay as they are. Attaching it again changes
+        nothing.
+
+    Returns
+    -------
+    list of torch.nn.Module
+        The modules that have got one now; see :func:`detach_cpu_layers`.
     """
     native = why_not_native(model.dtype) is None
     in_bfloat16 = model.dtype == torch.bfloat16
     linear = native if in_bfloat16 else model.dtype == torch.float32 and onednn_is_faster()
+    linear = linear and not patches([torch.nn.Linear])
     head = (model.get_output_embeddings(),) if in_bfloat16 else ()
-    ways = _WAYS if in_bfloat16 else {name: way for name, way in _WAYS.items() if way is not _decoder_layer}
-    for module in (*model.get_decoder().modules(), *head):
+    modules = [module for module in (*model.get_decoder().modules(), *head) if "forward" not in vars(module)]
+    ways = _ways_of(set(map(type, modules)), model.dtype)
+    attached = []
+    for module in modules:
         if type(module) is torch.nn.Linear:
             way = _linear if linear else None
         else:
-            way = ways.get(type(module).__name__) if native else None
-        if way is not None and "forward" not in vars(module) and has_known_gate(module):
+            way = ways.get(type(module)) if native else None
+        if way is not None and has_known_gate(module):
             module.forward = FastForward(module, way)
+            attached.append(module)
+    return attached
+
+
+def detach_cpu_layers(modules: Iterable[Any]) -> None:
+    """Take the fast forwards of modules away again."""
+    for module in modules:
+        if isinstance(vars(module).get("forward"), FastForward):
+            del module.forward
+
+
+def _ways_of(kinds: set[type], dtype: torch.dtype) -> dict[type, Callable[..., Any]]:
+    """Return the fast forwards of classes: transformers' very own, with nothing patched in them or beside them."""
+    known = {kind: way for kind in kinds if (way := _WAYS.get(f"{kind.__module__}.{kind.__qualname__}")) is not None}
+    return {
+        kind: way
+        for kind, way in known.items()
+        if is_library_class(kind) and not patches([kind]) and (way is not _decoder_layer or dtype == torch.bfloat16)
+    }
 
 
 def _linear(module: Any, x: Tensor) -> Tensor:
@@ -131,15 +160,15 @@ def _packed_mlp(module: Any, hidden_states: Tensor) -> Tensor:
     return down
 
 
-_WAYS: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("LlamaRMSNorm", "MistralRMSNorm", "Phi3RMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"), _norm),
-    **dict.fromkeys(
-        ("LlamaAttention", "MistralAttention", "Phi3Attention", "Qwen2Attention", "Qwen3Attention"), _attention
-    ),
-    **dict.fromkeys(("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP"), _gated_mlp),
-    "Phi3MLP": _packed_mlp,
-    # In bfloat16 only: few rows are no faster in float32.
-    **dict.fromkeys(
-        ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"), _decoder_layer
-    ),
-}
+def _ways() -> Iterator[tuple[str, Callable[..., Any]]]:
+    for family in ("Llama", "Mistral", "Phi3", "Qwen2", "Qwen3"):
+        module = f"transformers.models.{family.lower()}.modeling_{family.lower()}.{family}"
+        yield f"{module}RMSNorm", _norm
+        yield f"{module}Attention", _attention
+        yield f"{module}MLP", _packed_mlp if family == "Phi3" else _gated_mlp
+        if family != "Phi3":
+            # In bfloat16 only: few rows are no faster in float32.
+            yield f"{module}DecoderLayer", _decoder_layer
+
+
+_WAYS = dict(_ways())

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.nn.modules import module as _all_modules
 from transformers.activations import ACT2FN
 
 from fused_kv_llm.model.pass_context import current_pass
@@ -44,20 +45,27 @@ class FastForward:
         self.module = module
         self.way = way
         self.kind = type(module)
+        # A copy of the module, or one that was pickled, still knows what its class's forward was.
+        self.of_class = self.kind.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
         module = self.module
-        if current_pass() is not None and not torch.is_grad_enabled() and type(module) is self.kind:
+        if current_pass() is not None and not torch.is_grad_enabled() and self.stands_for(type(module)):
             return self.way(module, *args, **kwargs)
         return type(module).forward(module, *args, **kwargs)
 
+    def stands_for(self, kind: type) -> bool:
+        """Return whether a class is the one that this forward was made for, and nobody has patched its own."""
+        return kind is self.kind and kind.forward is self.of_class
+
 
 def is_ours(module: Any) -> bool:
-    """Return whether a module's forward is the fast one of its class, and nobody has wrapped or hooked it."""
+    """Return whether a module's forward is the fast one of its class, and nobody has wrapped, hooked or patched it."""
     forward = vars(module).get("forward")
-    same = type(forward) is FastForward and forward.kind is type(module)
-    return same and not (module._forward_pre_hooks or module._forward_hooks)
+    same = type(forward) is FastForward and forward.stands_for(type(module))
+    hooks = _all_modules._global_forward_pre_hooks or _all_modules._global_forward_hooks
+    return same and not (hooks or module._forward_pre_hooks or module._forward_hooks)
 
 
 def is_plain(module: Any) -> bool:
@@ -113,6 +121,7 @@ class _Snapshot:
     def __init__(self, module: Any) -> None:
         self._parts = list(module.modules())[1:]
         self._kinds = [type(part) for part in self._parts]
+        self._of_classes = [(kind, kind.forward) for kind in set(self._kinds)]
         tables = [module._modules]
         for part in self._parts:
             tables += [part._modules, part._parameters]
@@ -125,6 +134,10 @@ class _Snapshot:
         """Return whether all of it is the same, and no part has a hook."""
         now = map(dict.get, self._tables, self._keys)
         if not all(map(is_, now, self._values)) or any(self._hooks):
+            return False
+        if _all_modules._global_forward_pre_hooks or _all_modules._global_forward_hooks:
+            return False
+        if any(kind.forward is not forward for kind, forward in self._of_classes):
             return False
         return all(map(is_, map(type, self._parts), self._kinds))
 

@@ -9,14 +9,17 @@ from typing import Any
 
 import torch
 
-from fused_kv_llm.errors import ConfigError, UnsupportedModelError
+from fused_kv_llm.errors import ConfigError, ModelChangedError, UnsupportedModelError
 from fused_kv_llm.model.attention import attach_attention
-from fused_kv_llm.model.cpu_layers import attach_cpu_layers
+from fused_kv_llm.model.fast_check import attach_checked
 from fused_kv_llm.model.fingerprint import fingerprint_files, fingerprint_tokenizer
 from fused_kv_llm.model.geometry import Geometry, read_geometry
 from fused_kv_llm.model.last_row import attach_last_row
 from fused_kv_llm.model.narrowing import attach_narrowing
-from fused_kv_llm.model.pretrained import cached_folder, locate, read_model, read_tokenizer
+from fused_kv_llm.model.pretrained import read_tokenizer
+from fused_kv_llm.model.reading import read_named
+from fused_kv_llm.model.snapshot import ModelSnapshot
+from fused_kv_llm.model.weights import check_rows, check_weights, is_quantised, unwrapped
 
 __all__ = ["LoadedModel", "choose_device", "choose_dtype", "has_native_bfloat16", "load_model"]
 
@@ -41,6 +44,8 @@ class LoadedModel:
     device : torch.device
     choice : str
         Which device and dtype were chosen and why.
+    snapshot : ModelSnapshot
+        What the model was when the fingerprint was taken.
     """
 
     model: Any
@@ -52,6 +57,23 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     choice: str
+    snapshot: ModelSnapshot
+
+    def check_unchanged(self) -> None:
+        """Make sure that the model is still the one that its fingerprint is of; takes less than a millisecond.
+
+        Raises
+        ------
+        ModelChangedError
+            If an adapter was switched, a part hooked, patched or exchanged, or weights were written to.
+        """
+        changes = self.snapshot.changes()
+        if changes:
+            raise ModelChangedError(
+                f"The model {self.model_id!r} was changed after this engine was made: {'; '.join(changes)}. Its stored "
+                "KV is of the model as it was. Change it back, or make a new engine of the model as it is now: that "
+                "finds the KV which was stored for it."
+            )
 
 
 def has_native_bfloat16() -> bool:
@@ -123,9 +145,9 @@ def load_model(
 
     Parameters
     ----------
-    model : str, Path or transformers.PreTrainedModel
-        Alias ``"smollm2-135m"``, hub id, local folder, or a model in memory. A model in memory keeps its
-        dtype and device, and its own ``generate`` goes on working.
+    model : str, Path, transformers.PreTrainedModel or peft.PeftModel
+        Alias ``"smollm2-135m"``, hub id, local folder (also of a PEFT adapter), GGUF file, or a model in memory. A
+        model in memory keeps its dtype and device, and its own ``generate`` goes on working.
     tokenizer : str, Path, tokenizer or None
         Defaults to the one that comes with the model.
     dtype, device
@@ -140,22 +162,28 @@ def load_model(
     ModelNotFoundError
         If there is no such model.
     UnsupportedModelError
-        If its KV cannot be moved, or its tokenizer gives no character offsets.
+        If its KV cannot be moved, its weights or adapters are of a kind that cannot be used, or its tokenizer gives
+        no character offsets.
+    ModelFileError
+        If its files are damaged or do not fit each other.
+    MissingExtraError
+        If a package that reads its weights is not installed.
     ConfigError
         If `dtype` or `device` cannot be used.
     """
     if isinstance(model, (str, Path)):
         chosen_device = choose_device(device)
         chosen_dtype, choice = choose_dtype(dtype, chosen_device)
-        folder, source = locate(str(model))
-        network = read_model(source, str(model), chosen_dtype).to(chosen_device)
-        folder = folder or cached_folder(source)
-        model_id = str(model)
-        tokenizer = source if tokenizer is None else tokenizer
+        model_id, read = str(model), read_named(str(model), chosen_dtype, chosen_device)
+        network, folders = unwrapped(read.network), read.folders
+        check_weights(network, model_id)
+        tokenizer = read.tokenizer if tokenizer is None else tokenizer
     else:
-        network, folder, model_id = model, None, type(model).__name__
+        network, folders = unwrapped(model), ()
+        model_id = type(network).__name__
+        _check_dtype(network, model_id)
+        check_weights(network, model_id)
         chosen_device, chosen_dtype = network.device, network.dtype
-        _check_in_memory(network, model_id)
         choice = f"{str(chosen_dtype).removeprefix('torch.')} on {chosen_device}, as the given model has it"
         if tokenizer is None:
             raise ConfigError("A model given as an object needs its tokenizer: pass tokenizer=... as well.")
@@ -171,28 +199,27 @@ def load_model(
     attach_attention(network)
     attach_last_row(network)
     attach_narrowing(network)
+    if is_quantised(network):
+        check_rows(network, model_id)
     if chosen_device.type == "cpu":
-        attach_cpu_layers(network)
+        attach_checked(network, geometry, model_id)
     return LoadedModel(
         model=network,
         tokenizer=tokenizer,
         model_id=model_id,
         geometry=geometry,
-        fingerprint=fingerprint_files(network, folder),
+        fingerprint=fingerprint_files(network, folders),
         tokenizer_fingerprint=fingerprint_tokenizer(tokenizer),
         dtype=chosen_dtype,
         device=chosen_device,
         choice=choice,
+        snapshot=ModelSnapshot(network),
     )
 
 
-def _check_in_memory(network: Any, model_id: str) -> None:
+def _check_dtype(network: Any, model_id: str) -> None:
     if network.dtype not in _DTYPES.values():
         raise ConfigError(
             f"The model {model_id!r} is of dtype {network.dtype}: convert it with model.to(...) to one of "
             f"{', '.join(_DTYPES)}."
-        )
-    if any(parameter.device.type == "meta" for parameter in network.parameters()):
-        raise ConfigError(
-            f"The model {model_id!r} has weights on the meta device, or offloaded: load it whole, on one device."
         )

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
-from fused_kv_llm.errors import ModelNotFoundError, UnsupportedModelError
+from fused_kv_llm.errors import ModelError, ModelFileError, ModelNotFoundError, UnsupportedModelError
 from fused_kv_llm.model.embedded import EMBEDDED_MODELS, embedded_model_folder
 from fused_kv_llm.model.geometry import check_model_type
 from fused_kv_llm.model.gguf_conversion import converted_gguf, gguf_in
+from fused_kv_llm.model.weights import check_quantization_packages, quantization_method
 
 __all__ = ["cached_folder", "locate", "read_model", "read_tokenizer"]
 
@@ -53,7 +55,7 @@ def locate(model: str) -> tuple[Path | None, str]:
     return None, model
 
 
-def read_model(source: str, model_id: str, dtype: torch.dtype) -> Any:
+def read_model(source: str, model_id: str, dtype: torch.dtype, device: torch.device) -> Any:
     """Read configuration and weights.
 
     Parameters
@@ -63,6 +65,7 @@ def read_model(source: str, model_id: str, dtype: torch.dtype) -> Any:
     model_id : str
         What the user calls it.
     dtype : torch.dtype
+    device : torch.device
 
     Returns
     -------
@@ -73,7 +76,12 @@ def read_model(source: str, model_id: str, dtype: torch.dtype) -> Any:
     ModelNotFoundError
         If there is no such model, or it cannot be had from here.
     UnsupportedModelError
-        If it is of a type whose KV cannot be moved; its weights are not read then.
+        If it is of a type whose KV cannot be moved; its weights are not read then. If its quantised weights cannot be
+        read here.
+    MissingExtraError
+        If a package that reads its quantised weights is not installed.
+    ModelFileError
+        If its weights are damaged, or are not those that its configuration describes.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -86,10 +94,28 @@ def read_model(source: str, model_id: str, dtype: torch.dtype) -> Any:
         raise _not_found(model_id, error) from error
     # Before the weights are read, which takes long for a model that is refused anyway.
     check_model_type(config, model_id)
+    check_quantization_packages(config, model_id)
+    method = quantization_method(config)
     try:
-        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
-    except (OSError, ValueError) as error:
-        raise _not_found(model_id, error) from error
+        # What is quantised is put in its place while it is read.
+        place = {} if method is None else {"device_map": {"": device}}
+        network = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **place)
+    except SafetensorError as error:
+        raise ModelFileError(f"The weights of {model_id!r} are damaged ({error}): get them again.") from error
+    except (OSError, ValueError, RuntimeError, ImportError, NotImplementedError, AssertionError) as error:
+        raise _unreadable(model_id, method, error) from error
+    return network if method is not None else network.to(device)
+
+
+def _unreadable(model_id: str, method: str | None, error: Exception) -> ModelError:
+    if method is not None:
+        return UnsupportedModelError(
+            f"The weights of {model_id!r} are quantised by {method!r} and cannot be read here: {str(error)[:300]}. Use "
+            "weights of another kind, such as plain ones with dtype='bfloat16', or a package version that reads them."
+        )
+    if isinstance(error, (OSError, ValueError)):
+        return _not_found(model_id, error)
+    return ModelFileError(f"The weights of {model_id!r} do not fit its configuration: {str(error)[:300]}")
 
 
 def read_tokenizer(source: str, model_id: str) -> Any:

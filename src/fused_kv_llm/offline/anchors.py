@@ -150,6 +150,7 @@ class AnchorBuilder:
         if anchors.rule == "knorm":
             return knorm_scores(stored.read_layers(0, stored.num_layers)[0])
         with self._lock, torch.inference_mode():
+            self._loaded.check_unchanged()
             ids = [*self._encode(_REPEAT), *token_ids]
             return kvzip_scores(self._loaded, self._prefix, stored, ids, self._pool)
 

@@ -141,4 +141,5 @@ class Ingestor:
 
     def _prefill(self, batch: Sequence[PendingChunk]) -> list[ChunkKV]:
         with self._lock:
+            self._loaded.check_unchanged()
             return prefill_packed(self._loaded, [PackedChunk(chunk.token_ids) for chunk in batch], self._prefix)

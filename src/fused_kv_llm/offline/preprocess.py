@@ -284,6 +284,7 @@ class Preprocessor:
 
     def _prefill(self, chunks: Sequence[PackedChunk], stopped: Callable[[], bool]) -> list[ChunkKV]:
         with self._lock.background(stopped):
+            self._loaded.check_unchanged()
             return prefill_packed(self._loaded, chunks, self._prefix)
 
     def _write(self, key: str, shift: dict[str, Tensor]) -> int | None:
