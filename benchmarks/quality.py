@@ -128,11 +128,11 @@ def run_set(
 def write_results(results: list[dict[str, Any]], engine: FusedKVEngine, args: argparse.Namespace) -> None:
     """Write JSON, markdown and PNG beside each other, and print the tables."""
     head = {
-        "environment": environment(), "model": engine.model_id, "dtype": engine.dtype, "device": engine.device,
+        "environment": environment(), "model": args.model, "dtype": engine.dtype, "device": engine.device,
         "frame": args.frame, "passages": args.passages, "corpus": args.corpus,
     }  # fmt: skip
     args.out.write_text(json.dumps({**head, "results": results}, indent=1) + "\n", encoding="utf-8")
-    about = f"{engine.model_id}, {engine.dtype}, {args.passages} passages, prompt frame `{args.frame}`"
+    about = f"{args.model}, {engine.dtype}, {args.passages} passages, prompt frame `{args.frame}`"
     parts = [f"# Quality\n\n{about}. `{head['environment']['command']}`\n"]
     for result in results:
         count = result["rows"][0]["questions"] if result["rows"] else 0

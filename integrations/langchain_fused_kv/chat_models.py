@@ -109,7 +109,7 @@ class ChatFusedKV(LangChainFusedKV, BaseChatModel):
         """Refuse a model that cannot render messages."""
         super().model_post_init(context)
         if not self.engine.renderer.template_source:
-            self.close()
+            self._runtime.give_up()
             raise ConfigError(
                 f"{self.engine.model_id!r} has no chat template, so messages cannot be rendered: use FusedKVLLM, an "
                 "instruction-tuned model, or set tokenizer.chat_template."

@@ -53,6 +53,11 @@ class Runtime:
         """End the lease."""
         self._lease.release()
 
+    def give_up(self) -> None:
+        """End the lease of a model that was refused; an engine that the caller made stays the caller's, and open."""
+        if self._lease.shared:
+            self._lease.release()
+
     def check_retrievals(self, prompt: str) -> RetrievalCheck:
         """Look for retrieved texts in a prompt; warn the first time that the prompt contains none of them.
 

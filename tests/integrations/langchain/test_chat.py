@@ -144,9 +144,10 @@ def test_system_text_after_the_chunks(chat: ChatFusedKV, prompts: list[str]) -> 
 def test_a_model_without_a_chat_template_is_refused(chat: ChatFusedKV, tmp_path: Path) -> None:
     tokenizer = copy.deepcopy(chat.engine.tokenizer)
     tokenizer.chat_template = None
-    base = FusedKVEngine(replace(chat.engine.loaded, tokenizer=tokenizer), kv_dir=tmp_path)
-    with pytest.raises(ConfigError, match=r"has no chat template.*FusedKVLLM"):
-        ChatFusedKV.from_engine(base)
+    with FusedKVEngine(replace(chat.engine.loaded, tokenizer=tokenizer), kv_dir=tmp_path) as base:
+        with pytest.raises(ConfigError, match=r"has no chat template.*FusedKVLLM"):
+            ChatFusedKV.from_engine(base)
+        assert not base.closed, "it is the caller's, who may use it otherwise"
 
 
 def test_a_timeout_gives_up(chat: ChatFusedKV, prompts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
