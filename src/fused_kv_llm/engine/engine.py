@@ -61,6 +61,8 @@ class FusedKVEngine:
         If an option cannot work.
     ModelNotFoundError, UnsupportedModelError
         If the model cannot be loaded or its KV cannot be moved.
+    ModelChangedError
+        If it does not compute what its stored KV was computed with.
     StoreUnavailableError
         If the folder cannot be used.
     """

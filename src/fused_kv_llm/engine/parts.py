@@ -14,6 +14,8 @@ from fused_kv_llm.model import LoadedModel, ModelLock, PrefixKV, compute_prefix,
 from fused_kv_llm.prompt import PromptRenderer
 from fused_kv_llm.store import KVStore
 
+from .reference import check_reference
+
 __all__ = ["EngineParts", "open_parts"]
 
 
@@ -70,7 +72,7 @@ def open_parts(config: EngineConfig) -> EngineParts:
 
     Raises
     ------
-    ConfigError, ModelNotFoundError, UnsupportedModelError, StoreUnavailableError
+    ConfigError, ModelNotFoundError, UnsupportedModelError, ModelChangedError, StoreUnavailableError
         See ``FusedKVEngine``.
     """
     store = KVStore(
@@ -85,6 +87,7 @@ def open_parts(config: EngineConfig) -> EngineParts:
         loaded = _load(config)
         renderer = PromptRenderer(loaded.tokenizer, wrap_chat_template=config.wrap_chat_template)
         identity = _identify(config, loaded, renderer, store)
+        check_reference(loaded, store, identity, lock_of(loaded.model))
         prefix = compute_prefix(loaded, tuple(renderer.header_ids))
         catalog = ChunkCatalog(store, identity)
         shifts = shift_name(config.num_neighbours) if config.preprocessing == "similar" else None

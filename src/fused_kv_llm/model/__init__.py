@@ -13,6 +13,7 @@ from .lock import ModelLock, StoppedError, lock_of
 from .narrowing import NarrowingPass
 from .packed import PackedChunk, prefill_packed
 from .pass_context import ForwardPass, KVPass, LayerFiller, StopForwardError
+from .reference import compare_reference, compute_reference, measure_noise
 
 __all__ = [
     "ATTENTION_NAME",
@@ -33,12 +34,15 @@ __all__ = [
     "StoppedError",
     "choose_device",
     "choose_dtype",
+    "compare_reference",
     "compute_prefix",
+    "compute_reference",
     "embedded_model_folder",
     "forward_kv",
     "forward_rows",
     "load_model",
     "lock_of",
+    "measure_noise",
     "no_mask",
     "prefill_packed",
     "read_geometry",

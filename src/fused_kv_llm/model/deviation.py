@@ -45,7 +45,7 @@ def by_layer(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[float]:
 
 
 def worst(
-    deviations: Sequence[float], dtype: torch.dtype, *, layers: Sequence[int] = (), factor: float = 1.0
+    deviations: Sequence[float], dtype: torch.dtype, *, layers: Sequence[int] = (), floors: Sequence[float] = ()
 ) -> Deviation | None:
     """Return the worst deviation that is more than rounding; None if all are rounding.
 
@@ -57,13 +57,13 @@ def worst(
         What was computed in.
     layers : sequence of int
         The layer of each; by default all are the first.
-    factor : float
-        Of the tolerance, where more is known of the rounding.
+    floors : sequence of float
+        What is tolerated of each at least, where more is known of the rounding.
     """
     places = layers or [0] * len(deviations)
     beyond = [
-        Deviation(layer, found, factor * _TOLERANCES[dtype] * math.sqrt(layer + 1))
-        for layer, found in zip(places, deviations, strict=True)
+        Deviation(layer, found, max(floor, _TOLERANCES[dtype] * math.sqrt(layer + 1)))
+        for layer, found, floor in zip(places, deviations, floors or [0.0] * len(deviations), strict=True)
     ]
     furthest = max(beyond, key=lambda one: one.deviation / one.tolerated)
     return furthest if furthest.deviation > furthest.tolerated else None

@@ -16,6 +16,7 @@ from fused_kv_llm.store.index import ChunkRow, ContentRows
 from fused_kv_llm.store.opening import open_chunk
 from fused_kv_llm.store.parts import StoreParts
 from fused_kv_llm.store.read import StoredKV
+from fused_kv_llm.store.references import References
 from fused_kv_llm.store.sidecars import Sidecars
 from fused_kv_llm.store.stats import StoreStats
 from fused_kv_llm.store.upkeep import StoreUpkeep
@@ -60,6 +61,8 @@ class KVStore:
         Small tensors beside the chunks, read without their KV.
     archive : Archive
         Chunks in one file, for another machine.
+    references : References
+        What models computed when their first chunks were stored.
 
     Raises
     ------
@@ -97,6 +100,7 @@ class KVStore:
         self._upkeep = StoreUpkeep(self._parts)
         self.sidecars = Sidecars(self._parts)
         self.archive = Archive(self._parts)
+        self.references = References(self._parts)
 
     # -- writing ---------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from fused_kv_llm.store.format import KEY_VARIABLE, Cipher
 from fused_kv_llm.store.index.database import Database
 from fused_kv_llm.store.index.ledger import LEDGER_SCHEMA, Ledger
 from fused_kv_llm.store.index.policies import Policy
+from fused_kv_llm.store.index.records import Records
 from fused_kv_llm.store.index.rows import ChunkRow, ContentRows, IdentityTotals
 
 __all__ = ["ChunkIndex"]
@@ -75,6 +76,7 @@ class ChunkIndex:
         self._cipher = cipher
         self._database = Database(path, _SCHEMA, read_only=read_only)
         self.ledger = Ledger(self._database, policy)
+        self.records = Records(self._database, cipher)
         try:
             self._check_cipher(path, read_only=read_only)
         except BaseException:
