@@ -134,6 +134,18 @@ def test_windows(rows: range, window: int, dims: tuple[int, int], heads: tuple[i
         make_case(list(rows), 700, heads, dims, dtype, window, batch=2, **options).compare()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("together", [24, 32])
+def test_a_window_that_begins_behind_a_whole_block_of_keys(together: int, dtype: torch.dtype) -> None:
+    """The last row of a full block of rows sees none of the keys that the others see.
+
+    Writing beyond its weights damages memory, which is found at some later time, or ends the process.
+    """
+    case = make_case([*range(100, 99 + together), 690], 700, (1, 1), (64, 64), dtype, window=64)
+    for _ in range(50):
+        case.compare()
+
+
 @settings(max_examples=40, deadline=None)
 @given(steps=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 60)), min_size=1, max_size=80), data=st.data())
 def test_windows_of_any_width(steps: list[tuple[int, int]], data: st.DataObject) -> None:

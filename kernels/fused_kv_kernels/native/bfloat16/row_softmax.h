@@ -52,8 +52,11 @@ template <bool Windows> inline float highest_score(const float *scores, Seen see
     int64_t column = 0;
     if constexpr (Windows) {
         column = seen.register_start();
-        highest = _mm512_mask_max_ps(highest, seen.lanes(column), highest, _mm512_loadu_ps(scores + column));
-        column += kLanes;
+        // A window that begins behind the block has no first register in it.
+        if (column < seen.limit) {
+            highest = _mm512_mask_max_ps(highest, seen.lanes(column), highest, _mm512_loadu_ps(scores + column));
+            column += kLanes;
+        }
     }
     for (; column + kLanes <= seen.limit; column += kLanes)
         highest = _mm512_max_ps(highest, _mm512_loadu_ps(scores + column));
@@ -87,12 +90,14 @@ template <bool Windows> inline void weigh(Workspace &space, int64_t row, Seen se
     int64_t column = 0;
     if constexpr (Windows) {
         for (; column < seen.register_start(); column += kLanes) keep(weights + column, _mm512_setzero_ps());
-        const __m512 score = _mm512_maskz_loadu_ps(seen.lanes(column), scores + column);
-        const __m512 power = exp2_register(_mm512_fmsub_ps(score, scaled, shift));
-        const __m512 weight = _mm512_maskz_mov_ps(seen.lanes(column), power);
-        sum = _mm512_add_ps(sum, weight);
-        keep(weights + column, weight);
-        column += kLanes;
+        if (column < seen.limit) {
+            const __m512 score = _mm512_maskz_loadu_ps(seen.lanes(column), scores + column);
+            const __m512 power = exp2_register(_mm512_fmsub_ps(score, scaled, shift));
+            const __m512 weight = _mm512_maskz_mov_ps(seen.lanes(column), power);
+            sum = _mm512_add_ps(sum, weight);
+            keep(weights + column, weight);
+            column += kLanes;
+        }
     }
     for (; column + kLanes <= seen.limit; column += kLanes) {
         const __m512 weight = exp2_register(_mm512_fmsub_ps(_mm512_loadu_ps(scores + column), scaled, shift));
