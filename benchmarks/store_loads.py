@@ -20,7 +20,7 @@ import torch
 from fused_kv_llm.chunk import ChunkKV, chunk_key
 from fused_kv_llm.demo import drop_page_cache
 from fused_kv_llm.kv import ChunkSink, PlacedChunk
-from fused_kv_llm.model import CachePool, FusedCache, Geometry
+from fused_kv_llm.model import CachePool, FusedCache, Geometry, Rotation
 from fused_kv_llm.online.chunk_feed import ChunkFeed
 from fused_kv_llm.online.read_ahead import layer_groups
 from fused_kv_llm.prompt import Segment
@@ -94,7 +94,9 @@ class Loads:
         # The kernel copies to memory that begins at a multiple of 32 bytes twice as fast as to what bytearray() gives.
         self.plain = memoryview(torch.empty(self.paths[0].stat().st_size, dtype=torch.uint8).numpy())
         inv_freq = 10000.0 ** -(torch.arange(0, shape.head_dim, 2) / shape.head_dim)
-        self.geometry = Geometry(shape.layers, shape.kv_heads, shape.kv_heads, shape.head_dim, inv_freq, "", 8192)
+        rotations, layers = (Rotation(inv_freq),) * shape.layers, tuple(range(shape.layers))
+        heads, dim = shape.kv_heads, shape.head_dim
+        self.geometry = Geometry(shape.layers, heads, heads, dim, dim, rotations, "", 8192, layers)
         # A request's cache is longer than a chunk, so the chunk's place in it is not contiguous.
         self.cache = FusedCache(self.geometry, 5 * TOKENS, CachePool(torch.bfloat16, torch.device("cpu")))
         self.without_tier = KVStore(folder, memory_bytes=0)
@@ -144,7 +146,7 @@ class Loads:
             raise SystemExit(f"chunk {number} does not come from {tier}")
         with stored:
             chunks = [PlacedChunk(Segment(START, START + TOKENS, key), stored)]
-            sink = ChunkSink(chunks, self.cache, self.geometry.inv_freq)
+            sink = ChunkSink(chunks, self.cache, self.geometry)
             groups = layer_groups(self.geometry.num_layers, resident=tier == "memory")
             feed = ChunkFeed(chunks, sink, groups, None)
             try:

@@ -32,11 +32,11 @@ def table() -> str:
     return "\n".join(rows)
 
 
-def page_with(made: str, page: str) -> str:
+def page_with(made: str, page: str, begin: str = BEGIN) -> str:
     """Return the page with a table in place of the one that it has."""
-    before, _, rest = page.partition(BEGIN)
+    before, _, rest = page.partition(begin)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{made}\n\n{END}{after}"
+    return f"{before}{begin}\n\n{made}\n\n{END}{after}"
 
 
 def _type(annotation: Any) -> str:

@@ -42,8 +42,8 @@ class ChunkKV:
     Parameters
     ----------
     keys, values : torch.Tensor
-        ``[layers, kv_heads, tokens, head_dim]``. Keys carry the rotation of the positions
-        ``position, position + 1, ...``.
+        ``[layers, kv_heads, tokens, key_dim]`` and ``[layers, kv_heads, tokens, value_dim]``. Keys carry the rotation
+        of the positions ``position, position + 1, ...``.
     token_ids : tuple of int
         The chunk's stand-alone token ids.
     position : int

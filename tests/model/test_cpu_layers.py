@@ -277,6 +277,7 @@ def test_what_somebody_else_replaced_stays() -> None:
 
     norm.forward = counted
     load_model(model, tokenizer=smollm2_tokenizer())
+    # The checks at loading call it as well.
     calls.clear()
     with torch.inference_mode():
         model(IDS)

@@ -83,7 +83,7 @@ def test_the_shift_is_what_neighbours_change(tmp_path: Path) -> None:
     with make_engine(tmp_path / "plain", preprocessing="none") as plain:
         plain.build_kv_cache(SHORT[:3], progress=False)
         ids = [*plain._parts.prefix.token_ids, *(i for n in (1, 2, 0) for i in plain.token_ids(SHORT[n]))]
-        inv_freq = plain.loaded.geometry.inv_freq
+        inv_freq = plain.loaded.geometry.rotations[0].inv_freq
         keys, values, at = [plain._parts.prefix.keys], [plain._parts.prefix.values], len(plain._parts.prefix.token_ids)
         home = at
         for n in (1, 2):

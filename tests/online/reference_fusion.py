@@ -30,8 +30,8 @@ def stitched(engine: FusedKVEngine, request: Request) -> RequestKV:
     count = request.prefix_tokens
     for part in (kv.cache.keys, kv.cache.values):
         part[:, :, :, count:] = 0
-    num_layers, inv_freq = engine.loaded.geometry.num_layers, engine.loaded.geometry.inv_freq
-    sink = ChunkSink(request.chunks, kv.cache, inv_freq)
+    num_layers = engine.loaded.geometry.num_layers
+    sink = ChunkSink(request.chunks, kv.cache, engine.loaded.geometry)
     sink.receive(range(num_layers), [chunk.stored.read_stored(0, num_layers) for chunk in request.chunks])
     for layer in range(num_layers):
         sink.place(layer)

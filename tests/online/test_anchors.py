@@ -149,7 +149,7 @@ def test_anchors_stand_side_by_side_between_the_rows_of_the_prompt(engine: Fused
     visible = torch.cat((header, positions, rows)).sort().values
     available = torch.cat((header, request.chunk_positions, rows)).sort().values
     full, cache = stitched_kv(engine, request), stitched_kv(engine, request)
-    scored = anchors.place(cache, visible, available, len(LAYERS))
+    scored = anchors.place(cache, visible, available)
     among = torch.isin(visible, positions)
     for part_of, want in ((cache.keys, full.keys), (cache.values, full.values)):
         got = part_of[: max(LAYERS), :, :, : visible.shape[0]][:, :, :, among]

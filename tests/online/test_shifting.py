@@ -54,7 +54,7 @@ def expected_kv(engine: FusedKVEngine, prompt: str) -> tuple[torch.Tensor, torch
             change = (side[name] * side[f"{name}_scale"])[:, :, inside] * weight
             if name == "keys":
                 turns = torch.full((chunk.num_tokens,), chunk.delta)
-                change = rerotate_keys_reference(change, turns, geometry.inv_freq)
+                change = rerotate_keys_reference(change, turns, geometry.rotations[0].inv_freq)
             target[:, 0, :, segment.start : segment.stop] += change
         chunk.stored.close()
     chunk = request.chunk_positions

@@ -46,7 +46,7 @@ def bounds(keys, values, storage):
 @pytest.mark.parametrize("storage", STORAGE_DTYPES)
 def test_error_is_within_half_a_step(storage, shape):
     keys, values = kv_of(shape)
-    back = expand(compress(keys, values, storage), storage, torch.float32)
+    back = expand(compress(keys, values, storage), storage, torch.float32, values.shape[3])
     for found, wanted, bound in zip(back, (keys, values), bounds(keys, values, storage), strict=True):
         assert ((found - wanted).abs() <= bound).all()
 
@@ -58,14 +58,15 @@ def test_bytes_per_token_are_those_of_the_tensors(storage):
     nbytes = sum(part.nbytes for part in compress(keys, values, storage).values())
     # Scales per chunk and not per token are not counted: a key channel's int8 scale.
     once = layers * heads * dim * 2 if storage == "int8" else 0
-    assert nbytes == tokens * stored_bytes_per_token(storage, layers, heads, dim) + once
+    assert nbytes == tokens * stored_bytes_per_token(storage, layers, heads, dim, dim) + once
 
 
 @pytest.mark.parametrize("storage", STORAGE_DTYPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_store_gives_back_what_the_dtype_can_hold(kv_dir, make_chunk, storage, dtype):
     chunk = make_chunk(3, dtype=dtype, tokens=40, dim=32)
-    wanted = expand(compress(chunk.kv.keys, chunk.kv.values, storage), storage, dtype)
+    kv = chunk.kv
+    wanted = expand(compress(kv.keys, kv.values, storage), storage, dtype, kv.values.shape[3])
     with KVStore(kv_dir, kv_dtype=storage) as store:
         chunk.put(store)
         for tier in ("disk", "memory"):

@@ -187,7 +187,7 @@ def test_stats(store, make_chunk):
         ({"token_ids": (1, 2, 3, 4, -1)}, "-1"),
         ({"token_ids": (1, 2, 3, 4, 2**31)}, "2147483648"),
         ({"position": -1}, "-1"),
-        ({"values": torch.zeros(3, 2, 5, 4)}, r"\[3, 2, 5, 4\]"),
+        ({"values": torch.zeros(3, 2, 4, 8)}, r"\[3, 2, 4, 8\]"),
         ({"values": torch.zeros(3, 2, 5, 8).half()}, "float16"),
         ({"keys": torch.zeros(3, 2, 5, 8).double(), "values": torch.zeros(3, 2, 5, 8).double()}, "float64"),
         ({"keys": torch.zeros(0, 2, 5, 8), "values": torch.zeros(0, 2, 5, 8)}, "empty"),

@@ -138,6 +138,10 @@ class EngineConfig(BaseModel):
     device: str | Any | None = Field(default=None, frozen=True)
     """Device that the model is on, such as ``"cpu"`` or ``"cuda:0"``; by default a GPU where there is one."""
 
+    trust_probe: bool = Field(default=False, frozen=True)
+    """Whether to take a model of a type that has not been verified if it passes the checks at loading, with a
+    warning."""
+
     memory_bytes: Annotated[int | str, Option(unit="bytes"), BeforeValidator(_size)] = Field(
         default=DEFAULT_MEMORY, frozen=True, validate_default=True
     )

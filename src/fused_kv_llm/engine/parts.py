@@ -102,7 +102,9 @@ def _load(config: EngineConfig) -> LoadedModel:
     if isinstance(model, LoadedModel):
         model.check_unchanged()
         return model
-    return load_model(model, tokenizer=config.tokenizer, dtype=config.dtype, device=config.device)
+    return load_model(
+        model, tokenizer=config.tokenizer, dtype=config.dtype, device=config.device, trust_probe=config.trust_probe
+    )
 
 
 def _identify(config: EngineConfig, loaded: LoadedModel, renderer: PromptRenderer, store: KVStore) -> str:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fused_kv_kernels import ChunkStack, place_chunks, rotation_table
-from fused_kv_llm.model import FusedCache
+from fused_kv_kernels import ChunkStack, place_chunks
+from fused_kv_llm.model import FusedCache, Geometry
 from fused_kv_llm.store import StoredLayers
 
 from .placed_chunk import PlacedChunk
@@ -29,16 +29,16 @@ class ChunkSink:
     chunks : sequence of PlacedChunk
         In prompt order.
     cache : FusedCache
-    inv_freq : Tensor
-        float32 ``[rotary / 2]``, the model's rotary frequencies.
+    geometry : Geometry
+        How the model rotates keys.
     """
 
-    def __init__(self, chunks: Sequence[PlacedChunk], cache: FusedCache, inv_freq: Tensor) -> None:
+    def __init__(self, chunks: Sequence[PlacedChunk], cache: FusedCache, geometry: Geometry) -> None:
         self._chunks = chunks
         self._cache = cache
         self._starts = [chunk.segment.start for chunk in chunks]
         deltas = torch.tensor([chunk.delta for chunk in chunks], dtype=torch.int64)
-        self._table = rotation_table(deltas, inv_freq).to(cache.keys.device)
+        self._tables = geometry.tables(deltas, cache.keys.device)
         self._parts: Sequence[StoredLayers] = ()
         self._stack: ChunkStack | None = None
         self.layers = range(0)
@@ -50,12 +50,13 @@ class ChunkSink:
         ----------
         layers : range
         parts : sequence of StoredLayers
-            Keys and values ``[len(layers), Hkv, T, D]`` of the whole chunks.
+            Keys ``[len(layers), Hkv, T, D]`` and values ``[len(layers), Hkv, T, Dv]`` of the whole chunks.
         """
         self.layers, self._parts = layers, parts
         if self._cache.keys.device.type == "cpu":
             chunks, scales = self._in_prompt(parts)
-            self._stack = ChunkStack(chunks, self._starts, [self._table] * len(layers), scales=scales)
+            tables = self._tables[layers.start : layers.stop]
+            self._stack = ChunkStack(chunks, self._starts, tables, scales=scales)
 
     def place(self, layer_idx: int) -> None:
         """Write one of the received layers into the cache."""
@@ -66,7 +67,7 @@ class ChunkSink:
             return
         # Whole layers are contiguous, so they are copied in one piece; the prompt's tokens are cut out on the device.
         chunks, scales = self._in_prompt([part.layer(number).to(keys.device) for part in self._parts])
-        place_chunks(chunks, self._starts, self._table, keys, values, scales)
+        place_chunks(chunks, self._starts, self._tables[layer_idx], keys, values, scales)
 
     def _in_prompt(self, parts: Sequence[StoredLayers]) -> tuple[list[_Pair], list[_Pair] | None]:
         """Return keys and values ``[..., T, D]`` of the tokens that stand in the prompt, and eight bits' scales."""

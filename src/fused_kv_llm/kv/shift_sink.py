@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from fused_kv_kernels import ChunkShift, ShiftStack, TransferPlan, fit_shifts, rotation_table
+from fused_kv_kernels import ChunkShift, ShiftStack, TransferPlan, fit_shifts
 from fused_kv_llm.context_shift import place_weight
-from fused_kv_llm.model import FusedCache
+from fused_kv_llm.model import FusedCache, Geometry
 
 from .placed_chunk import PlacedChunk
 
@@ -29,15 +29,17 @@ class ShiftSink:
     prefix_tokens : int
         Tokens of the prefix, which every chunk was prefilled after.
     cache : FusedCache
-    inv_freq : Tensor
-        float32 ``[rotary / 2]``, the model's rotary frequencies.
+    geometry : Geometry
+        How the model rotates keys.
     """
 
-    def __init__(self, chunks: Sequence[PlacedChunk], prefix_tokens: int, cache: FusedCache, inv_freq: Tensor) -> None:
+    def __init__(
+        self, chunks: Sequence[PlacedChunk], prefix_tokens: int, cache: FusedCache, geometry: Geometry
+    ) -> None:
         weights = [place_weight(chunk.segment.start - prefix_tokens, chunk.stored.num_tokens) for chunk in chunks]
         self._shifted = [pair for pair in zip(chunks, weights, strict=True) if pair[1] > 0]
         self._cache = cache
-        self._inv_freq = inv_freq
+        self._geometry = geometry
         self._stack = ShiftStack([], [])
         self.layers = range(0)
 
@@ -63,8 +65,8 @@ class ShiftSink:
                 keys, values = ((part[name], part[f"{name}_scale"]) for name in ("keys", "values"))
                 shifts.append(ChunkShift(chunk.segment.start, chunk.inside, weight, keys, values))
                 deltas.append(chunk.delta)
-        table = rotation_table(torch.tensor(deltas, dtype=torch.int64), self._inv_freq).to(self._cache.keys.device)
-        self._stack = ShiftStack(shifts, [table] * len(layers))
+        tables = self._geometry.tables(torch.tensor(deltas, dtype=torch.int64), self._cache.keys.device)
+        self._stack = ShiftStack(shifts, tables[layers.start : layers.stop])
         self.layers = layers
 
     def add(self, layer_idx: int) -> None:

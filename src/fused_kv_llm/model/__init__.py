@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from .attention import ATTENTION_NAME, no_mask
+from .attention import ATTENTION_NAME
+from .attention_weights import attention_weights
 from .cache import BatchCache, FusedCache
 from .cache_pool import CachePool
 from .embedded import EMBEDDED_MODELS, embedded_model_folder
-from .forward import PrefixKV, compute_prefix, forward_kv, forward_rows
-from .geometry import Geometry, read_geometry
+from .forward import PrefixKV, check_numbers, compute_prefix, forward_kv, forward_rows
+from .geometry import Geometry, Rotation
 from .loading import LoadedModel, choose_device, choose_dtype, load_model
 from .lock import ModelLock, StoppedError, lock_of
 from .narrowing import NarrowingPass
 from .packed import PackedChunk, prefill_packed
-from .pass_context import ForwardPass, KVPass, LayerFiller, StopForwardError
+from .pass_context import AttentionRule, ForwardPass, KVPass, LayerFiller, StopForwardError
 from .reference import compare_reference, compute_reference, measure_noise
 
 __all__ = [
     "ATTENTION_NAME",
     "EMBEDDED_MODELS",
+    "AttentionRule",
     "BatchCache",
     "CachePool",
     "ForwardPass",
@@ -30,8 +32,11 @@ __all__ = [
     "NarrowingPass",
     "PackedChunk",
     "PrefixKV",
+    "Rotation",
     "StopForwardError",
     "StoppedError",
+    "attention_weights",
+    "check_numbers",
     "choose_device",
     "choose_dtype",
     "compare_reference",
@@ -43,7 +48,5 @@ __all__ = [
     "load_model",
     "lock_of",
     "measure_noise",
-    "no_mask",
     "prefill_packed",
-    "read_geometry",
 ]

@@ -18,10 +18,11 @@ __all__ = ["BatchCache", "FusedCache"]
 class _FusedLayer(CacheLayerMixin):
     """One layer of a :class:`FusedCache`: views into the request's buffers."""
 
-    def __init__(self, cache: FusedCache, layer_idx: int) -> None:
+    def __init__(self, cache: FusedCache, layer_idx: int, swaps: bool) -> None:
         super().__init__()
         self.cache = cache
         self.layer_idx = layer_idx
+        self.swaps = swaps
         self.keys = cache.keys[layer_idx]
         self.values = cache.values[layer_idx]
         self.is_initialized = True
@@ -34,6 +35,9 @@ class _FusedLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         """Have the stored KV in place, write the fresh rows, and return what attention sees, ``[1, Hkv, N, D]``."""
         forward_pass = required_pass()
+        forward_pass.enter_layer(self.layer_idx)
+        if self.swaps:
+            key_states, value_states = value_states, key_states
         for filler in forward_pass.fillers:
             filler.fill(self.layer_idx)
         written = forward_pass.watch(self.layer_idx, key_states, value_states)
@@ -42,7 +46,8 @@ class _FusedLayer(CacheLayerMixin):
             rows, key_states, value_states = rows[written], key_states[:, :, written], value_states[:, :, written]
         self.keys.index_copy_(2, rows, key_states)
         self.values.index_copy_(2, rows, value_states)
-        return forward_pass.seen(self.keys), forward_pass.seen(self.values)
+        seen = forward_pass.seen(self.keys), forward_pass.seen(self.values)
+        return seen[::-1] if self.swaps else seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the key length a mask would need; fused passes use none."""
@@ -72,20 +77,23 @@ class FusedCache(Cache):
     Attributes
     ----------
     keys, values : Tensor
-        ``[L, 1, Hkv, capacity, D]``.
+        ``[L, 1, Hkv, capacity, D]`` and ``[L, 1, Hkv, capacity, Dv]``; the keys are what carries the rotation.
     length : int
         Tokens in place: the prompt's, then one more with each generated token.
     """
 
     def __init__(self, geometry: Geometry, capacity: int, pool: CachePool) -> None:
-        shape = (2, geometry.num_layers, 1, geometry.num_kv_heads, capacity, geometry.head_dim)
+        shapes = [
+            (geometry.num_layers, 1, geometry.num_kv_heads, capacity, dim)
+            for dim in (geometry.key_dim, geometry.value_dim)
+        ]
+        of_keys, of_values = map(math.prod, shapes)
         self._pool = pool
-        self._buffer: Tensor | None = pool.take(math.prod(shape))
-        self.keys: Tensor
-        self.values: Tensor
-        self.keys, self.values = self._buffer[: math.prod(shape)].view(shape)
+        self._buffer: Tensor | None = pool.take(of_keys + of_values)
+        self.keys = self._buffer[:of_keys].view(shapes[0])
+        self.values = self._buffer[of_keys : of_keys + of_values].view(shapes[1])
         self.length = 0
-        super().__init__(layers=[_FusedLayer(self, idx) for idx in range(geometry.num_layers)])
+        super().__init__(layers=[_FusedLayer(self, idx, geometry.swaps) for idx in range(geometry.num_layers)])
 
     def release(self) -> None:
         """Give the memory back; the cache must not be used afterwards. Calling it again does nothing."""
@@ -105,9 +113,11 @@ class FusedCache(Cache):
 class _BatchLayer(CacheLayerMixin):
     """One layer of a :class:`BatchCache`."""
 
-    def __init__(self, prefix_keys: Tensor, prefix_values: Tensor) -> None:
+    def __init__(self, layer_idx: int, before: tuple[Tensor, Tensor] | None, swaps: bool) -> None:
         super().__init__()
-        self.prefix = (prefix_keys, prefix_values)
+        self.layer_idx = layer_idx
+        self.before = before
+        self.swaps = swaps
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -117,18 +127,25 @@ class _BatchLayer(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Keep a batch's KV ``[B, Hkv, T, D]`` and return it behind the prefix."""
-        self.keys, self.values = key_states, value_states
+        required_pass().enter_layer(self.layer_idx)
+        fresh = (value_states, key_states) if self.swaps else (key_states, value_states)
+        self.keys, self.values = fresh
+        if self.before is None:
+            return key_states, value_states
         batch = key_states.shape[0]
-        before_k, before_v = (part.expand(batch, -1, -1, -1) for part in self.prefix)
-        return torch.cat((before_k, key_states), dim=2), torch.cat((before_v, value_states), dim=2)
+        keys, values = (
+            torch.cat((part.expand(batch, -1, -1, -1), own), dim=2)
+            for part, own in zip(self.before, fresh, strict=True)
+        )
+        return (values, keys) if self.swaps else (keys, values)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the key length a mask would need; fused passes use none."""
-        return int(self.prefix[0].shape[2]) + query_length, 0
+        return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
         """Return the length of the prefix."""
-        return int(self.prefix[0].shape[2])
+        return 0 if self.before is None else int(self.before[0].shape[2])
 
     def get_max_length(self) -> int:
         """Return -1: a batch may have any length."""
@@ -140,17 +157,19 @@ class BatchCache(Cache):
 
     Parameters
     ----------
-    prefix_keys, prefix_values : Tensor
-        ``[L, Hkv, P, D]``; ``P`` may be zero.
+    num_layers : int
+    before : tuple of Tensor or None
+        Keys ``[L, Hkv, P, D]`` and values ``[L, Hkv, P, Dv]`` of the prefix.
+    swaps : bool
+        Whether the model gives its cache what carries the rotation as values (:class:`.Geometry`).
     """
 
-    def __init__(self, prefix_keys: Tensor, prefix_values: Tensor) -> None:
-        super().__init__(
-            layers=[_BatchLayer(k[None], v[None]) for k, v in zip(prefix_keys, prefix_values, strict=True)]
-        )
+    def __init__(self, num_layers: int, before: tuple[Tensor, Tensor] | None = None, *, swaps: bool = False) -> None:
+        prefix = [None] * num_layers if before is None else [(k[None], v[None]) for k, v in zip(*before, strict=True)]
+        super().__init__(layers=[_BatchLayer(idx, part, swaps) for idx, part in enumerate(prefix)])
 
-    def chunk(self, row: int, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """Return one chunk's keys and values ``[L, Hkv, num_tokens, D]``, copied."""
-        keys = torch.stack([layer.keys[row, :, :num_tokens] for layer in self.layers])
-        values = torch.stack([layer.values[row, :, :num_tokens] for layer in self.layers])
+    def chunk(self, row: int, tokens: slice) -> tuple[Tensor, Tensor]:
+        """Return one chunk's keys ``[L, Hkv, T, D]`` and values ``[L, Hkv, T, Dv]``, copied."""
+        keys = torch.stack([layer.keys[row, :, tokens] for layer in self.layers])
+        values = torch.stack([layer.values[row, :, tokens] for layer in self.layers])
         return keys, values

@@ -22,6 +22,7 @@ from fused_kv_kernels import (
     rotate_rows_,
     why_not_native,
 )
+from fused_kv_llm.model.attention import rule_of
 from fused_kv_llm.model.cpu_linear import linear_in_onednn, onednn_is_faster
 from fused_kv_llm.model.fast_forward import FastForward, has_known_gate, is_plain, own_parts
 from fused_kv_llm.model.own_code import is_library_class, patches
@@ -107,13 +108,15 @@ def _attention(
     module: Any,
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Any,
     past_key_values: Any,
     **_: Any,
 ) -> tuple[Tensor, None]:
     q, k, v = (part.transpose(1, 2) for part in _projected(module, hidden_states))
     q, k = (rotate_rows_(part, *position_embeddings) for part in (q, k))
     k, v = past_key_values.update(k, v, module.layer_idx)
-    attended = required_pass().attend(module.layer_idx, q, k, v, float(module.scaling))
+    rule = rule_of(module, attention_mask, module.scaling, q.shape[-1])
+    attended = required_pass().run_attention(module.layer_idx, q, k, v, rule)
     return module.o_proj(attended.transpose(1, 2).flatten(2)), None
 
 
@@ -147,7 +150,8 @@ def _decoder_layer(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any
     attention, (cos, sin) = module.self_attn, kwargs["position_embeddings"]
     q, k, v = few_row_heads(hidden_states, *parts.norm, parts.heads, cos, sin, attention.head_dim, parts.head_norms)
     k, v = kwargs["past_key_values"].update(k, v, attention.layer_idx)
-    attended = required_pass().attend(attention.layer_idx, q, k, v, float(attention.scaling))
+    rule = rule_of(attention, kwargs["attention_mask"], attention.scaling, attention.head_dim)
+    attended = required_pass().run_attention(attention.layer_idx, q, k, v, rule)
     attended = attended.transpose(1, 2).flatten(2)
     return few_row_mlp(hidden_states, *parts.mlp_norm, *parts.mlp, (attended, parts.output))
 

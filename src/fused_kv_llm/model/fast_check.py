@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from fused_kv_llm.errors import FusedKVWarning
-from fused_kv_llm.model.attention import no_mask
 from fused_kv_llm.model.cache import FusedCache
 from fused_kv_llm.model.cache_pool import CachePool
 from fused_kv_llm.model.cpu_layers import attach_cpu_layers, detach_cpu_layers
 from fused_kv_llm.model.deviation import by_layer, worst
 from fused_kv_llm.model.geometry import Geometry
-from fused_kv_llm.model.pass_context import ForwardPass, running
+from fused_kv_llm.model.pass_context import ForwardPass
+from fused_kv_llm.model.seam import run_model
 
 __all__ = ["attach_checked"]
 
@@ -58,13 +58,7 @@ def _computed(model: Any, geometry: Geometry) -> list[Tensor]:
     vocabulary = model.get_input_embeddings().weight.shape[0]
     rows = torch.arange(_ROWS)
     cache = FusedCache(geometry, _ROWS, CachePool(model.dtype, model.device))
-    with torch.inference_mode(), running(ForwardPass(rows, _ROWS)):
-        output = model(
-            input_ids=(rows * 4099 % vocabulary)[None],
-            position_ids=rows[None],
-            past_key_values=cache,
-            use_cache=True,
-            attention_mask=no_mask(model.device),
-        )
+    with torch.inference_mode():
+        logits = run_model(model, (rows * 4099 % vocabulary)[None], rows, cache, ForwardPass(rows, _ROWS))
     parts = [part[0].clone() for layer in cache.layers for part in (layer.keys, layer.values)]
-    return [*parts, output.logits]
+    return [*parts, logits]

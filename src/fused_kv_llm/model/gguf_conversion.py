@@ -19,7 +19,7 @@ from filelock import FileLock
 from safetensors import SafetensorError
 
 from fused_kv_llm.errors import MissingExtraError, ModelFileError, UnsupportedModelError
-from fused_kv_llm.model.geometry import check_model_type
+from fused_kv_llm.model.families import refuse_known
 from fused_kv_llm.model.gguf_config import complete_config
 from fused_kv_llm.model.gguf_header import GGUFHeader, read_header
 from fused_kv_llm.paths import cache_folder
@@ -130,7 +130,7 @@ def _check_type(header: GGUFHeader, path: Path) -> None:
             f"The GGUF file {str(path)!r} is of the architecture {header.architecture!r}, which transformers does not "
             "read."
         ) from error
-    check_model_type(config, str(path))
+    refuse_known(config, str(path))
 
 
 def _convert(path: Path, header: GGUFHeader, target: Path) -> None:

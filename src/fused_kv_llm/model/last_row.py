@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fused_kv_llm.model.pass_context import current_pass
+from fused_kv_llm.model.seam import decoder_layers
 
 __all__ = ["attach_last_row"]
 
@@ -22,10 +24,14 @@ def attach_last_row(model: Any) -> None:
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        Of a verified architecture. Attaching it again changes nothing.
+        Attaching it again changes nothing.
     """
-    layer = model.get_decoder().layers[-1]
-    for module in (layer.self_attn.o_proj, layer.mlp):
+    layer = decoder_layers(model)[-1]
+    attention = getattr(layer, "self_attn", None)
+    ends = [getattr(attention, "o_proj", None), getattr(layer, "mlp", None)]
+    modules = [module for module in ends if isinstance(module, torch.nn.Module)]
+    # Layers that are built otherwise compute all rows, which takes longer and gives the same.
+    for module in modules if len(modules) == len(ends) else ():
         if _last_row not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_last_row)
 

@@ -11,14 +11,16 @@ import torch
 
 from fused_kv_llm.errors import ConfigError, ModelChangedError, UnsupportedModelError
 from fused_kv_llm.model.attention import attach_attention
+from fused_kv_llm.model.families import check_model_type
 from fused_kv_llm.model.fast_check import attach_checked
 from fused_kv_llm.model.fingerprint import fingerprint_files, fingerprint_tokenizer
-from fused_kv_llm.model.geometry import Geometry, read_geometry
+from fused_kv_llm.model.geometry import Geometry
 from fused_kv_llm.model.last_row import attach_last_row
 from fused_kv_llm.model.narrowing import attach_narrowing
 from fused_kv_llm.model.pretrained import read_tokenizer
 from fused_kv_llm.model.reading import read_named
 from fused_kv_llm.model.snapshot import ModelSnapshot
+from fused_kv_llm.model.verification import read_geometry
 from fused_kv_llm.model.weights import check_rows, check_weights, is_quantised, unwrapped
 
 __all__ = ["LoadedModel", "choose_device", "choose_dtype", "has_native_bfloat16", "load_model"]
@@ -140,6 +142,7 @@ def load_model(
     tokenizer: str | Path | Any | None = None,
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
+    trust_probe: bool = False,
 ) -> LoadedModel:
     """Load a model and check that its KV can be fused.
 
@@ -152,6 +155,9 @@ def load_model(
         Defaults to the one that comes with the model.
     dtype, device
         See :func:`choose_dtype` and :func:`choose_device`.
+    trust_probe : bool
+        Whether to take a model whose type is on neither list of :mod:`.families` if it passes the checks of
+        :mod:`.verification`; a warning says so.
 
     Returns
     -------
@@ -174,7 +180,8 @@ def load_model(
     if isinstance(model, (str, Path)):
         chosen_device = choose_device(device)
         chosen_dtype, choice = choose_dtype(dtype, chosen_device)
-        model_id, read = str(model), read_named(str(model), chosen_dtype, chosen_device)
+        model_id = str(model)
+        read = read_named(str(model), chosen_dtype, chosen_device, trust_probe=trust_probe)
         network, folders = unwrapped(read.network), read.folders
         check_weights(network, model_id)
         tokenizer = read.tokenizer if tokenizer is None else tokenizer
@@ -184,6 +191,7 @@ def load_model(
         _check_dtype(network, model_id)
         check_weights(network, model_id)
         chosen_device, chosen_dtype = network.device, network.dtype
+        check_model_type(network.config, model_id, trust_probe=trust_probe)
         choice = f"{str(chosen_dtype).removeprefix('torch.')} on {chosen_device}, as the given model has it"
         if tokenizer is None:
             raise ConfigError("A model given as an object needs its tokenizer: pass tokenizer=... as well.")
@@ -194,11 +202,11 @@ def load_model(
             f"The tokenizer {type(tokenizer).__name__} of {model_id!r} gives no character offsets: "
             "pass a fast tokenizer (tokenizer=AutoTokenizer.from_pretrained(..., use_fast=True))."
         )
-    geometry = read_geometry(network, model_id)
     network.eval()
     attach_attention(network)
     attach_last_row(network)
     attach_narrowing(network)
+    geometry = read_geometry(network, model_id)
     if is_quantised(network):
         check_rows(network, model_id)
     if chosen_device.type == "cpu":

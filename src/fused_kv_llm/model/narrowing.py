@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fused_kv_kernels import RowPlan
 from fused_kv_llm.model.pass_context import ForwardPass, LayerFiller, current_pass
+from fused_kv_llm.model.seam import decoder_layers
 
 __all__ = ["NarrowingPass", "attach_narrowing"]
 
@@ -36,7 +37,8 @@ class NarrowingPass(ForwardPass):
         super().__init__(rows, num_tokens, fillers, final_layer)
         self._kept = torch.arange(rows.shape[0], device=rows.device)
         self._next: Tensor | None = None
-        self._tables: Any = None
+        self._begun_with = rows.shape[0]
+        self._narrowed: dict[int, tuple[Any, Any]] = {}
 
     def keep(self, rows: Tensor) -> None:
         """Drop all other rows before the next layer.
@@ -48,22 +50,36 @@ class NarrowingPass(ForwardPass):
         """
         self._next = rows
 
-    def narrow(self, hidden: Tensor, tables: Any) -> tuple[Tensor, Any]:
-        """Return a layer's hidden states and rotation tables without the rows that were dropped before it.
+    def narrow(self, hidden: Tensor) -> Tensor:
+        """Return a layer's hidden states ``[1, rows of the last layer, hidden size]`` without the rows dropped."""
+        if self._next is None:
+            return hidden
+        hidden = hidden[:, self._next]
+        self.rows, self._kept, self._next = self.rows[self._next], self._kept[self._next], None
+        self.plan = RowPlan(self.rows, self.plan.num_keys)
+        self._plans.clear()
+        self._narrowed.clear()
+        return hidden
+
+    def of_rows(self, value: Any) -> Any:
+        """Return what a layer is told of all rows the pass began with, for the present ones only.
 
         Parameters
         ----------
-        hidden : Tensor
-            ``[1, rows of the last layer, hidden size]``.
-        tables : tuple of Tensor
-            Cosine and sine ``[1, R, rotary]`` of all rows the pass began with.
+        value : object
+            Positions ``[..., R]``, tables ``[..., R, D]``, or tuples of them; anything else stays as it is.
         """
-        if self._next is not None:
-            hidden = hidden[:, self._next]
-            self.rows, self._kept, self._next = self.rows[self._next], self._kept[self._next], None
-            self.plan = RowPlan(self.rows, self.plan.num_keys)
-            self._tables = tuple(table[:, self._kept] for table in tables)
-        return hidden, tables if self._tables is None else self._tables
+        if isinstance(value, tuple):
+            return tuple(self.of_rows(part) for part in value)
+        if not isinstance(value, Tensor) or self._kept.shape[0] == self._begun_with:
+            return value
+        axis = -2 if value.is_floating_point() or value.is_complex() else -1
+        if value.dim() < -axis or value.shape[axis] != self._begun_with:
+            return value
+        # Layers share their tables.
+        if id(value) not in self._narrowed:
+            self._narrowed[id(value)] = value, value.index_select(axis, self._kept)
+        return self._narrowed[id(value)][1]
 
 
 def attach_narrowing(model: Any) -> None:
@@ -74,7 +90,7 @@ def attach_narrowing(model: Any) -> None:
     model : transformers.PreTrainedModel
         Of a verified architecture. Attaching it again changes nothing.
     """
-    for layer in model.get_decoder().layers:
+    for layer in decoder_layers(model):
         if _narrow not in layer._forward_pre_hooks.values():
             layer.register_forward_pre_hook(_narrow, with_kwargs=True)
 
@@ -85,5 +101,5 @@ def _narrow(
     forward_pass = current_pass()
     if not isinstance(forward_pass, NarrowingPass):
         return None
-    hidden, tables = forward_pass.narrow(inputs[0], options["position_embeddings"])
-    return (hidden, *inputs[1:]), {**options, "position_embeddings": tables}
+    hidden = forward_pass.narrow(inputs[0])
+    return (hidden, *inputs[1:]), {name: forward_pass.of_rows(value) for name, value in options.items()}

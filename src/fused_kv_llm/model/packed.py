@@ -12,13 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fused_kv_kernels import ChunkStack, RowPlan, rerotate_keys, rotation_table, row_attention
+from fused_kv_kernels import ChunkStack, RowPlan, rerotate_keys
 from fused_kv_llm.chunk import ChunkKV
-from fused_kv_llm.model.cache import BatchCache
-from fused_kv_llm.model.forward import PrefixKV, forward_kv
+from fused_kv_llm.model.cache import BatchCache, FusedCache
+from fused_kv_llm.model.cache_pool import CachePool
+from fused_kv_llm.model.forward import PrefixKV, check_numbers, forward_kv
 from fused_kv_llm.model.geometry import Geometry
 from fused_kv_llm.model.loading import LoadedModel
-from fused_kv_llm.model.pass_context import KVPass, StopForwardError
+from fused_kv_llm.model.mask import MaskRule
+from fused_kv_llm.model.pass_context import AttentionRule, KVPass, StopForwardError
 
 __all__ = ["PackedChunk", "prefill_packed"]
 
@@ -54,7 +56,7 @@ class _PackedPass(KVPass):
         self.prefix = prefix
         self.spans: list[slice] = []
         self.stretches: list[slice] = []
-        self.plans: list[RowPlan] = []
+        self.own: list[Tensor] = []
         starts: list[int] = []
         deltas: list[int] = []
         row = at = 0
@@ -68,27 +70,38 @@ class _PackedPass(KVPass):
             self.spans.append(slice(row, row + tokens))
             row, at = row + tokens, at + tokens
             self.stretches.append(slice(begin, at))
-            self.plans.append(RowPlan(torch.arange(at - tokens - begin, at - begin, device=device), at - begin))
-        self.positions = torch.cat([plan.q_positions for plan in self.plans])
+            self.own.append(torch.arange(at - tokens - begin, at - begin, device=device))
+        self.positions = torch.cat(self.own)
+        self._chunk_plans: dict[MaskRule, list[RowPlan]] = {}
         pieces = [(kv.keys, kv.values) for chunk in chunks for kv in chunk.context]
-        table = rotation_table(torch.tensor(deltas, dtype=torch.int64), geometry.inv_freq).to(device)
-        self.stack = ChunkStack(pieces, starts, [table] * geometry.num_layers)
-        self.keys, self.values = torch.empty(
-            2, geometry.num_kv_heads, at, geometry.head_dim, dtype=dtype, device=device
+        tables = geometry.tables(torch.tensor(deltas, dtype=torch.int64), device)
+        self.stack = ChunkStack(pieces, starts, tables)
+        self.keys, self.values = (
+            torch.empty(geometry.num_kv_heads, at, dim, dtype=dtype, device=device)
+            for dim in (geometry.key_dim, geometry.value_dim)
         )
 
-    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Return the attention output ``[1, Hq, R, D]``, or end the forward at the last layer."""
+    def _plans_of(self, mask: MaskRule) -> list[RowPlan]:
+        """Return what each chunk's rows see of its stretch under a mask."""
+        if mask not in self._chunk_plans:
+            self._chunk_plans[mask] = [
+                RowPlan(own, len(keys), first_keys=mask.first_keys(own, keys, own))
+                for own, keys in ((own, torch.arange(int(own[-1]) + 1, device=own.device)) for own in self.own)
+            ]
+        return self._chunk_plans[mask]
+
+    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
+        """Return the attention output ``[1, Hq, R, Dv]``, or end the forward at the last layer."""
         if layer_idx == self.last_layer:
             raise StopForwardError
         self.stack.place(layer_idx, self.keys, self.values)
-        out = torch.empty_like(q)
-        for span, stretch, plan in zip(self.spans, self.stretches, self.plans, strict=True):
+        out = q.new_empty(*q.shape[:3], v.shape[3])
+        for span, stretch, plan in zip(self.spans, self.stretches, self._plans_of(rule.mask), strict=True):
             for whole, before, own in ((self.keys, self.prefix.keys, k), (self.values, self.prefix.values, v)):
                 whole[:, stretch.start : stretch.start + before.shape[2]] = before[layer_idx]
                 whole[:, stretch.stop - plan.num_rows : stretch.stop] = own[0, :, span]
             keys, values = self.keys[None, :, stretch], self.values[None, :, stretch]
-            out[:, :, span] = row_attention(q[:, :, span], keys, values, plan, scale)
+            out[:, :, span] = rule.attention(q[:, :, span], keys, values, plan)
         return out
 
 
@@ -111,19 +124,44 @@ def prefill_packed(loaded: LoadedModel, chunks: Sequence[PackedChunk], prefix: P
         One for each chunk, at position ``P``, in the model's dtype on its device.
     """
     geometry = loaded.geometry
+    if not geometry.attends_cache:
+        return [_prefill_alone(loaded, chunk, prefix) for chunk in chunks]
     state = _PackedPass(chunks, prefix, geometry, loaded.dtype)
     ids = torch.tensor([[i for chunk in chunks for i in chunk.token_ids]], device=loaded.device)
-    cache = BatchCache(prefix.keys[:, :, :0], prefix.values[:, :, :0])
+    cache = BatchCache(geometry.num_layers, swaps=geometry.swaps)
     with torch.inference_mode():
         forward_kv(loaded, ids, state.positions, cache, state)
-        keys, values = cache.chunk(0, ids.shape[1])
+        check_numbers(loaded, [(layer.keys, layer.values) for layer in cache.layers])
         home = len(prefix.token_ids)
-        return [_at_home(keys[:, :, span], values[:, :, span], chunk, home, geometry)
+        return [_at_home(*cache.chunk(0, span), chunk, home, geometry)
                 for chunk, span in zip(chunks, state.spans, strict=True)]  # fmt: skip
+
+
+def _prefill_alone(loaded: LoadedModel, chunk: PackedChunk, prefix: PrefixKV) -> ChunkKV:
+    """Compute a chunk in a cache of its own, for layers that do not attend to what they cache."""
+    geometry, home = loaded.geometry, len(prefix.token_ids)
+    begin, stop = home + chunk.num_context_tokens, home + chunk.num_context_tokens + len(chunk.token_ids)
+    cache = FusedCache(geometry, stop, CachePool(loaded.dtype, loaded.device))
+    with torch.inference_mode():
+        cache.keys[:, 0, :, :home], cache.values[:, 0, :, :home] = prefix.keys, prefix.values
+        at = home
+        for kv in chunk.context:
+            tables = geometry.tables(torch.tensor([at - kv.position]), loaded.device)
+            stack = ChunkStack([(kv.keys, kv.values)], [at], tables)
+            for layer in range(geometry.num_layers):
+                stack.place(layer, cache.keys[layer, 0], cache.values[layer, 0])
+            at += len(kv.token_ids)
+        rows = torch.arange(begin, stop, device=loaded.device)
+        ids = torch.tensor([chunk.token_ids], device=loaded.device)
+        forward_kv(loaded, ids, rows, cache, KVPass(rows, stop, geometry.num_layers - 1))
+        check_numbers(loaded, list(zip(cache.keys, cache.values, strict=True)), rows)
+        keys, values = (part[:, 0, :, begin:].clone() for part in (cache.keys, cache.values))
+        return _at_home(keys, values, chunk, home, geometry)
 
 
 def _at_home(keys: Tensor, values: Tensor, chunk: PackedChunk, home: int, geometry: Geometry) -> ChunkKV:
     if chunk.context:
-        back = torch.full((len(chunk.token_ids),), -chunk.num_context_tokens)
-        keys = rerotate_keys(keys, rotation_table(back, geometry.inv_freq).to(keys.device)).to(values.dtype)
+        tables = geometry.tables(torch.full((len(chunk.token_ids),), -chunk.num_context_tokens), keys.device)
+        moved = [rerotate_keys(layer, table) for layer, table in zip(keys, tables, strict=True)]
+        keys = torch.stack(moved).to(values.dtype)
     return ChunkKV(keys.contiguous(), values.contiguous(), chunk.token_ids, home)

@@ -10,15 +10,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from fused_kv_kernels import RowPlan, row_attention
-from fused_kv_llm.errors import FusedKVError
+from fused_kv_kernels import RowPlan, row_attention, token_scores
+from fused_kv_llm.errors import FusedKVError, UnsupportedModelError
+from fused_kv_llm.model.mask import CAUSAL, MaskRule
 
-__all__ = ["ForwardPass", "KVPass", "LayerFiller", "StopForwardError", "current_pass", "required_pass", "running"]
+__all__ = [
+    "AttentionRule",
+    "ForwardPass",
+    "KVPass",
+    "LayerFiller",
+    "StopForwardError",
+    "current_pass",
+    "required_pass",
+    "running",
+]
 
 
 class StopForwardError(Exception):
@@ -36,8 +47,41 @@ class LayerFiller(Protocol):
         """Have the layer's stored KV in place; called again for the same layer, do nothing."""
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionRule:
+    """How a layer attends, besides its queries, keys and values.
+
+    Parameters
+    ----------
+    scale : float
+        Multiplies the scores.
+    mask : MaskRule
+        Which keys a row sees.
+    softcap : float or None
+        Scores are bounded by this: ``softcap * tanh(score / softcap)`` (Gemma 2).
+    sinks : Tensor or None
+        ``[Hq]``: a score of each head that takes part in the softmax and has no value (gpt-oss).
+    """
+
+    scale: float
+    mask: MaskRule = CAUSAL
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, plan: RowPlan) -> Tensor:
+        """Return the attention output ``[B, Hq, R, Dv]`` of a plan's rows: :func:`fused_kv_kernels.row_attention`."""
+        return row_attention(q, k, v, plan, self.scale, softcap=self.softcap, sinks=self.sinks)
+
+    def scores(self, q: Tensor, k: Tensor, positions: Tensor, first_keys: Tensor | None) -> Tensor:
+        """Return the attention that keys receive, float32 ``[N]``: :func:`fused_kv_kernels.token_scores`."""
+        return token_scores(q, k, positions, self.scale, first_keys=first_keys, softcap=self.softcap, sinks=self.sinks)
+
+
 class ForwardPass:
     """A forward pass whose rows attend by true position.
+
+    The seam tells it of every layer, in order: that its keys are there (:meth:`enter_layer`), and that it attends
+    (:meth:`run_attention`). A layer that does anything else computes its attention elsewhere, which is an error.
 
     Parameters
     ----------
@@ -51,6 +95,8 @@ class ForwardPass:
     final_layer : int or None
         The model's last layer where only the last row's logits are wanted. Nothing uses what attention gives the other
         rows there, so it is not computed.
+    key_positions : Tensor or None
+        int64 ``[N]``, ascending: positions of the visible keys where they are not their places in the cache.
     """
 
     def __init__(
@@ -59,6 +105,7 @@ class ForwardPass:
         visible: int | Tensor,
         fillers: Sequence[LayerFiller] = (),
         final_layer: int | None = None,
+        key_positions: Tensor | None = None,
     ) -> None:
         self.rows = rows
         self.visible = visible
@@ -68,10 +115,50 @@ class ForwardPass:
         else:
             self.plan = RowPlan(torch.searchsorted(visible, rows), visible.shape[0])
         self.final_layer = final_layer if self.plan.num_rows > 1 else None
-        self._last_row = self.plan
-        if self.final_layer is not None:
-            self._last_row = RowPlan(self.plan.q_positions[-1:], self.plan.num_keys)
+        self.key_positions = key_positions if key_positions is not None or isinstance(visible, int) else visible
+        self.begin()
+        self._plans: dict[MaskRule, tuple[RowPlan, RowPlan]] = {}
         self._flat: Tensor | None = None
+
+    def begin(self) -> None:
+        """Expect the first layer."""
+        self.next_layer, self._is_entered = 0, False
+
+    def enter_layer(self, layer_idx: int) -> None:
+        """Note that a layer's keys and values are given to the cache.
+
+        Raises
+        ------
+        UnsupportedModelError
+            If the layer before it did not attend through the seam.
+        """
+        if layer_idx != self.next_layer or self._is_entered:
+            raise _unreached(self.next_layer)
+        self._is_entered = True
+
+    def run_attention(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
+        """Attend, as :meth:`attend` does, and note that the layer did.
+
+        Raises
+        ------
+        UnsupportedModelError
+            If the layer's keys are not those of the cache, or a layer was left out.
+        """
+        if layer_idx != self.next_layer or not self._is_entered:
+            raise _unreached(self.next_layer)
+        self.next_layer, self._is_entered = layer_idx + 1, False
+        return self.attend(layer_idx, q, k, v, rule)
+
+    def check_complete(self, num_layers: int) -> None:
+        """Make sure that every layer attended through the seam.
+
+        Raises
+        ------
+        UnsupportedModelError
+            If one did not.
+        """
+        if self.next_layer != num_layers:
+            raise _unreached(self.next_layer)
 
     def watch(self, layer_idx: int, keys: Tensor, values: Tensor) -> Tensor | None:
         """See a layer's fresh rows ``[1, Hkv, R, D]`` before they are written.
@@ -94,13 +181,39 @@ class ForwardPass:
             self._flat = (first + self.visible).flatten()
         return part.view(heads * capacity, dim).index_select(0, self._flat).view(1, heads, -1, dim)
 
-    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Return the attention output ``[B, Hq, R, D]`` of queries ``[B, Hq, R, D]``, or end the forward."""
+    def plans(self, mask: MaskRule) -> tuple[RowPlan, RowPlan]:
+        """Return which keys all rows see under a mask, and which the last row sees."""
+        if mask not in self._plans:
+            self._plans[mask] = self._planned(mask)
+        return self._plans[mask]
+
+    def _planned(self, mask: MaskRule) -> tuple[RowPlan, RowPlan]:
+        plan, own = self.plan, self.plan.q_positions
+        keys = torch.arange(plan.num_keys, device=own.device) if self.key_positions is None else self.key_positions
+        first = mask.first_keys(keys[own], keys, own)
+        if first is not None:
+            plan = RowPlan(own, plan.num_keys, first_keys=first)
+        last = plan
+        if self.final_layer is not None:
+            last = RowPlan(own[-1:], plan.num_keys, first_keys=None if first is None else first[-1:])
+        return plan, last
+
+    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
+        """Return the attention output ``[B, Hq, R, Dv]`` of queries ``[B, Hq, R, D]``, or end the forward."""
+        every, last = self.plans(rule.mask)
         if layer_idx != self.final_layer:
-            return row_attention(q, k, v, self.plan, scale)
-        output = torch.zeros_like(q)
-        output[:, :, -1:] = row_attention(q[:, :, -1:], k, v, self._last_row, scale)
+            return rule.attention(q, k, v, every)
+        output = q.new_zeros(*q.shape[:3], v.shape[3])
+        output[:, :, -1:] = rule.attention(q[:, :, -1:], k, v, last)
         return output
+
+
+def _unreached(layer_idx: int) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"Layer {layer_idx} of the model does not attend through the engine: its attention was patched, wrapped or "
+        "exchanged, or keeps its keys elsewhere. Nothing was reused. Give the engine a model whose attention is "
+        "transformers' own."
+    )
 
 
 class KVPass(ForwardPass):
@@ -117,11 +230,11 @@ class KVPass(ForwardPass):
         super().__init__(rows, visible)
         self.last_layer = last_layer
 
-    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         """Return the attention output, or end the forward."""
         if layer_idx == self.last_layer:
             raise StopForwardError
-        return super().attend(layer_idx, q, k, v, scale)
+        return super().attend(layer_idx, q, k, v, rule)
 
 
 _current: ContextVar[ForwardPass | None] = ContextVar("fused_kv_pass", default=None)
@@ -151,6 +264,7 @@ def required_pass() -> ForwardPass:
 @contextmanager
 def running(forward_pass: ForwardPass) -> Iterator[None]:
     """Make a pass the current one of what is called inside."""
+    forward_pass.begin()
     token = _current.set(forward_pass)
     try:
         yield

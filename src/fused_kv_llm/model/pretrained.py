@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 from fused_kv_llm.errors import ModelError, ModelFileError, ModelNotFoundError, UnsupportedModelError
 from fused_kv_llm.model.embedded import EMBEDDED_MODELS, embedded_model_folder
-from fused_kv_llm.model.geometry import check_model_type
+from fused_kv_llm.model.families import check_model_type
 from fused_kv_llm.model.gguf_conversion import converted_gguf, gguf_in
 from fused_kv_llm.model.weights import check_quantization_packages, quantization_method
 
@@ -55,7 +55,9 @@ def locate(model: str) -> tuple[Path | None, str]:
     return None, model
 
 
-def read_model(source: str, model_id: str, dtype: torch.dtype, device: torch.device) -> Any:
+def read_model(
+    source: str, model_id: str, dtype: torch.dtype, device: torch.device, *, trust_probe: bool = False
+) -> Any:
     """Read configuration and weights.
 
     Parameters
@@ -66,6 +68,8 @@ def read_model(source: str, model_id: str, dtype: torch.dtype, device: torch.dev
         What the user calls it.
     dtype : torch.dtype
     device : torch.device
+    trust_probe : bool
+        Whether a type that is on neither list may be tried.
 
     Returns
     -------
@@ -93,7 +97,7 @@ def read_model(source: str, model_id: str, dtype: torch.dtype, device: torch.dev
             raise UnsupportedModelError(f"The model {model_id!r} is not supported: {error}") from error
         raise _not_found(model_id, error) from error
     # Before the weights are read, which takes long for a model that is refused anyway.
-    check_model_type(config, model_id)
+    check_model_type(config, model_id, trust_probe=trust_probe)
     check_quantization_packages(config, model_id)
     method = quantization_method(config)
     try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ class ReadModel:
     tokenizer: str
 
 
-def read_named(name: str, dtype: torch.dtype, device: torch.device) -> ReadModel:
+def read_named(name: str, dtype: torch.dtype, device: torch.device, *, trust_probe: bool = False) -> ReadModel:
     """Read a model.
 
     Parameters
@@ -43,6 +45,8 @@ def read_named(name: str, dtype: torch.dtype, device: torch.device) -> ReadModel
         Alias, hub id, folder, file, or the folder of a PEFT adapter.
     dtype : torch.dtype
     device : torch.device
+    trust_probe : bool
+        Whether a type that is on neither list may be tried.
 
     Returns
     -------
@@ -56,16 +60,16 @@ def read_named(name: str, dtype: torch.dtype, device: torch.device) -> ReadModel
     path = Path(name)
     base = base_of_adapter(path)
     if base is not None:
-        return _with_adapter(path, base, dtype, device)
+        return _with_adapter(path, base, partial(read_named, dtype=dtype, device=device, trust_probe=trust_probe))
     folder, source = locate(name)
-    network = read_model(source, name, dtype, device)
+    network = read_model(source, name, dtype, device, trust_probe=trust_probe)
     folder = folder or cached_folder(source)
     return ReadModel(network, () if folder is None else (folder,), source)
 
 
-def _with_adapter(folder: Path, base: str, dtype: torch.dtype, device: torch.device) -> ReadModel:
+def _with_adapter(folder: Path, base: str, read_base: Callable[[str], ReadModel]) -> ReadModel:
     try:
-        read = read_named(base, dtype, device)
+        read = read_base(base)
     except ModelNotFoundError as error:
         raise ModelNotFoundError(f"The base model of the adapter in {folder} cannot be had. {error}") from error
     network = add_adapter(read.network, folder)

@@ -13,7 +13,17 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from fused_kv_llm.model import CachePool, ForwardPass, FusedCache, LoadedModel, PrefixKV, StopForwardError, forward_kv
+from fused_kv_llm.model import (
+    AttentionRule,
+    CachePool,
+    ForwardPass,
+    FusedCache,
+    LoadedModel,
+    PrefixKV,
+    StopForwardError,
+    attention_weights,
+    forward_kv,
+)
 from fused_kv_llm.selectors import Anchors, anchor_positions, knorm_scores, sidecar_name, sink_scores
 from fused_kv_llm.store import KVStore, StoredKV
 
@@ -77,16 +87,16 @@ class _RepeatPass(ForwardPass):
         self.chunk, self.last_layer = chunk, last_layer
         self.total = torch.zeros(chunk.stop - chunk.start, device=rows.device)
 
-    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         """Return the attention output; end the forward after the last layer."""
         repeated = self.chunk.stop - self.chunk.start
-        scores = (q[0, :, -repeated:] * scale) @ k[0].repeat_interleave(q.shape[1] // k.shape[1], 0).transpose(1, 2)
-        future = torch.arange(k.shape[2], device=k.device)[None, :] > self.plan.q_positions[-repeated:, None]
-        weights = scores.float().masked_fill(future, float("-inf")).softmax(-1)
+        plan = self.plans(rule.mask)[0]
+        span = slice(plan.num_rows - repeated, plan.num_rows)
+        weights = attention_weights(q[0, :, span], k[0], plan, rule, span)
         self.total += weights[:, :, self.chunk].amax(dim=(0, 1))
         if layer_idx == self.last_layer:
             raise StopForwardError
-        return super().attend(layer_idx, q, k, v, scale)
+        return super().attend(layer_idx, q, k, v, rule)
 
 
 class AnchorBuilder:

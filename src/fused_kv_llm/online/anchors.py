@@ -7,11 +7,12 @@ that the question sees stand there side by side, ordered by position, so that no
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from fused_kv_kernels import RotationTable, place_chunks, rotation_table
+from fused_kv_kernels import RotationTable, place_chunks
 from fused_kv_llm.kv import PlacedChunk
 from fused_kv_llm.model import FusedCache, Geometry
 from fused_kv_llm.selectors import Anchors, anchor_positions, sidecar_name, sink_scores
@@ -38,8 +39,10 @@ class ChunkAnchors:
         ``[len(layers), Hkv, T, D]``: keys of the chunk's tokens that stand in the prompt.
     starts : list of int
         Where the chunks begin in the prompt.
-    table : RotationTable
-        How far each chunk's keys have to move.
+    layers : tuple of int
+        The critical layers.
+    tables : list of RotationTable
+        By layer of the model: how far each chunk's keys have to move.
     bytes_read : int
         Bytes read of sidecars, and of chunks without one.
     bytes_of_sidecars : int
@@ -52,12 +55,13 @@ class ChunkAnchors:
     anchors: list[_Pair]
     critical_keys: list[Tensor]
     starts: list[int]
-    table: RotationTable
+    layers: tuple[int, ...]
+    tables: list[RotationTable]
     bytes_read: int = 0
     bytes_of_sidecars: int = 0
     num_missing: int = 0
 
-    def place(self, cache: FusedCache, visible: Tensor, available: Tensor, num_scored: int) -> Tensor:
+    def place(self, cache: FusedCache, visible: Tensor, available: Tensor) -> Tensor:
         """Put the anchors into the cache and return the keys that are scored.
 
         Parameters
@@ -67,30 +71,37 @@ class ChunkAnchors:
             `visible`; anything else behind the prefix is lost.
         visible, available : Tensor
             int64, ascending prompt positions: what the question sees, and what is scored. Both contain the prefix.
-        num_scored : int
-            Layers that score.
 
         Returns
         -------
         Tensor
-            ``[num_scored, Hkv, len(available), D]``, of which the chunks' part is written.
+            ``[len(layers), Hkv, len(available), D]``, of which the chunks' part is written.
         """
         _, _, heads, _, dim = cache.keys.shape
+        num_scored = len(self.layers)
         scored = torch.empty(num_scored, heads, available.shape[0], dim, dtype=cache.keys.dtype,
                              device=cache.keys.device)  # fmt: skip
         # The operator wants values too; those of the scored keys go where the anchors are put next.
-        unused = cache.values[:num_scored, 0].flatten(0, 1)[:, : available.shape[0]]
-        self._place([(keys, keys) for keys in self.critical_keys], available, scored.flatten(0, 1), unused)
+        unused = cache.values[:num_scored, 0, :, : available.shape[0]]
+        tables = [self.tables[layer] for layer in self.layers]
+        self._place([(keys, keys) for keys in self.critical_keys], available, tables, scored, unused)
         below = max((keys.shape[0] for keys, _ in self.anchors), default=0)
         if below:
-            self._place(self.anchors, visible, *(part[:below, 0].flatten(0, 1) for part in (cache.keys, cache.values)))
+            self._place(self.anchors, visible, self.tables[:below], cache.keys[:below, 0], cache.values[:below, 0])
         return scored
 
-    def _place(self, chunks: list[_Pair], order: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Place all layers at once, as if they were heads of one layer."""
-        flat = [(chunk_keys.flatten(0, 1), chunk_values.flatten(0, 1)) for chunk_keys, chunk_values in chunks]
+    def _place(
+        self, chunks: list[_Pair], order: Tensor, tables: list[RotationTable], keys: Tensor, values: Tensor
+    ) -> None:
+        """Place neighbouring layers that rotate alike at once, as if they were heads of one layer."""
         starts = torch.searchsorted(order, torch.tensor(self.starts, dtype=torch.int64)).tolist()
-        place_chunks(flat, starts, self.table.to(keys.device), keys, values)
+        first = 0
+        for _, run in groupby(tables, key=id):
+            layers = slice(first, first + len(list(run)))
+            flat = [(k[layers].flatten(0, 1), v[layers].flatten(0, 1)) for k, v in chunks]
+            table, layer_keys = tables[first].to(keys.device), keys[layers].flatten(0, 1)
+            place_chunks(flat, starts, table, layer_keys, values[layers].flatten(0, 1))
+            first = layers.stop
 
 
 def read_anchors(
@@ -127,7 +138,8 @@ def read_anchors(
         [(side["keys"], side["values"]) for side in found],
         [side["critical_keys"] for side in found],
         [chunk.segment.start for chunk in request.chunks],
-        rotation_table(deltas, geometry.inv_freq),
+        layers,
+        geometry.tables(deltas),
         bytes_read,
         sum(loaded.values()),
         missing,

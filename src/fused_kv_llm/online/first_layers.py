@@ -13,8 +13,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fused_kv_kernels import kv_deviation, token_scores
-from fused_kv_llm.model import NarrowingPass
+from fused_kv_kernels import RowPlan, kv_deviation
+from fused_kv_llm.model import AttentionRule, NarrowingPass, attention_weights
 from fused_kv_llm.selectors import (
     FirstLayersView,
     NarrowingSelector,
@@ -87,13 +87,13 @@ class FirstLayersPass(NarrowingPass):
         best = torch.sort(self._selector.score(self._probe), descending=True, stable=True).indices[:count]
         self._go_on_with(self._probe.positions[best].sort().values)
 
-    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         """Return the attention output; see what the view asks for, and select after the last layer of it."""
         last = self._view.layers[-1]
         if layer_idx in self._view.attention:
-            self._sums.add(self.rows, q[0], k[0], scale)
+            self._sums.add(self.plans(rule.mask)[0], q[0], k[0], rule)
         if self._focus is not None and layer_idx != self.final_layer:
-            self._focus.add(self.rows, q[0], k[0], scale)
+            self._focus.add(self.plans(rule.mask)[0], q[0], k[0], rule)
         if layer_idx == last:
             self.selected_at_s, self.selection_bytes = time.perf_counter(), self._kv.bytes_read
             self.selected = checked_selection(self._selector, self._seen_so_far(), self._budget)
@@ -102,7 +102,7 @@ class FirstLayersPass(NarrowingPass):
             kind = self._kind[self.rows]
             self.keep(((kind < 0) | torch.isin(kind, self._focus.chunks.to(kind.device))).nonzero()[:, 0])
             self._focus = None
-        return super().attend(layer_idx, q, k, v, scale)
+        return super().attend(layer_idx, q, k, v, rule)
 
     def _go_on_with(self, chunk_tokens: Tensor) -> None:
         """Drop the chunk tokens that are not listed."""
@@ -127,15 +127,12 @@ class _AttentionSums:
         self._received = torch.zeros(2, kind.shape[0], device=kind.device)
         self._given = torch.zeros(kind.shape[0], num_chunks, device=kind.device)
 
-    def add(self, rows: Tensor, q: Tensor, k: Tensor, scale: float) -> None:
-        """Add a layer, given queries ``[Hq, R, D]`` of the rows and keys ``[Hkv, N, D]``."""
-        wide = k.repeat_interleave(q.shape[0] // k.shape[0], 0).transpose(1, 2)
-        columns = torch.arange(k.shape[1], device=k.device)
-        for begin in range(0, rows.shape[0], _BLOCK_ROWS):
-            block = rows[begin : begin + _BLOCK_ROWS]
-            scores = (q[:, begin : begin + _BLOCK_ROWS] * scale) @ wide
-            future = columns[None, :] > block[:, None]
-            weights = scores.float().masked_fill(future, float("-inf")).softmax(-1).mean(0)
+    def add(self, plan: RowPlan, q: Tensor, k: Tensor, rule: AttentionRule) -> None:
+        """Add a layer, given queries ``[Hq, R, D]`` of the plan's rows and keys ``[Hkv, N, D]``."""
+        for begin in range(0, plan.num_rows, _BLOCK_ROWS):
+            span = slice(begin, min(begin + _BLOCK_ROWS, plan.num_rows))
+            block = plan.q_positions[span]
+            weights = attention_weights(q[:, span], k, plan, rule, span).mean(0)
             self._received[0] += weights.sum(0)
             self._received[1] += (weights * (self._kind[block, None] == self._kind[None, :])).sum(0)
             self._given[block] += weights @ self._member
@@ -160,9 +157,11 @@ class _Focus:
         self._attention = torch.zeros(len(request.chunks))
         self._history: list[frozenset[int]] = []
 
-    def add(self, rows: Tensor, q: Tensor, k: Tensor, scale: float) -> None:
-        """Add a layer, given queries ``[Hq, R, D]`` of the rows and keys ``[Hkv, N, D]``."""
-        scores = token_scores(q[:, -self._question :], k, rows[-self._question :], scale)
+    def add(self, plan: RowPlan, q: Tensor, k: Tensor, rule: AttentionRule) -> None:
+        """Add a layer, given queries ``[Hq, R, D]`` of the plan's rows and keys ``[Hkv, N, D]``."""
+        asked = slice(plan.num_rows - self._question, plan.num_rows)
+        first = None if plan.first_keys is None else plan.first_keys[asked]
+        scores = rule.scores(q[:, asked], k, plan.q_positions[asked], first)
         self._attention.index_add_(0, self._chunk, scores.float().cpu()[self._inside])
         self._history.append(focused_chunks(self._attention))
 

@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fused_kv_kernels import token_scores
-from fused_kv_llm.model import ForwardPass, LayerFiller, LoadedModel, StopForwardError, forward_kv
+from fused_kv_llm.model import AttentionRule, ForwardPass, LayerFiller, LoadedModel, StopForwardError, forward_kv
 from fused_kv_llm.selectors import View
 
 from .anchors import ChunkAnchors
@@ -29,23 +28,25 @@ class _ProbePass(ForwardPass):
     """Attends to the visible keys, scores all available ones in the view's layers, and ends after the last of them."""
 
     def __init__(
-        self, view: View, rows: Tensor, visible: int | Tensor, fillers: Sequence[LayerFiller], keys: _Keys,
-        indices: Tensor,
+        self, view: View, available: Tensor, indices: Tensor, keys: _Keys, rows: Tensor, visible: int | Tensor,
+        fillers: Sequence[LayerFiller] = (), key_positions: Tensor | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(rows, visible, fillers)
+        super().__init__(rows, visible, fillers, key_positions=key_positions)
         self.layers = view.layers
-        self.keys = keys
+        self.available = available
         self.indices = indices
+        self.keys = keys
         self.scores: list[Tensor] = []
 
-    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         """Score the context where the view asks for it; return the attention output, or end the forward."""
         if layer_idx in self.layers:
             question = q[0, :, -self.indices.shape[0] :]
-            self.scores.append(token_scores(question, self.keys(layer_idx, k[0]), self.indices, scale))
+            first = rule.mask.first_keys(self.available[self.indices], self.available, self.indices)
+            self.scores.append(rule.scores(question, self.keys(layer_idx, k[0]), self.indices, first))
         if layer_idx == self.layers[-1]:
             raise StopForwardError
-        return super().attend(layer_idx, q, k, v, scale)
+        return super().attend(layer_idx, q, k, v, rule)
 
 
 def probe_scores(
@@ -81,13 +82,14 @@ def probe_scores(
     if anchors is None:
         keys = _of_whole_layers(kv, view, available.to(device))
         fillers = kv.fillers if view.full_context else ()
-        probe = _ProbePass(view, rows.to(device), visible.to(device), fillers, keys, indices)
+        probe = _ProbePass(view, available.to(device), indices, keys, rows.to(device), visible.to(device), fillers)
     else:
         at = torch.searchsorted(visible, rows).to(device)
-        scored = anchors.place(kv.cache, visible, available, len(view.layers))
+        scored = anchors.place(kv.cache, visible, available)
         scored[:, :, : request.prefix_tokens] = kv.cache.keys[list(view.layers), 0, :, : request.prefix_tokens]
         keys = _of_sidecars(scored, view, torch.searchsorted(available, rows).to(device), at)
-        probe = _ProbePass(view, at, visible.shape[0], (), keys, indices)
+        positions = visible.to(device)
+        probe = _ProbePass(view, available.to(device), indices, keys, at, visible.shape[0], key_positions=positions)
     ids = torch.tensor(request.ids)[rows]
     forward_kv(loaded, ids[None].to(device), rows.to(device), kv.cache, probe)
     return torch.stack(probe.scores).cpu()[:, torch.searchsorted(available, chunk)]

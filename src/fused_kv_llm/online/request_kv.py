@@ -61,12 +61,12 @@ class RequestKV:
         """
         context, chunks = self._context, self._request.chunks
         geometry, executor = context.loaded.geometry, context.executor
-        shift_sink = ShiftSink(chunks, self._request.prefix_tokens, self.cache, geometry.inv_freq)
+        shift_sink = ShiftSink(chunks, self._request.prefix_tokens, self.cache, geometry)
         sidecars, name = context.sidecars, context.shift_name
         self.shifts = ShiftFeed(shift_sink, sidecars, name, geometry.num_layers, first_layers, executor)
         if shifts_at_once:
             self.shifts.start()
-        sink = ChunkSink(chunks, self.cache, geometry.inv_freq)
+        sink = ChunkSink(chunks, self.cache, geometry)
         groups = layer_groups(geometry.num_layers, first_layers, resident=all(map(_is_resident, chunks)))
         if self.cache.keys.device.type == "cuda":
             self.chunks = DeviceChunkFeed(chunks, sink, groups, executor, self.cache.keys.device)

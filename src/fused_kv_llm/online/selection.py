@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -43,15 +43,41 @@ def timed(report: FusionReport, stage: str) -> Iterator[None]:
 def view_of(selector: Selector, loaded: LoadedModel, report: FusionReport) -> View | FirstLayersView:
     """Return what the selector wants to see of this model; a model without a layer profile is reported."""
     view = selector.view(loaded.geometry.num_layers)
-    if isinstance(view, FirstLayersView) or not view.critical:
+    if isinstance(view, FirstLayersView):
         return view
+    if not loaded.geometry.attends_cache and (view.layers or view.critical):
+        # Only the layers themselves turn what is cached into keys, so the question has to see all of it.
+        view = replace(view, full_context=True, anchors=None)
+    if not view.critical:
+        return replace(view, layers=global_layers(view.layers, loaded.geometry.global_layers))
     layers, profiled = critical_layers(loaded.fingerprint, loaded.geometry.num_layers)
     if not profiled:
         report.warnings.append(
             f"The critical layers of {loaded.model_id!r} were not profiled: layers {layers} stand in. "
             "fused-kv calibrate layers finds them."
         )
-    return replace(view, layers=layers)
+    return replace(view, layers=global_layers(layers, loaded.geometry.global_layers))
+
+
+def global_layers(layers: Sequence[int], with_full_attention: Sequence[int]) -> tuple[int, ...]:
+    """Return the layers that can score a whole context: a layer with a window sees little of it.
+
+    Parameters
+    ----------
+    layers : sequence of int
+        What a selector wants to look at, ascending.
+    with_full_attention : sequence of int
+        The model's layers without a window; where it has none, every layer is as good.
+
+    Returns
+    -------
+    tuple of int
+        Those of `layers` without a window; or, if all have one, the nearest layer without.
+    """
+    if not layers or not with_full_attention:
+        return tuple(layers)
+    found = tuple(layer for layer in layers if layer in with_full_attention)
+    return found or (min(with_full_attention, key=lambda layer: abs(layer - layers[-1])),)
 
 
 def select(

@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fused_kv_kernels import TransferPlan, rotation_table, transfer_deviation
+from fused_kv_kernels import TransferPlan, transfer_deviation
 from fused_kv_llm.model import ForwardPass, Geometry
 
 from .request import Request
@@ -50,8 +50,8 @@ class TransferPass(ForwardPass):
         super().__init__(rows.to(device), request.num_tokens, kv.fillers, geometry.num_layers - 1)
         counts = torch.bincount(request.kind[selected], minlength=len(request.chunks))
         spans = torch.tensor([(chunk.segment.start, chunk.segment.stop) for chunk in request.chunks])
+        self._tables = geometry.tables(torch.arange(request.num_tokens), device)
         self._kv = kv
-        self._table = rotation_table(torch.arange(request.num_tokens), geometry.inv_freq).to(device)
         self._plan = TransferPlan(
             selected=selected.to(device),
             fresh_rows=torch.searchsorted(rows, selected).to(device),
@@ -65,4 +65,5 @@ class TransferPass(ForwardPass):
         if self._kv.shifts is not None:
             self._kv.shifts.refit(layer_idx, self._plan, SHRINKAGE_TOKENS, fresh)
         cache = self._kv.cache
-        transfer_deviation(self._plan, self._table, *fresh, cache.keys[layer_idx, 0], cache.values[layer_idx, 0])
+        layer = cache.keys[layer_idx, 0], cache.values[layer_idx, 0]
+        transfer_deviation(self._plan, self._tables[layer_idx], *fresh, *layer)

@@ -87,6 +87,7 @@ class FileCodec:
             "dtype": dtype,
             "storage": storage,
             "shape": list(kv.keys.shape),
+            "value_dim": kv.values.shape[3],
         }
         return encode_tensors(public, private, tensors, kv.keys.shape[0], self._cipher)
 
@@ -186,9 +187,10 @@ def _check_content(identity: str, text: str, content: ContentHash) -> None:
 
 def _check_kv(kv: ChunkKV) -> None:
     keys, values, ids = kv.keys, kv.values, kv.token_ids
-    if keys.dim() != 4 or keys.shape != values.shape or keys.numel() == 0:
+    fits = keys.dim() == values.dim() == 4 and keys.shape[:3] == values.shape[:3]
+    if not fits or keys.numel() == 0 or values.numel() == 0:
         raise ConfigError(
-            "Keys and values must both be [layers, kv_heads, tokens, head_dim] and not empty, "
+            "Keys and values must be [layers, kv_heads, tokens, width], alike but for the width, and not empty, "
             f"not {list(keys.shape)} and {list(values.shape)}."
         )
     if keys.dtype not in _DTYPE_NAMES or keys.dtype != values.dtype:

@@ -97,7 +97,9 @@ class ChunkHeader(FileHeader):
     storage : str
         Dtype that they have in the file.
     shape : tuple of int
-        ``(layers, kv_heads, tokens, head_dim)`` of the keys, and of the values.
+        ``(layers, kv_heads, tokens, key_dim)`` of the keys.
+    value_dim : int
+        Width of the values, whose shape is the keys' besides.
     """
 
     identity: str
@@ -108,6 +110,7 @@ class ChunkHeader(FileHeader):
     dtype: torch.dtype
     storage: str
     shape: tuple[int, int, int, int]
+    value_dim: int
 
     @property
     def num_layers(self) -> int:
@@ -170,6 +173,7 @@ def _parse(file: TensorFile) -> ChunkHeader:
         dtype=COMPUTE_DTYPES[about["dtype"]],
         storage=about["storage"],
         shape=(_positive(layers), _positive(heads), _positive(tokens), _positive(dim)),
+        value_dim=_positive(about.get("value_dim", dim)),
     )
     if header.storage not in STORAGE_DTYPES:
         raise ValueError(f"storage dtype {header.storage!r}")
@@ -184,18 +188,19 @@ def _parse(file: TensorFile) -> ChunkHeader:
 def _layout(header: ChunkHeader) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Return the dtypes and shapes of the tensors that a chunk of this shape has."""
     layers, heads, tokens, dim = header.shape
+    of_values = (layers, heads, tokens, header.value_dim)
     if header.storage in COMPUTE_DTYPES:
-        plain = COMPUTE_DTYPES[header.storage], header.shape
-        return {"k": plain, "v": plain}
+        dtype = COMPUTE_DTYPES[header.storage]
+        return {"k": (dtype, header.shape), "v": (dtype, of_values)}
     half, ahead = torch.float16, (layers, heads)
     if header.storage == "int8":
         return {
             "k": (torch.int8, header.shape),
             "k_scale": (half, (*ahead, 1, dim)),
-            "v": (torch.int8, header.shape),
+            "v": (torch.int8, of_values),
             "v_scale": (half, (*ahead, tokens, 1)),
         }
-    groups, across = -(-tokens // 32), -(-dim // 32)
+    groups, across = -(-tokens // 32), -(-header.value_dim // 32)
     return {
         "k": (torch.uint8, (*ahead, dim, 16 * groups)),
         "k_scale": (half, (*ahead, dim, groups)),

@@ -40,7 +40,7 @@ def compress(keys: Tensor, values: Tensor, storage: str) -> dict[str, Tensor]:
     Parameters
     ----------
     keys, values : Tensor
-        ``[layers, kv_heads, tokens, head_dim]``.
+        ``[layers, kv_heads, tokens, key_dim]`` and ``[layers, kv_heads, tokens, value_dim]``.
     storage : str
         One of ``STORAGE_DTYPES``.
 
@@ -72,7 +72,7 @@ def compress(keys: Tensor, values: Tensor, storage: str) -> dict[str, Tensor]:
     return {"k": k, "k_scale": k_scale, "k_least": k_least, "v": v, "v_scale": v_scale, "v_least": v_least}
 
 
-def expand(parts: Mapping[str, Tensor], storage: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def expand(parts: Mapping[str, Tensor], storage: str, dtype: torch.dtype, value_dim: int) -> tuple[Tensor, Tensor]:
     """Return layers' keys and values in a dtype; views of what is stored where it has that dtype already.
 
     Parameters
@@ -83,30 +83,31 @@ def expand(parts: Mapping[str, Tensor], storage: str, dtype: torch.dtype) -> tup
         The storage dtype.
     dtype : torch.dtype
         Floating point. Integers are multiplied by their scales in float32 and rounded once.
+    value_dim : int
+        Width of the values.
 
     Returns
     -------
     keys, values : Tensor
-        ``[layers, kv_heads, tokens, head_dim]``.
+        ``[layers, kv_heads, tokens, key_dim]`` and ``[layers, kv_heads, tokens, value_dim]``.
     """
     if storage in _PLAIN:
         return parts["k"].to(dtype), parts["v"].to(dtype)
     if storage == "int8":
         keys, values = (parts[name].float().mul_(parts[f"{name}_scale"].float()) for name in ("k", "v"))
         return keys.to(dtype), values.to(dtype)
-    tokens, head_dim = parts["v"].shape[2], parts["k"].shape[2]
-    keys = _from_int4(parts["k"], parts["k_scale"], parts["k_least"], tokens).transpose(2, 3)
-    values = _from_int4(parts["v"], parts["v_scale"], parts["v_least"], head_dim)
+    keys = _from_int4(parts["k"], parts["k_scale"], parts["k_least"], parts["v"].shape[2]).transpose(2, 3)
+    values = _from_int4(parts["v"], parts["v_scale"], parts["v_least"], value_dim)
     return keys.to(dtype, memory_format=torch.contiguous_format), values.to(dtype)
 
 
-def stored_bytes_per_token(storage: str, layers: int, heads: int, head_dim: int) -> int:
+def stored_bytes_per_token(storage: str, layers: int, heads: int, key_dim: int, value_dim: int) -> int:
     """Return the bytes a token's keys and values take, scales per token included."""
-    bits = {"int8": 8, "int4": 4}.get(storage)
+    bits, width = {"int8": 8, "int4": 4}.get(storage), key_dim + value_dim
     if bits is None:
-        return 2 * layers * heads * head_dim * _PLAIN[storage].itemsize
-    scales = 2 if bits == 8 else 4 * -(-head_dim // _GROUP) + 4 * head_dim // _GROUP
-    return layers * heads * (2 * head_dim * bits // 8 + scales)
+        return layers * heads * width * _PLAIN[storage].itemsize
+    scales = 2 if bits == 8 else 4 * -(-value_dim // _GROUP) + 4 * key_dim // _GROUP
+    return layers * heads * (width * bits // 8 + scales)
 
 
 def _check_range(storage: str, *parts: Tensor) -> None:

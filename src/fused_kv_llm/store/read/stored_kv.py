@@ -155,14 +155,14 @@ class StoredKV:
         StoreError
             The chunk was closed.
         """
-        return expand(self._read(start, stop), self._header.storage, self.dtype)
+        return expand(self._read(start, stop), self._header.storage, self.dtype, self._header.value_dim)
 
     def read_stored(self, start: int, stop: int) -> StoredLayers:
         """Return what ``read_layers`` returns, but int8 as it is stored; raises as it does."""
         parts = self._read(start, stop)
         if self._header.storage == "int8":
             return StoredLayers(parts["k"], parts["v"], (parts["k_scale"], parts["v_scale"]))
-        return StoredLayers(*expand(parts, self._header.storage, self.dtype))
+        return StoredLayers(*expand(parts, self._header.storage, self.dtype, self._header.value_dim))
 
     def announce_layers(self, start: int, stop: int) -> None:
         """Ask the system to read layers ``start`` to ``stop - 1`` ahead, since they will be needed soon.

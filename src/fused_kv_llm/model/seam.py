@@ -1,0 +1,92 @@
+"""Running a model's own forward under a pass: what :mod:`.forward` and the checks at loading share."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from fused_kv_llm.errors import UnsupportedModelError
+from fused_kv_llm.model.pass_context import ForwardPass, StopForwardError, running
+
+__all__ = ["decoder_layers", "run_decoder", "run_model"]
+
+_LAYERS = ("layers", "h", "blocks")
+
+
+def decoder_layers(model: Any) -> Sequence[Any]:
+    """Return a model's layers.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If they are not where decoders have them.
+    """
+    decoder = model.get_decoder()
+    for name in _LAYERS:
+        layers = getattr(decoder, name, None)
+        if isinstance(layers, torch.nn.ModuleList):
+            return list(layers)
+    raise UnsupportedModelError(
+        f"{type(model).__name__} is not supported: it is no decoder with a list of layers ({type(decoder).__name__})."
+    )
+
+
+def _inputs(ids: Tensor, positions: Tensor, cache: Cache) -> dict[str, Any]:
+    return {
+        "input_ids": ids,
+        "position_ids": positions[None].expand(ids.shape[0], -1),
+        "past_key_values": cache,
+        "use_cache": True,
+        "attention_mask": None,
+    }
+
+
+def run_decoder(model: Any, ids: Tensor, positions: Tensor, cache: Cache, forward_pass: ForwardPass) -> None:
+    """Run a model's decoder, without its output head, until the pass ends it.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+    ids : Tensor
+        int64 ``[B, R]``.
+    positions : Tensor
+        int64 ``[R]``: what the rows' rotation is of.
+    cache : Cache
+        Receives the keys and values.
+    forward_pass : ForwardPass
+
+    Raises
+    ------
+    UnsupportedModelError
+        If a layer does not attend through the seam.
+    """
+    with running(forward_pass):
+        try:
+            model.get_decoder()(**_inputs(ids, positions, cache))
+        except StopForwardError:
+            return
+    forward_pass.check_complete(len(cache.layers))
+
+
+def run_model(model: Any, ids: Tensor, positions: Tensor, cache: Cache, forward_pass: ForwardPass) -> Tensor:
+    """Run a model and return logits, ``[B, R, vocabulary]``, or of the last row only if the pass wants no more.
+
+    Parameters and errors are those of :func:`run_decoder`.
+    """
+    keep = 0 if forward_pass.final_layer is None else 1
+    options = {"logits_to_keep": keep} if _takes_logits_to_keep(type(model).forward) else {}
+    with running(forward_pass):
+        logits: Tensor = model(**_inputs(ids, positions, cache), **options).logits
+    forward_pass.check_complete(len(cache.layers))
+    return logits[:, -keep:]
+
+
+@lru_cache(maxsize=64)
+def _takes_logits_to_keep(forward: Callable[..., Any]) -> bool:
+    return "logits_to_keep" in inspect.signature(forward).parameters

@@ -1,0 +1,174 @@
+"""Checks when a model is loaded: that its KV can be moved, and that fused passes compute what the model computes.
+
+Nothing is taken from a model's name. A few tokens are run through it at three places, the last at the end of its
+context, and then once more as scattered rows over stored KV. What is found is the model's :class:`.Geometry`; what does
+not hold is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_kv_llm.errors import UnsupportedModelError
+from fused_kv_llm.model.cache import BatchCache, FusedCache
+from fused_kv_llm.model.cache_pool import CachePool
+from fused_kv_llm.model.context_length import context_length
+from fused_kv_llm.model.geometry import Geometry, Rotation
+from fused_kv_llm.model.pass_context import AttentionRule, ForwardPass
+from fused_kv_llm.model.rotation_probe import ProbedKV, deviation, find_rotations, tolerance
+from fused_kv_llm.model.seam import run_model
+
+__all__ = ["read_geometry"]
+
+_NUM_TOKENS = 12
+_SCATTERED = (2, 5, 6, 9, 11)
+_DISTANCE = 1013
+_SAMPLED_ROWS = 16
+# What models raise whose caches, masks or positions are not transformers' usual ones.
+_CRASHES = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
+
+
+class _RulesPass(ForwardPass):
+    """A forward pass that notes how every layer attends, and to keys and values of which shapes."""
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        super().__init__(torch.arange(num_rows, device=device), num_rows)
+        self.rules: list[AttentionRule] = []
+        self.shapes: set[tuple[int, ...]] = set()
+
+    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
+        """Return the attention output."""
+        self.rules.append(rule)
+        self.shapes |= {tuple(k.shape), tuple(v.shape)}
+        return super().attend(layer_idx, q, k, v, rule)
+
+
+def read_geometry(model: Any, model_id: str) -> Geometry:
+    """Find out how a model's KV is moved, and check that fused passes compute what the model computes.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        A causal language model whose attention goes through the seam.
+    model_id : str
+        Its name, for messages.
+
+    Returns
+    -------
+    Geometry
+
+    Raises
+    ------
+    UnsupportedModelError
+        If its KV cannot be moved, its masks hide more than a window does, a layer attends elsewhere, or a fused pass
+        gives other logits than the model's own forward.
+    """
+    try:
+        return _read(model, model_id)
+    except _CRASHES as error:
+        raise UnsupportedModelError(
+            f"The model {model_id!r} is not supported: a short pass through it ended with {type(error).__name__}: "
+            f"{str(error)[:200]}"
+        ) from error
+
+
+def _read(model: Any, model_id: str) -> Geometry:
+    length = context_length(model.config.get_text_config(), model_id)
+    starts = sorted({0, min(_DISTANCE, length // 2), length - _NUM_TOKENS})
+    if starts[0] < 0 or len(starts) < 2:
+        raise UnsupportedModelError(f"The model {model_id!r} is not supported: its context is {length} tokens long.")
+    with torch.inference_mode():
+        found = [_probe(model, start, model_id) for start in starts]
+        probes, rules = [probe for probe, _ in found], found[0][1].rules
+        rotations, swaps = find_rotations(model.get_decoder(), probes, model_id)
+        for probe in probes[1:]:
+            if float(deviation(probe.logits, probes[0].logits)) > tolerance(probe.keys.dtype):
+                raise UnsupportedModelError(
+                    f"The model {model_id!r} is not supported: the same tokens give other logits at position "
+                    f"{probe.start} than at the start, so chunks cannot be moved."
+                )
+        is_global = [not rule.mask.hides_from(length) for rule in rules]
+        keys, values = probes[0].keys, probes[0].values
+        if swaps:
+            keys, values = values, keys
+        geometry = Geometry(
+            num_layers=keys.shape[0],
+            num_heads=model.config.get_text_config().num_attention_heads,
+            num_kv_heads=keys.shape[1],
+            key_dim=keys.shape[3],
+            value_dim=values.shape[3],
+            rotations=rotations,
+            rope_digest=_digest(rotations, rules, length, keys),
+            context_length=length,
+            global_layers=tuple(number for number, all_of_it in enumerate(is_global) if all_of_it),
+            swaps=swaps,
+            attends_cache=found[0][1].shapes == {tuple(probes[0].keys[:1].shape), tuple(probes[0].values[:1].shape)},
+        )
+        _check_rows(model, model_id, geometry)
+    return geometry
+
+
+def _ids(model: Any) -> Tensor:
+    """Return int64 ``[1, n]``: tokens from all over the vocabulary, the same at every start."""
+    vocabulary = int(model.get_input_embeddings().weight.shape[0])
+    return torch.arange(1, _NUM_TOKENS + 1, device=model.device)[None] * 7919 % vocabulary
+
+
+def _probe(model: Any, start: int, model_id: str) -> tuple[ProbedKV, _RulesPass]:
+    ids = _ids(model)
+    count, device = ids.shape[1], ids.device
+    cache = BatchCache(model.config.get_text_config().num_hidden_layers)
+    forward_pass = _RulesPass(count, device)
+    logits = run_model(model, ids, torch.arange(start, start + count, device=device), cache, forward_pass)
+    shapes = {(tuple(layer.keys.shape), tuple(layer.values.shape)) for layer in cache.layers}
+    if len(shapes) > 1 or next(iter(shapes))[0][1] != next(iter(shapes))[1][1]:
+        raise UnsupportedModelError(
+            f"The model {model_id!r} is not supported: the KV of its layers is of several shapes {sorted(shapes)}."
+        )
+    keys, values = (torch.cat([getattr(layer, part) for layer in cache.layers]) for part in ("keys", "values"))
+    return ProbedKV(start, keys, values, logits[0].float()), forward_pass
+
+
+def _check_rows(model: Any, model_id: str, geometry: Geometry) -> None:
+    """Recompute scattered rows over stored KV, as fusion does, and compare with the model's own forward."""
+    ids = _ids(model)
+    positions = torch.arange(_NUM_TOKENS, device=ids.device)
+    want = model(input_ids=ids, position_ids=positions[None], use_cache=False).logits[0, -1:].float()
+    cache = FusedCache(geometry, _NUM_TOKENS, CachePool(model.dtype, ids.device))
+    run_model(model, ids, positions, cache, ForwardPass(positions, _NUM_TOKENS))
+    rows = torch.tensor(_SCATTERED, device=ids.device)
+    fused = ForwardPass(rows, _NUM_TOKENS, final_layer=geometry.num_layers - 1)
+    got = run_model(model, ids[:, rows], rows, cache, fused)[0].float()
+    gap, limit = float(deviation(got, want)), tolerance(model.dtype)
+    if not gap <= limit:
+        raise UnsupportedModelError(
+            f"The model {model_id!r} is not supported: recomputed rows give other logits than its own forward (off by "
+            f"{gap:.2f}, where rounding explains {limit}). A part of it was patched, or looks at more than attention "
+            "shows it."
+        )
+
+
+def _digest(rotations: tuple[Rotation, ...], rules: list[AttentionRule], length: int, keys: Tensor) -> str:
+    """Hash how keys are rotated and scaled, and what rows see."""
+    last = min(length, 1 << 17) - 1
+    rows = torch.tensor(sorted({last * number // _SAMPLED_ROWS for number in range(_SAMPLED_ROWS + 1)}))
+    places = torch.arange(int(rows[-1]) + 1)
+    described: list[object] = [length]
+    for rotation, rule, layer in zip(rotations, rules, keys, strict=True):
+        first = rule.mask.first_keys(rows, places, rows)
+        described.append(
+            {
+                "inv_freq": hashlib.sha256(rotation.inv_freq.numpy().tobytes()).hexdigest(),
+                "interleaved": rotation.interleaved,
+                "first_keys": None if first is None else first.tolist(),
+                "softcap": rule.softcap,
+                "scale": rule.scale,
+                "shape": list(layer.shape),
+            }
+        )
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,121 @@
+"""What could make answers silently wrong: each is an error that says which layer, or what was asked for."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from corpus import SHORT, rag_prompt
+from models import smollm2_tokenizer, tiny_model
+from tiny_families import tiny_model as tiny_family
+from torch.nn.functional import scaled_dot_product_attention
+
+from fused_kv_llm import FusedKVEngine
+from fused_kv_llm.errors import UnsupportedModelError
+from fused_kv_llm.model import load_model
+from fused_kv_llm.model.attention import rule_of
+from fused_kv_llm.model.mask import CAUSAL
+
+
+def engine_of(model: Any, folder: Path) -> FusedKVEngine:
+    return FusedKVEngine(model, tokenizer=smollm2_tokenizer(), kv_dir=folder, preprocessing="none", store_misses=False)
+
+
+def own_attention(module: Any, hidden_states: torch.Tensor, position_embeddings: Any, past_key_values: Any = None,
+                  **_: Any) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """Attention as a user might patch it in: right by itself, past the registered function."""
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    shape = (*hidden_states.shape[:-1], -1, module.head_dim)
+    q, k, v = (p(hidden_states).view(shape).transpose(1, 2) for p in (module.q_proj, module.k_proj, module.v_proj))
+    q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+    if past_key_values is not None:
+        k, v = past_key_values.update(k, v, module.layer_idx)
+    attended = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return module.o_proj(attended.transpose(1, 2).flatten(2)), None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_attention_that_was_patched_is_an_error(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = tiny_model().to(dtype)
+    before = model.model.layers[1].self_attn
+    before.forward = own_attention.__get__(before)
+    with pytest.raises(UnsupportedModelError, match="Layer 1 of the model does not attend through the engine"):
+        engine_of(model, tmp_path)
+    live = tiny_model().to(dtype)
+    with engine_of(live, tmp_path) as engine:
+        engine.build_kv_cache(SHORT[:3], progress=False)
+        attention = live.model.layers[2].self_attn
+        attention.forward = own_attention.__get__(attention)
+        with pytest.raises(UnsupportedModelError, match="Layer 2 of the model does not attend through the engine"):
+            engine.generate(rag_prompt(SHORT[:3]), recompute_ratio=1.0, max_tokens=2)
+
+
+def test_a_model_that_is_not_causal_is_refused(tmp_path: Path) -> None:
+    model = tiny_model()
+    model.config.is_causal = False
+    with pytest.raises(UnsupportedModelError, match="not causal"):
+        load_model(model, tokenizer=smollm2_tokenizer())
+    live = tiny_model()
+    with engine_of(live, tmp_path) as engine:
+        live.config.is_causal = False
+        with pytest.raises(UnsupportedModelError, match="is_causal=False"):
+            engine.generate("How many?", max_tokens=2)
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_values_that_are_not_numbers_name_the_layer(layer: int, tmp_path: Path) -> None:
+    model = tiny_model()
+    with engine_of(model, tmp_path) as engine:
+        with torch.no_grad():
+            model.model.layers[layer].self_attn.v_proj.weight[0, 0] = float("nan")
+        with pytest.raises(UnsupportedModelError, match=f"not numbers, from layer {layer}"):
+            engine.generate("How many?", max_tokens=2)
+        with pytest.raises(UnsupportedModelError, match=f"not numbers, from layer {layer}"):
+            engine.build_kv_cache(SHORT[:2], progress=False)
+        assert not engine.store.stats().chunks
+
+
+def test_a_head_that_gives_no_number_is_an_error(tmp_path: Path) -> None:
+    model = tiny_model()
+    with engine_of(model, tmp_path) as engine:
+        with torch.no_grad():
+            model.lm_head.weight[7] = float("nan")
+        with pytest.raises(UnsupportedModelError, match="from its output"):
+            engine.generate("How many?", max_tokens=2)
+
+
+class _Module:
+    is_causal = True
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"position_bias": torch.zeros(1)}, "position_bias"),
+        ({"dropout": 0.1}, "dropout"),
+        ({"is_causal": False}, "not causal"),
+        ({"something_new": 3}, "something_new"),
+    ],
+    ids=["position_bias", "dropout", "is_causal", "something_new"],
+)
+def test_what_attention_is_asked_for_is_done_or_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=says):
+        rule_of(_Module(), CAUSAL, None, 16, **options)
+    rule = rule_of(_Module(), CAUSAL, None, 16, sliding_window=4, softcap=30.0, position_bias=None)
+    assert (rule.scale, rule.softcap) == (0.25, 30.0)
+
+
+@pytest.mark.parametrize(("kind", "implementation"), [("gemma2", "eager"), ("llama", "sdpa"), ("gpt_oss", "eager")])
+def test_a_users_own_forward_runs_what_it_ran_before(kind: str, implementation: str) -> None:
+    model = tiny_family(kind)
+    model.set_attn_implementation(implementation)
+    ids = torch.arange(1, 60)[None]
+    with torch.inference_mode():
+        want = copy.deepcopy(model)(ids).logits
+        load_model(model, tokenizer=smollm2_tokenizer())
+        assert torch.equal(model(ids).logits, want)
+        assert torch.equal(model(ids, attention_mask=torch.ones_like(ids)).logits, want)

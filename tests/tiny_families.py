@@ -1,0 +1,74 @@
+"""A tiny random model of any decoder type that transformers knows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+# Sizes under the names that configurations use for them; each takes those that it has.
+_SIZES: dict[str, Any] = {
+    "vocab_size": 49152,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 2048,
+    "pad_token_id": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+    "sliding_window": 32,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_num_experts": 4,
+    "moe_k": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 48,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "qk_head_dim": 24,
+    "query_pre_attn_scalar": 16,
+}
+
+_LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
+
+# What a type needs besides.
+_SPECIAL: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    **{kind: {"num_key_value_heads": 4, "head_dim": 8} for kind in _LATENT},
+    "dots1": {"n_shared_experts": 1},
+    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    "qwen2": {"use_sliding_window": False},
+}
+
+
+def tiny_model(kind: str, seed: int = 0, **options: Any) -> PreTrainedModel:
+    """Build a four-layer model of a type with random float32 weights."""
+    known = CONFIG_MAPPING[kind]().to_dict()
+    settings = {name: value for name, value in _SIZES.items() if name in known}
+    config = CONFIG_MAPPING[kind](**{**settings, **_SPECIAL.get(kind, {}), **options})
+    torch.manual_seed(seed)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    # Fresh weights attend almost evenly; sharper attention makes a wrong position or mask visible.
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if any(part in name for part in ("q_proj", "k_proj", "qkv", "query_key_value")):
+                parameter.mul_(8.0)
+            elif parameter.ndim >= 2:
+                parameter.mul_(3.0)
+            elif "sinks" in name:
+                parameter.normal_()
+    return model.eval()
