@@ -8,14 +8,23 @@ from typing import Any
 
 import pytest
 import torch
-from corpus import SHORT, rag_prompt
 from models import smollm2_tokenizer, tiny_model
 from tiny_families import tiny_model as tiny_family
 from torch.nn.functional import scaled_dot_product_attention
 
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.errors import UnsupportedModelError
-from fused_kv_llm.model import load_model
+from fused_kv_llm.model import (
+    CachePool,
+    ForwardPass,
+    FusedCache,
+    LoadedModel,
+    PackedChunk,
+    compute_prefix,
+    forward_rows,
+    load_model,
+    prefill_packed,
+)  # fmt: skip
 from fused_kv_llm.model.attention import rule_of
 from fused_kv_llm.model.mask import CAUSAL
 
@@ -45,13 +54,19 @@ def test_attention_that_was_patched_is_an_error(dtype: torch.dtype, tmp_path: Pa
     before.forward = own_attention.__get__(before)
     with pytest.raises(UnsupportedModelError, match="Layer 1 of the model does not attend through the engine"):
         engine_of(model, tmp_path)
-    live = tiny_model().to(dtype)
-    with engine_of(live, tmp_path) as engine:
-        engine.build_kv_cache(SHORT[:3], progress=False)
-        attention = live.model.layers[2].self_attn
-        attention.forward = own_attention.__get__(attention)
-        with pytest.raises(UnsupportedModelError, match="Layer 2 of the model does not attend through the engine"):
-            engine.generate(rag_prompt(SHORT[:3]), recompute_ratio=1.0, max_tokens=2)
+    loaded = load_model(tiny_model().to(dtype), tokenizer=smollm2_tokenizer())
+    attention = loaded.model.model.layers[2].self_attn
+    attention.forward = own_attention.__get__(attention)
+    with pytest.raises(UnsupportedModelError, match="Layer 2 of the model does not attend through the engine"):
+        run(loaded)
+
+
+def run(loaded: LoadedModel) -> torch.Tensor:
+    """Return the logits of a pass below the engine, which refuses changed models before it runs them."""
+    rows = torch.arange(6)
+    cache = FusedCache(loaded.geometry, 6, CachePool(loaded.dtype, loaded.device))
+    with torch.inference_mode():
+        return forward_rows(loaded, rows[None], rows, cache, ForwardPass(rows, 6))
 
 
 def test_a_model_that_is_not_causal_is_refused(tmp_path: Path) -> None:
@@ -66,26 +81,22 @@ def test_a_model_that_is_not_causal_is_refused(tmp_path: Path) -> None:
             engine.generate("How many?", max_tokens=2)
 
 
-@pytest.mark.parametrize("layer", [0, 2])
-def test_values_that_are_not_numbers_name_the_layer(layer: int, tmp_path: Path) -> None:
-    model = tiny_model()
-    with engine_of(model, tmp_path) as engine:
-        with torch.no_grad():
-            model.model.layers[layer].self_attn.v_proj.weight[0, 0] = float("nan")
-        with pytest.raises(UnsupportedModelError, match=f"not numbers, from layer {layer}"):
-            engine.generate("How many?", max_tokens=2)
-        with pytest.raises(UnsupportedModelError, match=f"not numbers, from layer {layer}"):
-            engine.build_kv_cache(SHORT[:2], progress=False)
-        assert not engine.store.stats().chunks
+def test_values_that_are_not_numbers_name_the_layer() -> None:
+    loaded = load_model(tiny_model(), tokenizer=smollm2_tokenizer())
+    loaded.model.model.layers[1].self_attn.v_proj.weight.data[0, 0] = float("nan")
+    with pytest.raises(UnsupportedModelError, match="not numbers, from layer 1"):
+        run(loaded)
+    with pytest.raises(UnsupportedModelError, match="not numbers, from layer 1"):
+        prefill_packed(loaded, [PackedChunk((5, 6, 7))], compute_prefix(loaded, ()))
+    with pytest.raises(UnsupportedModelError, match="not numbers, from layer 1"):
+        load_model(loaded.model, tokenizer=smollm2_tokenizer())
 
 
-def test_a_head_that_gives_no_number_is_an_error(tmp_path: Path) -> None:
-    model = tiny_model()
-    with engine_of(model, tmp_path) as engine:
-        with torch.no_grad():
-            model.lm_head.weight[7] = float("nan")
-        with pytest.raises(UnsupportedModelError, match="from its output"):
-            engine.generate("How many?", max_tokens=2)
+def test_a_head_that_gives_no_number_is_an_error() -> None:
+    loaded = load_model(tiny_model(), tokenizer=smollm2_tokenizer())
+    loaded.model.lm_head.weight.data[7] = float("nan")
+    with pytest.raises(UnsupportedModelError, match="from its output"):
+        run(loaded)
 
 
 class _Module:

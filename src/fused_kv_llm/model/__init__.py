@@ -7,7 +7,7 @@ from .attention_weights import attention_weights
 from .cache import BatchCache, FusedCache
 from .cache_pool import CachePool
 from .embedded import EMBEDDED_MODELS, embedded_model_folder
-from .forward import PrefixKV, check_numbers, compute_prefix, forward_kv, forward_rows
+from .forward import PrefixKV, compute_prefix, forward_kv, forward_rows
 from .geometry import Geometry, Rotation
 from .loading import LoadedModel, choose_device, choose_dtype, load_model
 from .lock import ModelLock, StoppedError, lock_of
@@ -36,7 +36,6 @@ __all__ = [
     "StopForwardError",
     "StoppedError",
     "attention_weights",
-    "check_numbers",
     "choose_device",
     "choose_dtype",
     "compare_reference",

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from fused_kv_llm.errors import UnsupportedModelError
 from fused_kv_llm.model.attention import check_attached
 from fused_kv_llm.model.cache import BatchCache
 from fused_kv_llm.model.loading import LoadedModel
+from fused_kv_llm.model.numbers import check_logits
 from fused_kv_llm.model.pass_context import ForwardPass, KVPass
 from fused_kv_llm.model.seam import run_decoder, run_model
 
-__all__ = ["PrefixKV", "check_numbers", "compute_prefix", "forward_kv", "forward_rows"]
+__all__ = ["PrefixKV", "compute_prefix", "forward_kv", "forward_rows"]
 
 
 def forward_kv(loaded: LoadedModel, ids: Tensor, positions: Tensor, cache: Cache, forward_pass: ForwardPass) -> None:
@@ -65,41 +64,9 @@ def forward_rows(
     """
     check_attached(loaded.model, loaded.model_id)
     logits = run_model(loaded.model, ids, positions, cache, forward_pass)[0].float()
-    if bool(logits.isnan().any()):
-        check_numbers(loaded, [(layer.keys, layer.values) for layer in cache.layers], forward_pass.rows)
-        raise _not_a_number(loaded, "its output: the keys and values of all layers are numbers")
+    layers = [(layer.keys, layer.values) for layer in cache.layers]
+    check_logits(logits, layers, loaded.model_id, loaded.dtype, forward_pass.rows)
     return logits
-
-
-def check_numbers(loaded: LoadedModel, layers: Sequence[tuple[Tensor, Tensor]], rows: Tensor | None = None) -> None:
-    """Make sure that keys and values are numbers.
-
-    Parameters
-    ----------
-    loaded : LoadedModel
-    layers : sequence of (Tensor, Tensor)
-        Keys and values ``[..., N, D]`` by layer.
-    rows : Tensor or None
-        int64: which of the ``N`` to look at; None for all.
-
-    Raises
-    ------
-    UnsupportedModelError
-        If one is not; it names the layer.
-    """
-    for number, pair in enumerate(layers):
-        for part in pair:
-            seen = part if rows is None else part.index_select(-2, rows)
-            if not bool(seen.isfinite().all()):
-                raise _not_a_number(loaded, f"layer {number}, whose keys or values are not")
-
-
-def _not_a_number(loaded: LoadedModel, where: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"The model {loaded.model_id!r} computes values that are not numbers, from {where}. Nothing was stored or "
-        f"answered. Its weights are damaged, or too large for {str(loaded.dtype).removeprefix('torch.')}: try "
-        "dtype='bfloat16' or 'float32'."
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,11 @@ from fused_kv_kernels import ChunkStack, RowPlan, rerotate_keys
 from fused_kv_llm.chunk import ChunkKV
 from fused_kv_llm.model.cache import BatchCache, FusedCache
 from fused_kv_llm.model.cache_pool import CachePool
-from fused_kv_llm.model.forward import PrefixKV, check_numbers, forward_kv
+from fused_kv_llm.model.forward import PrefixKV, forward_kv
 from fused_kv_llm.model.geometry import Geometry
 from fused_kv_llm.model.loading import LoadedModel
 from fused_kv_llm.model.mask import MaskRule
+from fused_kv_llm.model.numbers import check_numbers
 from fused_kv_llm.model.pass_context import AttentionRule, KVPass, StopForwardError
 
 __all__ = ["PackedChunk", "prefill_packed"]
@@ -131,7 +132,7 @@ def prefill_packed(loaded: LoadedModel, chunks: Sequence[PackedChunk], prefix: P
     cache = BatchCache(geometry.num_layers, swaps=geometry.swaps)
     with torch.inference_mode():
         forward_kv(loaded, ids, state.positions, cache, state)
-        check_numbers(loaded, [(layer.keys, layer.values) for layer in cache.layers])
+        check_numbers([(layer.keys, layer.values) for layer in cache.layers], loaded.model_id, loaded.dtype)
         home = len(prefix.token_ids)
         return [_at_home(*cache.chunk(0, span), chunk, home, geometry)
                 for chunk, span in zip(chunks, state.spans, strict=True)]  # fmt: skip
@@ -154,7 +155,7 @@ def _prefill_alone(loaded: LoadedModel, chunk: PackedChunk, prefix: PrefixKV) ->
         rows = torch.arange(begin, stop, device=loaded.device)
         ids = torch.tensor([chunk.token_ids], device=loaded.device)
         forward_kv(loaded, ids, rows, cache, KVPass(rows, stop, geometry.num_layers - 1))
-        check_numbers(loaded, list(zip(cache.keys, cache.values, strict=True)), rows)
+        check_numbers(list(zip(cache.keys, cache.values, strict=True)), loaded.model_id, loaded.dtype, rows)
         keys, values = (part[:, 0, :, begin:].clone() for part in (cache.keys, cache.values))
         return _at_home(keys, values, chunk, home, geometry)
 

@@ -19,6 +19,7 @@ from fused_kv_llm.model.cache import BatchCache, FusedCache
 from fused_kv_llm.model.cache_pool import CachePool
 from fused_kv_llm.model.context_length import context_length
 from fused_kv_llm.model.geometry import Geometry, Rotation
+from fused_kv_llm.model.numbers import check_logits
 from fused_kv_llm.model.pass_context import AttentionRule, ForwardPass
 from fused_kv_llm.model.rotation_probe import ProbedKV, deviation, find_rotations, tolerance
 from fused_kv_llm.model.seam import run_model
@@ -124,7 +125,10 @@ def _probe(model: Any, start: int, model_id: str) -> tuple[ProbedKV, _RulesPass]
     count, device = ids.shape[1], ids.device
     cache = BatchCache(model.config.get_text_config().num_hidden_layers)
     forward_pass = _RulesPass(count, device)
-    logits = run_model(model, ids, torch.arange(start, start + count, device=device), cache, forward_pass)
+    positions = torch.arange(start, start + count, device=device)
+    logits = run_model(model, ids, positions, cache, forward_pass)
+    layers = [(layer.keys, layer.values) for layer in cache.layers]
+    check_logits(logits, layers, model_id, model.dtype, torch.arange(count, device=device))
     shapes = {(tuple(layer.keys.shape), tuple(layer.values.shape)) for layer in cache.layers}
     if len(shapes) > 1 or next(iter(shapes))[0][1] != next(iter(shapes))[1][1]:
         raise UnsupportedModelError(
