@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 # Sizes under the names that configurations use for them; each takes those that it has.
@@ -55,13 +55,46 @@ _SPECIAL: dict[str, dict[str, Any]] = {
 }
 
 
+# Models that also see images, by the type of their text model; their rotation has three axes, which coincide in text.
+_SEEING = {
+    "qwen2_vl_text": "qwen2_vl",
+    "qwen2_5_vl_text": "qwen2_5_vl",
+    "qwen3_vl_text": "qwen3_vl",
+    "qwen3_vl_moe_text": "qwen3_vl_moe",
+}
+_ROTATION = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+_VISION = {
+    "depth": 1, "num_hidden_layers": 1, "hidden_size": 16, "embed_dim": 16, "intermediate_size": 32, "num_heads": 2,
+    "num_attention_heads": 2, "out_hidden_size": 64, "image_size": 28, "patch_size": 14, "fullatt_block_indexes": [0],
+    "deepstack_visual_indexes": [0],
+}  # fmt: skip
+
+
+def seeing_config(kind: str, text_kind: str, **options: Any) -> Any:
+    """Return the configuration of a tiny model that also sees images."""
+    vision = CONFIG_MAPPING[kind]().vision_config.to_dict()
+    sizes = {name: value for name, value in _VISION.items() if name in vision}
+    text = {"model_type": text_kind, **settings_of(text_kind), **options}
+    return CONFIG_MAPPING[kind](text_config=text, vision_config={"model_type": vision["model_type"], **sizes})
+
+
+def settings_of(kind: str) -> dict[str, Any]:
+    """Return the settings of a type's configuration."""
+    known = CONFIG_MAPPING[kind]().to_dict()
+    return {name: value for name, value in _SIZES.items() if name in known} | _SPECIAL.get(kind, {})
+
+
 def tiny_model(kind: str, seed: int = 0, **options: Any) -> PreTrainedModel:
     """Build a four-layer model of a type with random float32 weights."""
-    known = CONFIG_MAPPING[kind]().to_dict()
-    settings = {name: value for name, value in _SIZES.items() if name in known}
-    config = CONFIG_MAPPING[kind](**{**settings, **_SPECIAL.get(kind, {}), **options})
+    if kind in _SEEING:
+        config = seeing_config(_SEEING[kind], kind, rope_parameters=_ROTATION, **options)
+        return _initialised(AutoModelForImageTextToText, config, seed)
+    return _initialised(AutoModelForCausalLM, CONFIG_MAPPING[kind](**{**settings_of(kind), **options}), seed)
+
+
+def _initialised(auto: Any, config: Any, seed: int) -> PreTrainedModel:
     torch.manual_seed(seed)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    model: PreTrainedModel = auto.from_config(config)
     # Fresh weights attend almost evenly; sharper attention makes a wrong position or mask visible.
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -11,8 +11,9 @@ import pytest
 import torch
 from corpus import SHORT, rag_prompt
 from models import smollm2_tokenizer
-from tiny_families import tiny_model
+from tiny_families import seeing_config, tiny_model
 from torch import Tensor
+from transformers import AutoModelForImageTextToText
 
 from fused_kv_kernels import rerotate_keys
 from fused_kv_llm import FusedKVEngine
@@ -33,12 +34,13 @@ from fused_kv_llm.model.families import REFUSED, SUPPORTED_MODEL_TYPES
 from fused_kv_llm.model.rotation_probe import deviation, tolerance
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-IDS = [(7919 * number) % 49152 for number in range(1, 81)]
+VOCABULARY = 1024
+IDS = [(7919 * number) % VOCABULARY for number in range(1, 81)]
 
 
 @cache
 def loaded_model(kind: str, dtype: str) -> LoadedModel:
-    return load_model(tiny_model(kind).to(DTYPES[dtype]), tokenizer=smollm2_tokenizer())
+    return load_model(tiny_model(kind, vocab_size=VOCABULARY).to(DTYPES[dtype]), tokenizer=smollm2_tokenizer())
 
 
 def plain_logits(loaded: LoadedModel, ids: list[int]) -> Tensor:
@@ -176,6 +178,19 @@ def test_learned_positions_are_refused_with_the_reason(kind: str) -> None:
     model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(UnsupportedModelError, match="positions are learned or added"):
         load_model(model, tokenizer=smollm2_tokenizer())
+
+
+@pytest.mark.parametrize(("kind", "text"), [("llava", "llama"), ("mistral3", "mistral"), ("aya_vision", "cohere2")])
+def test_of_models_that_see_images_the_text_model_is_used(kind: str, text: str, tmp_path: Path) -> None:
+    model = AutoModelForImageTextToText.from_config(seeing_config(kind, text, vocab_size=VOCABULARY)).eval()
+    model.save_pretrained(tmp_path)
+    loaded = load_model(tmp_path, tokenizer=smollm2_tokenizer(), dtype="float32")
+    cache, rows = fill(loaded, IDS), torch.tensor([3, 31, 33, 79])
+    with torch.inference_mode():
+        fused = ForwardPass(rows, len(IDS))
+        got = forward_rows(loaded, torch.tensor([IDS])[:, rows], rows, cache, fused)
+        want = model(torch.tensor([IDS]), use_cache=False).logits[0, rows]
+    close(got, want, "float32")
 
 
 def test_no_type_is_on_both_lists() -> None:

@@ -118,6 +118,11 @@ FAMILIES = (
         "Gemma 2 and 3, gpt-oss, Command R7B, EXAONE 4, OLMo 3, Ministral; Mistral and Phi-3 with a window",
     ),
     Family(
+        "images beside the text, of which the text is used",
+        ("qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_moe_text", "qwen3_vl_text"),
+        "Qwen2-VL, Qwen2.5-VL, Qwen3-VL; Gemma 3, LLaVA, Mistral Small 3.1, InternVL by the types of their text models",
+    ),
+    Family(
         "latent attention",
         ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"),
         "DeepSeek V2, V3 and R1, GLM-4.7-Flash, MiniCPM3",
@@ -150,6 +155,7 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(
         ("hunyuan_v1_dense", "hunyuan_v1_moe"), "it normalises keys behind the rotation, so that they cannot be moved"
     ),
+    "paligemma": "the tokens of its prompts see what comes after them",
     "doge": "what its tokens see depends on the values in the cache, not on positions alone",
     **dict.fromkeys(("minimax_m3", "minimax_m3_vl_text"), "its attention changes with the length of the prompt"),
 }  # fmt: skip

@@ -87,7 +87,7 @@ def read_model(
     ModelFileError
         If its weights are damaged, or are not those that its configuration describes.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     _check_within_reach(source, model_id, "config.json")
     try:
@@ -103,7 +103,10 @@ def read_model(
     try:
         # What is quantised is put in its place while it is read.
         place = {} if method is None else {"device_map": {"": device}}
-        network = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **place)
+        # Models that also see images have another class, of which the text model is used.
+        is_text_only = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        auto = AutoModelForCausalLM if is_text_only else AutoModelForImageTextToText
+        network = auto.from_pretrained(source, dtype=dtype, **place)
     except SafetensorError as error:
         raise ModelFileError(f"The weights of {model_id!r} are damaged ({error}): get them again.") from error
     except (OSError, ValueError, RuntimeError, ImportError, NotImplementedError, AssertionError) as error:
