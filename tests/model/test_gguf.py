@@ -216,9 +216,11 @@ def test_what_a_killed_conversion_left_is_no_model(file: Path) -> None:
     loaded = load_model(file, dtype="float32")
     (whole,) = converted()
     whole.rename(whole.with_name(f".tmp-{whole.name}"))
-    (whole.with_name(f".tmp-{whole.name}") / "model.safetensors").write_bytes(b"half")
+    for name in ("model.safetensors", "added_tokens.json"):
+        (whole.with_name(f".tmp-{whole.name}") / name).write_bytes(b"half")
     assert load_model(file, dtype="float32").fingerprint == loaded.fingerprint
     assert converted() == [whole]
+    assert not (whole / "added_tokens.json").exists()
 
 
 def _load(path: str, folder: str, results: Any) -> None:

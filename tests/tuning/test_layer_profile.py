@@ -10,6 +10,7 @@ import pytest
 import torch
 from corpus import SHORT
 from models import smollm2_tokenizer, tiny_model
+from tiny_families import tiny_model as family_model
 from typer.testing import CliRunner
 
 from fused_kv_llm import FusedKVEngine
@@ -83,6 +84,20 @@ def test_a_profile_is_the_mean_recall_of_every_layer(tmp_path: Path) -> None:
     assert profile.recall == pytest.approx(want.tolist())
     assert list(profile.layers) == torch.sort(want, descending=True, stable=True).indices[:2].tolist()
     assert profile.recall_of_top[0] == pytest.approx(float(want.max()))
+
+
+def test_layers_with_a_window_are_not_profiled(tmp_path: Path) -> None:
+    """They do not see most of a context; the others keep their own numbers."""
+    samples = [SpanSample("Who?", (SHORT[i].split()[3],), tuple(SHORT[i : i + 3])) for i in range(3)]
+    model, tokenizer = family_model("gemma3_text"), smollm2_tokenizer()
+    with FusedKVEngine(model, tokenizer=tokenizer, kv_dir=tmp_path, store_misses=False) as engine:
+        assert engine.loaded.geometry.global_layers == (1, 3)
+        profile = profile_layers(engine, samples, anchors=Anchors("sink", 0.2), top=2)
+    assert sorted(profile.layers) == [1, 3]
+    assert len(profile.recall) == 4
+    assert profile.recall[0] == profile.recall[2] == 0.0
+    assert profile.recall_of_top[0] == max(profile.recall[1], profile.recall[3]) > 0.0
+    assert len(profile.recall_of_top) == 2
 
 
 @pytest.mark.real_model

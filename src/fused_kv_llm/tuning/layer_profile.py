@@ -62,7 +62,8 @@ class LayerProfile:
     layers : tuple of int
         The critical layers, best first.
     recall : tuple of float
-        Recall@10% of every layer by itself (eq. 18), by layer.
+        Recall@10% of every layer by itself (eq. 18), by layer; 0 for layers with a window, which see little of a
+        context and are not scored.
     recall_of_top : tuple of float
         Recall@10% of the best ``k`` layers together (eq. 20), for k = 1, 2, ...
     samples : int
@@ -176,7 +177,8 @@ def profile_layers(
         If no answer stands in a passage whose KV could be reused.
     """
     anchors = anchors or Anchors()
-    layers = tuple(range(engine.loaded.geometry.num_layers))
+    geometry = engine.loaded.geometry
+    layers = geometry.global_layers or tuple(range(geometry.num_layers))
     everywhere = QueryAttention("profile", layers=layers, anchors=anchors)
     recalls, kept = [], []
     for sample in samples:
@@ -195,10 +197,14 @@ def profile_layers(
     if not recalls:
         raise CorpusError("No answer stands in a passage whose KV could be reused: there is nothing to profile by.")
     recall = torch.stack(recalls).mean(0)
+    by_layer = dict(zip(layers, recall.tolist(), strict=True))
     ranked = torch.sort(recall, descending=True, stable=True).indices
     together = [_recall_of(ranked[:k], kept) for k in range(1, min(8, len(layers)) + 1)]
     return LayerProfile(
-        tuple(int(layer) for layer in ranked[:top]), tuple(recall.tolist()), tuple(together), len(recalls)
+        tuple(layers[number] for number in ranked[:top].tolist()),
+        tuple(by_layer.get(layer, 0.0) for layer in range(geometry.num_layers)),
+        tuple(together),
+        len(recalls),
     )
 
 
