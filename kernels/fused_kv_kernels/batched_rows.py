@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .dispatch import triton_op, use_triton
 from .reference import batched_row_attention_reference
+from .scoring import Scoring
 
 __all__ = ["batched_row_attention"]
 
@@ -64,7 +65,7 @@ def batched_row_attention(
     _check(q, k, v, q_positions, scale, kv_positions, q_lengths, kv_lengths)
     extras = {"kv_positions": kv_positions, "q_lengths": q_lengths, "kv_lengths": kv_lengths}
     if use_triton("row attention", q_positions, *extras.values(), q=q, k=k, v=v):
-        out, lse = triton_op("row_attention", q.device)(q, k, v, q_positions, scale, **extras)
+        out, lse = triton_op("row_attention", q.device)(q, k, v, q_positions, Scoring(scale), **extras)
         return out, lse
     return batched_row_attention_reference(q, k, v, q_positions, scale, **extras)
 

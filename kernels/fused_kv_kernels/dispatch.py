@@ -20,7 +20,7 @@ __all__ = ["UnsupportedOperandsError", "refuse_in_triton", "triton_op", "use_tri
 
 _VARIABLE = "FUSED_KV_KERNELS"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_LARGEST_DIM = 256
+_LARGEST_DIM = 512
 _LARGEST_GROUP = 16
 # Triton generates no code for what came before Turing; bfloat16 came with Ampere.
 _LEAST_CAPABILITY = (7, 5)

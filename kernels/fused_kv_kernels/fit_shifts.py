@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .dispatch import refuse_in_triton, triton_op, use_triton
+from .dispatch import triton_op, use_triton
 from .native import native_fit_sums, supports, supports_rows
 from .shift_chunks import ShiftStack
 from .transfer import TransferPlan, check_fresh_rows
@@ -68,8 +68,6 @@ def fit_shifts(
     bounds = torch.searchsorted(plan.selected.contiguous(), stack.edges)
     operands = {"fresh_keys": fresh[0], "fresh_values": fresh[1], "layer_keys": layer[0], "layer_values": layer[1]}
     if use_triton("shift fit", plan.selected, plan.fresh_rows, table.cos, table.sin, **operands):
-        if table.interleaved or layer[0].shape != layer[1].shape:
-            refuse_in_triton("shift fit", "because of its layout", **operands)
         sums = triton_op("fit_shifts", layer[0].device)(plan, stack, layer_idx, bounds, fresh, layer).sum(1)
     elif stack.entries is not None and supports(*fresh, *layer) and supports_rows(*layer):
         sums = native_fit_sums(stack.entries, layer_idx, table, plan, bounds, fresh, layer)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .dispatch import triton_op, use_triton
+from .dispatch import refuse_in_triton, triton_op, use_triton
 from .pages import PageTable
 from .reference_paged import paged_row_attention_reference
 
 __all__ = ["paged_row_attention"]
+
+# Whole pages of keys and values have to fit into shared memory.
+_LARGEST_DIM = 256
 
 
 def paged_row_attention(
@@ -60,6 +63,9 @@ def paged_row_attention(
         msg = f"the table names page {table.largest_page}, but there are {page_keys.shape[0]} pages"
         raise ValueError(msg)
     if use_triton("paged row attention", q_positions, table.pages, q=q, k=page_keys, v=page_values):
+        if dim > _LARGEST_DIM:
+            reason = f"because heads over pages may have at most {_LARGEST_DIM} dimensions"
+            refuse_in_triton("paged row attention", reason, q=q, k=page_keys, v=page_values)
         out, lse = triton_op("paged_rows", q.device)(q, page_keys, page_values, table, q_positions, scale)
         return out, lse
     return paged_row_attention_reference(q, page_keys, page_values, table, q_positions, scale)

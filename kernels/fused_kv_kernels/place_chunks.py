@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .dispatch import UnsupportedOperandsError, refuse_in_triton, triton_op, use_triton
+from .dispatch import UnsupportedOperandsError, triton_op, use_triton
 from .native import (
     Table,
     chunk_table,
@@ -221,8 +221,6 @@ def _in_triton(
         if {keys.dtype, values.dtype} != {torch.float16} or keys.stride(2) != 1 or values.stride(1) != 1:
             msg = f"chunk placement needs dense float16 scales (got {keys.dtype} and {values.dtype})"
             raise UnsupportedOperandsError(msg)
-    if layer_keys.shape != layer_values.shape:
-        refuse_in_triton("chunk placement", "because keys and values differ in shape", k=layer_keys, v=layer_values)
     triton_op("place_chunks", device)(
         there(chunks), starts, table.to(device), layer_keys, layer_values, None if scales is None else there(scales)
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .dispatch import refuse_in_triton, triton_op, use_triton
+from .dispatch import triton_op, use_triton
 from .native import native_row_attention, row_attention_scratch, supports
 from .row_plan import RowPlan
 from .rows_in_torch import attend_in_torch
@@ -74,9 +74,9 @@ def row_attention(
     if plan.num_rows == 0:
         return q.new_empty(*q.shape[:3], v.shape[3])
     if use_triton("row attention", plan.q_positions, q=q, k=k, v=v):
-        if plan.first_keys is not None or not scoring.is_plain or k.shape != v.shape:
-            refuse_in_triton("row attention", "because of its window, cap, sinks or widths", q=q, k=k, v=v)
-        return triton_op("row_attention", q.device)(q, k, v, plan.q_positions, scale)[0]  # type: ignore[no-any-return]
+        run = triton_op("row_attention", q.device)
+        attended: Tensor = run(q, k, v, plan.q_positions, scoring, first_keys=plan.first_keys)[0]
+        return attended
     if _is_for_native(q, k) and supports(q, k, v):
         scratch = plan.scratch(row_attention_scratch(q, k, v), torch.uint8)
         return native_row_attention(q, k, v, plan, scoring, scratch)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .dispatch import refuse_in_triton, triton_op, use_triton
+from .dispatch import triton_op, use_triton
 from .native import native_shift_chunks, shift_table, supports_rows
 from .rotate import RotationTable, rotate_in_torch
 
@@ -156,10 +156,6 @@ class ShiftStack:
         table = self.tables[layer_idx]
         weights = self.weights if weights is None else self._checked(weights)
         if use_triton("chunk shift", table.cos, table.sin, weights, layer_keys=layer_keys, layer_values=layer_values):
-            if table.interleaved or layer_keys.shape != layer_values.shape:
-                refuse_in_triton(
-                    "chunk shift", "because of its layout", layer_keys=layer_keys, layer_values=layer_values
-                )
             triton_op("shift_chunks", layer_keys.device)(self, layer_idx, weights, *layer)
         elif self.entries is not None and supports_rows(*layer):
             native_shift_chunks(self.entries, layer_idx, weights, table, *layer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .dispatch import refuse_in_triton, triton_op, use_triton
+from .dispatch import triton_op, use_triton
 from .native import native_token_scores, supports
 from .scoring import Scoring, check_first_keys
 
@@ -62,10 +62,8 @@ def token_scores(
     scoring = Scoring(scale, softcap, sinks)
     scoring.check(q.shape[-3], q.device)
     if use_triton("token scores", q_positions, first_keys, q=q, k=k):
-        if first_keys is not None or not scoring.is_plain:
-            refuse_in_triton("token scores", "because of their window, cap or sinks", q=q, k=k)
         in_layers = (q, k) if q.dim() == 4 else (q[None], k[None])
-        found: Tensor = triton_op("token_scores", q.device)(*in_layers, q_positions, scale)
+        found: Tensor = triton_op("token_scores", q.device)(*in_layers, q_positions, scoring, first_keys)
         return found
     if q.dim() == 4:
         return torch.stack(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .dispatch import refuse_in_triton, triton_op, use_triton
+from .dispatch import triton_op, use_triton
 from .native import native_transfer, supports, supports_rows
 from .rotate import RotationTable, rotate_in_torch
 
@@ -84,8 +84,6 @@ def transfer_deviation(
         msg = f"a rotation table {list(table.cos.shape)} and keys {list(layer_keys.shape)} do not fit together"
         raise ValueError(msg)
     if use_triton("deviation transfer", *indices, **operands):
-        if table.interleaved or layer_keys.shape != layer_values.shape:
-            refuse_in_triton("deviation transfer", "because of its layout", **operands)
         triton_op("transfer_deviation", layer_keys.device)(plan, table, *operands.values())
         return
     if supports(fresh_keys, fresh_values, *stored) and supports_rows(*stored):

@@ -61,7 +61,7 @@ def test_a_step_never_waits_for_the_device(engine: FusedKVEngine, monkeypatch: p
     static, _ = engine.prefill(rag_prompt(SHORT[:1]), recompute_ratio=0.0, max_tokens=4)
     decoder = StaticDecoder(engine.loaded, static, graph=False)
     # The interpreter does on the host what the kernel does on the device.
-    kernel = lambda q, k, v, positions, scale: (torch.zeros_like(q), None)  # noqa: E731
+    kernel = lambda q, *operands, first_keys: (torch.zeros_like(q), None)  # noqa: E731
     monkeypatch.setattr(sys.modules["fused_kv_kernels.row_attention"], "triton_op", lambda name, device: kernel)
     with _Watched() as watched:
         decoder._step()

@@ -23,6 +23,7 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
 from fused_kv_kernels import ChunkShift, PageTable, RotationTable, SharedPages, ShiftStack, TransferPlan
+from fused_kv_kernels.scoring import Scoring
 from fused_kv_kernels.triton_ops import configs
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -70,8 +71,9 @@ def _offer(capability: int, dtype: torch.dtype, every: bool) -> None:
     if not every:
         for table in (configs._MANY, configs._FEW):
             table[generation] = table[generation][:1]
-        # Only float32 takes these; it takes no others.
-        configs._exact = lambda: configs._EXACT[-1:] if dtype == torch.float32 else ()
+        # Only float32 and wide heads take these; they take no others.
+        exact = dtype == torch.float32
+        configs._special = lambda: (*(configs._EXACT[-1:] if exact else ()), configs._WIDE, configs._WIDE_EXACT)
 
 
 def _pages(q: torch.Tensor, rows: torch.Tensor) -> None:
@@ -101,14 +103,18 @@ def _call(dtype: torch.dtype, dim: int, only: str | None) -> None:
     if only == "pages":
         _pages(q, rows)
         return
-    row_attention.row_attention(q, k, k, rows, 0.125, splits=1)
+    plain = Scoring(0.125)
+    row_attention.row_attention(q, k, k, rows, plain, splits=1)
     if only == "rows":
         return
-    row_attention.row_attention(q[:, :, :1], k, k, rows[:1], 0.125, splits=8)
+    row_attention.row_attention(q[:, :, :1], k, k, rows[:1], plain, splits=8)
     stands, lengths = torch.arange(4096), torch.tensor([4000])
     extras = {"kv_positions": stands, "q_lengths": lengths, "kv_lengths": lengths}
-    row_attention.row_attention(q, k, k, rows, 0.125, **extras, splits=1)
-    token_scores.token_scores(q, k, rows, 0.125, splits=4)
+    row_attention.row_attention(q, k, k, rows, plain, **extras, splits=1)
+    scoring, firsts = Scoring(0.125, 50.0, torch.zeros(28)), (rows - 99).clamp(min=0)
+    row_attention.row_attention(q, k, k[..., : dim // 2], rows, scoring, first_keys=firsts, splits=2)
+    token_scores.token_scores(q, k, rows, plain, splits=4)
+    token_scores.token_scores(q, k, rows, scoring, firsts, splits=4)
     half = dim // 2
     _pages(q, rows)
     one, every = (RotationTable(*(torch.empty(rows, half),) * 2) for rows in (1, 4096))

@@ -10,6 +10,7 @@ from tolerance import TOLERANCE, assert_near
 
 from fused_kv_kernels import RowPlan, UnsupportedOperandsError, batched_row_attention, row_attention
 from fused_kv_kernels.reference import batched_row_attention_reference
+from fused_kv_kernels.scoring import Scoring
 
 SHAPES = {
     "one_row": (1, 4, 4, 64, 70, [69]),
@@ -83,7 +84,7 @@ def test_splitting_the_keys_changes_nothing(splits: int, device: torch.device) -
     from fused_kv_kernels.triton_ops import row_attention as in_triton
 
     q, k, v, positions = _tensors((2, 6, 2, 64, 300, [2, 100, 251]), torch.float32, device)
-    out, lse = in_triton.row_attention(q, k, v, positions, 0.125, splits=splits)
+    out, lse = in_triton.row_attention(q, k, v, positions, Scoring(0.125), splits=splits)
     want, want_lse = batched_row_attention_reference(q, k, v, positions, 0.125)
     assert_near(out, want, torch.float32)
     assert_near(lse, want_lse, torch.float32)
@@ -166,7 +167,7 @@ def test_refuses_lengths_and_shapes() -> None:
     [
         (torch.float64, 1, 64, "float32"),
         (torch.float32, 17, 64, "1 to 16 times"),
-        (torch.float32, 1, 264, "at most 256"),
+        (torch.float32, 1, 520, "at most 512"),
     ],
     ids=["dtype", "groups", "dim"],
 )

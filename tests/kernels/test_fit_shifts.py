@@ -100,14 +100,26 @@ def test_is_damped_least_squares(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("lengths", "picks", "shape"),
-    [([70, 1, 33], [40, 1, 0], (2, 64, 64)), ([5], [5], (1, 80, 80)), ([9, 40], [3, 35], (3, 96, 32))],
-    ids=["three_chunks", "dim_80", "partial_rotary"],
+    ("lengths", "picks", "shape", "values", "interleaved"),
+    [
+        ([70, 1, 33], [40, 1, 0], (2, 64, 64), None, False),
+        ([5], [5], (1, 80, 80), None, True),
+        ([9, 40], [3, 35], (3, 96, 32), None, False),
+        ([9, 40], [3, 35], (3, 96, 32), (1, 128), True),
+        ([20], [12], (1, 64, 64), (2, 24), False),
+    ],
+    ids=["three_chunks", "dim_80", "partial_rotary", "wide_values", "more_values"],
 )
 def test_triton_is_damped_least_squares(
-    lengths: list[int], picks: list[int], shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+    lengths: list[int],
+    picks: list[int],
+    shape: tuple[int, int, int],
+    values: tuple[int, int] | None,
+    interleaved: bool,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
-    _compare(lengths, picks, shape, dtype, device)
+    _compare(lengths, picks, shape, dtype, device, values, interleaved)
 
 
 def test_rows_outside_the_layer_are_refused() -> None:

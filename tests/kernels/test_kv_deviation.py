@@ -11,11 +11,24 @@ from fused_kv_kernels.reference import kv_deviation_reference
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(("heads", "tokens", "dim"), [(3, 40, 64), (1, 1, 80), (8, 17, 128), (2, 0, 64)])
-def test_equals_reference(heads: int, tokens: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("shapes", "tokens"),
+    [
+        (((3, 64), (3, 64)), 40),
+        (((1, 80), (1, 80)), 1),
+        (((8, 128), (8, 128)), 17),
+        (((2, 64), (2, 64)), 0),
+        (((1, 48), (3, 128)), 20),
+        (((4, 128), (2, 24)), 20),
+    ],
+    ids=str,
+)
+def test_equals_reference(
+    shapes: tuple[tuple[int, int], tuple[int, int]], tokens: int, dtype: torch.dtype, device: torch.device
+) -> None:
     generator = torch.Generator().manual_seed(tokens)
-    stored = [torch.randn(heads, 60, dim, generator=generator).to(device, dtype) for _ in range(2)]
-    fresh = [torch.randn(heads, 50, dim, generator=generator).to(device, dtype) for _ in range(2)]
+    stored = [torch.randn(heads, 60, dim, generator=generator).to(device, dtype) for heads, dim in shapes]
+    fresh = [torch.randn(heads, 50, dim, generator=generator).to(device, dtype) for heads, dim in shapes]
     fresh_rows = torch.randperm(50, generator=generator)[:tokens].sort().values.to(device)
     # A column of a table, as torch.nonzero gives it.
     stored_rows = torch.randperm(60, generator=generator)[:tokens].sort().values.to(device)[:, None].repeat(1, 2)[:, 0]

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tolerance import assert_near
+from tolerance import TOLERANCE, assert_near
 from torch import Tensor
 
 from fused_kv_kernels import RowPlan, row_attention, token_scores
 from fused_kv_kernels.reference import row_attention_reference, token_scores_reference
+from fused_kv_kernels.scoring import Scoring
 
 DTYPES = (torch.float32, torch.bfloat16)
 INFINITE = float("inf")
@@ -223,3 +225,75 @@ def test_sinks_of_other_heads_are_refused() -> None:
         row_attention(q, k, k, RowPlan(rows, 3), 1.0, sinks=torch.zeros(2))
     with pytest.raises(ValueError, match="not one for each of 4 query heads"):
         token_scores(q[0], k[0], rows, 1.0, sinks=torch.zeros(2))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(
+    ("rows", "keys", "heads", "dims", "window", "options"),
+    [
+        (range(50), 50, (4, 2), (64, 64), 20, {}),
+        (range(0, 150, 6), 150, (6, 2), (64, 64), 1, {}),
+        (range(70, 130, 2), 130, (3, 1), (64, 64), 10_000, {"softcap": 3.0}),
+        ([5, 77, 140], 141, (7, 1), (80, 80), 64, {"softcap": 30.0, "sinks": "mixed"}),
+        (range(40), 40, (3, 3), (64, 64), None, {"sinks": "usual"}),
+        (range(50, 90), 90, (4, 2), (96, 64), None, {"sinks": "large"}),
+        (range(20, 60), 60, (2, 1), (48, 128), 33, {"softcap": 0.5}),
+        ([99], 700, (8, 2), (64, 64), 50, {"sinks": "mixed"}),
+        ([698, 699], 700, (2, 2), (128, 128), 512, {"sinks": "none"}),
+        ([20, 39], 40, (2, 1), (512, 512), 30, {"softcap": 20.0, "sinks": "usual"}),
+        (range(70), 70, (1, 1), (192, 512), None, {}),
+    ],
+    ids=["window", "itself", "cap", "all_of_it", "sinks", "narrow_values", "wide_values", "decoding", "tail", "dim_512",
+         "many_rows_of_512"],
+)  # fmt: skip
+def test_triton_equals_reference(
+    rows: Iterable[int],
+    keys: int,
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    window: int | None,
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    options = {**options, "sinks": sinks_of(options.get("sinks"), heads[0], device)}
+    make_case(list(rows), keys, heads, dims, dtype, window, device, **options).compare()
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    keys=st.integers(1, 90),
+    data=st.data(),
+    groups=st.sampled_from([1, 3]),
+    softcap=st.sampled_from([None, 0.5, 5.0]),
+    sinks=SINKS,
+    splits=st.sampled_from([1, 2, 5]),
+)
+def test_triton_with_any_split(
+    keys: int, data: st.DataObject, groups: int, softcap: float | None, sinks: str | None, splits: int,
+    device: torch.device,
+) -> None:  # fmt: skip
+    """Windows that begin anywhere, and programs that each take a part of the keys."""
+    from fused_kv_kernels.triton_ops.row_attention import row_attention as in_triton
+    from fused_kv_kernels.triton_ops.token_scores import token_scores as scores_in_triton
+
+    rows = sorted(data.draw(st.sets(st.integers(0, keys - 1), min_size=1, max_size=9)))
+    window = data.draw(st.sampled_from([1, 7, 40, 200]))
+    options = {"softcap": softcap, "sinks": sinks_of(sinks, 2 * groups, device)}
+    case = make_case(rows, keys, (2 * groups, 2), (32, 16), torch.float32, window, device, **options)
+    scoring = Scoring(case.scale, **options)
+    got, _ = in_triton(case.q, case.k, case.v, case.positions, scoring, first_keys=case.first_keys, splits=splits)
+    options["first_keys"] = case.first_keys
+    want = row_attention_reference(case.q, case.k, case.v, case.positions, case.scale, **options)
+    assert_near(got, want, torch.float32)
+    scores = scores_in_triton(case.q, case.k, case.positions, scoring, case.first_keys, splits)
+    wanted = token_scores_reference(case.q[0], case.k[0], case.positions, case.scale, **options)
+    assert_near(scores * keys, wanted * keys, torch.float32)
+
+
+def test_triton_reads_no_keys_before_all_windows(device: torch.device) -> None:
+    case = make_case(list(range(140, 200, 3)), 200, (2, 2), (64, 64), torch.float32, 50, device)
+    case.k[:, :, :91] = float("nan")
+    case.v[:, :, :91] = float("nan")
+    plan = RowPlan(case.positions, 200, first_keys=case.first_keys)
+    assert row_attention(case.q, case.k, case.v, plan, 0.125).isfinite().all()

@@ -93,14 +93,26 @@ def test_equals_the_formula(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("lengths", "shape"),
-    [([70, 1, 33], (2, 64, 64)), ([5], (1, 80, 80)), ([0, 40], (3, 96, 32)), ([32], (1, 256, 256))],
-    ids=["three_chunks", "dim_80", "partial_rotary_and_an_empty_one", "dim_256"],
+    ("lengths", "shape", "values", "interleaved"),
+    [
+        ([70, 1, 33], (2, 64, 64), None, False),
+        ([5], (1, 80, 80), None, True),
+        ([0, 40], (3, 96, 32), None, False),
+        ([32], (1, 256, 256), None, False),
+        ([9, 40], (3, 96, 32), (1, 128), True),
+        ([20], (1, 64, 64), (2, 24), False),
+    ],
+    ids=["three_chunks", "dim_80", "partial_rotary_and_an_empty_one", "dim_256", "wide_values", "more_values"],
 )
 def test_triton_equals_the_formula(
-    lengths: list[int], shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+    lengths: list[int],
+    shape: tuple[int, int, int],
+    values: tuple[int, int] | None,
+    interleaved: bool,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
-    _compare(lengths, 2, [5, -3000, 800], shape, dtype, device)
+    _compare(lengths, 2, [5, -3000, 800], shape, dtype, device, values, interleaved)
 
 
 def test_no_shift_changes_nothing() -> None:

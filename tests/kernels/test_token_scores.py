@@ -10,6 +10,7 @@ from tolerance import TOLERANCE, assert_near
 
 from fused_kv_kernels import token_scores
 from fused_kv_kernels.reference import token_scores_reference
+from fused_kv_kernels.scoring import Scoring
 
 
 @settings(max_examples=40, deadline=None)
@@ -84,5 +85,5 @@ def test_splitting_the_first_pass_changes_nothing(splits: int, device: torch.dev
 
     q, k = torch.randn(1, 2, 3, 64, device=device), torch.randn(1, 1, 150, 64, device=device)
     positions = torch.tensor([140, 2, 70], device=device)
-    got = in_triton.token_scores(q, k, positions, 0.125, splits=splits)
+    got = in_triton.token_scores(q, k, positions, Scoring(0.125), splits=splits)
     assert_near(got * 150, token_scores_reference(q[0], k[0], positions, 0.125) * 150, torch.float32)

@@ -104,11 +104,24 @@ def test_equals_the_formula(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("lengths", "step", "shape"),
-    [([40, 7, 33], 3, (2, 64, 64)), ([5], 1, (1, 80, 80)), ([1, 20, 1], 8, (3, 96, 32)), ([18, 18], 17, (1, 256, 256))],
-    ids=["three_chunks", "all_selected", "partial_rotary", "dim_256"],
+    ("lengths", "step", "shape", "values", "interleaved"),
+    [
+        ([40, 7, 33], 3, (2, 64, 64), None, False),
+        ([5], 1, (1, 80, 80), None, True),
+        ([1, 20, 1], 8, (3, 96, 32), None, False),
+        ([18, 18], 17, (1, 256, 256), None, False),
+        ([9, 20], 4, (3, 96, 32), (1, 128), True),
+        ([20], 3, (1, 64, 64), (2, 24), False),
+    ],
+    ids=["three_chunks", "all_selected", "partial_rotary", "dim_256", "wide_values", "more_values"],
 )
 def test_triton_equals_the_formula(
-    lengths: list[int], step: int, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+    lengths: list[int],
+    step: int,
+    shape: tuple[int, int, int],
+    values: tuple[int, int] | None,
+    interleaved: bool,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
-    _compare(lengths, lambda inside: inside[::step], shape, dtype, device)
+    _compare(lengths, lambda inside: inside[::step], shape, dtype, device, values, interleaved)

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 
+if TYPE_CHECKING:
+    from fused_kv_kernels.rotate import RotationTable
+
 __all__ = [
     "FEW_ROWS",
+    "WIDE_DIM",
     "block_dim",
     "few_rows",
     "is_interpreted",
+    "key_value_blocks",
     "many_rows",
     "multiprocessors",
     "page_blocks",
@@ -27,6 +32,9 @@ __all__ = [
 
 # Up to so many packed rows, one block holds them all.
 FEW_ROWS = 64
+
+# Heads of more dimensions than this get shapes of their own.
+WIDE_DIM = 256
 
 # (BLOCK_M, BLOCK_N, warps, stages). Compiled for compute capability 9.0 and 8.0 at 128 dimensions, these spill no or
 # hardly any registers; blocks twice as large for their warps spill hundreds.
@@ -45,6 +53,8 @@ _FEW = {
 }
 # float32 has no matrix instruction that is exact enough: its products unroll into single operations.
 _EXACT = ((16, 32, 8, 2), (16, 16, 4, 2))
+# 512 dimensions: 80 KiB in bfloat16, 96 KiB in float32.
+_WIDE, _WIDE_EXACT = (16, 32, 8, 1), (16, 16, 8, 1)
 _SHARED_BYTES = {"hopper": 227 * 1024, "ampere": 99 * 1024, "default": 64 * 1024, "interpreter": math.inf}
 
 
@@ -62,16 +72,16 @@ def _generation() -> str:
     return {8: "ampere", 9: "hopper"}.get(major, "ampere" if major > 9 else "default")
 
 
-def _exact() -> tuple[tuple[int, int, int, int], ...]:
+def _special() -> tuple[tuple[int, int, int, int], ...]:
     # A single shape needs no timing, which the interpreter could not do.
-    return () if is_interpreted() else _EXACT
+    return () if is_interpreted() else (*_EXACT, _WIDE, _WIDE_EXACT)
 
 
 def many_rows() -> list[triton.Config]:
     """Return the shapes for blocks of many rows: ``BLOCK_M`` and ``BLOCK_N``."""
     return [
         triton.Config({"BLOCK_M": m, "BLOCK_N": n}, num_warps=warps, num_stages=stages)
-        for m, n, warps, stages in (*_MANY[_generation()], *_exact())
+        for m, n, warps, stages in (*_MANY[_generation()], *_special())
     ]
 
 
@@ -79,7 +89,7 @@ def few_rows() -> list[triton.Config]:
     """Return the shapes for one block of at most 64 rows: ``BLOCK_N``."""
     return [
         triton.Config({"BLOCK_N": n}, num_warps=warps, num_stages=stages)
-        for n, warps, stages in (*_FEW[_generation()], *(shape[1:] for shape in _exact()))
+        for n, warps, stages in (*_FEW[_generation()], *(shape[1:] for shape in _special()))
     ]
 
 
@@ -93,22 +103,28 @@ def prune(configs: Sequence[triton.Config], args: Mapping[str, Any], **kwargs: A
 
     def shared_bytes(config: triton.Config) -> int:
         rows = config.kwargs.get("BLOCK_M", meta.get("BLOCK_M", 64))
-        return int((rows + 2 * config.num_stages * config.kwargs["BLOCK_N"]) * meta["BLOCK_D"] * itemsize)
+        keys = config.num_stages * config.kwargs["BLOCK_N"]
+        return int(((rows + keys) * meta["BLOCK_D"] + keys * meta["BLOCK_DV"]) * itemsize)
 
-    def is_exact(config: triton.Config) -> bool:
-        return (config.kwargs["BLOCK_N"], config.num_warps, config.num_stages) in {shape[1:] for shape in _EXACT}
+    def special(config: triton.Config) -> bool:
+        shape = config.kwargs["BLOCK_N"], config.num_warps, config.num_stages
+        return shape in {special[1:] for special in wanted or (*_EXACT, _WIDE, _WIDE_EXACT)}
 
+    is_wide, is_exact = max(meta["BLOCK_D"], meta["BLOCK_DV"]) > WIDE_DIM, itemsize == 4
+    wanted = ((_WIDE_EXACT if is_exact else _WIDE),) if is_wide else _EXACT if is_exact else ()
     limit = _SHARED_BYTES[_generation()]
-    fitting = [c for c in configs if shared_bytes(c) <= limit and is_exact(c) == (itemsize == 4)]
+    fitting = [c for c in configs if shared_bytes(c) <= limit and special(c) == bool(wanted)]
     return fitting or [min(configs, key=shared_bytes)]
 
 
-def score_blocks(dtype: torch.dtype) -> dict[str, int]:
+def score_blocks(dtype: torch.dtype, dim: int) -> dict[str, int]:
     """Return the one shape that kernels without values use: ``BLOCK_M``, ``BLOCK_N``, warps and stages."""
     if is_interpreted():
         return {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 4, "num_stages": 1}
     if _generation() == "default":
         return {"BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 4, "num_stages": 1}
+    if dim > WIDE_DIM:
+        return {"BLOCK_M": 16, "BLOCK_N": 16 if dtype == torch.float32 else 32, "num_warps": 8, "num_stages": 1}
     if dtype == torch.float32:
         return {"BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
     return {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2}
@@ -129,6 +145,21 @@ def block_dim(dim: int) -> int:
     """Return the head dimension padded to a power of two that a matrix instruction takes."""
     padded: int = triton.next_power_of_2(dim)
     return max(16, padded)
+
+
+def key_value_blocks(layer_keys: torch.Tensor, layer_values: torch.Tensor, table: RotationTable) -> dict[str, int]:
+    """Return what kernels that rotate keys and take values beside them know of a layer ``[H, N, D]`` beforehand.
+
+    Heads and widths of either, padded to blocks; the pairs of dimensions that are rotated; what is not.
+    """
+    (key_heads, _, dim), (value_heads, _, value_dim) = layer_keys.shape, layer_values.shape
+    rest = dim - 2 * table.half
+    return {
+        "KEY_HEADS": key_heads, "VALUE_HEADS": value_heads, "INTERLEAVED": table.interleaved,
+        "D": dim, "DV": value_dim, "BLOCK_DV": block_dim(value_dim),
+        "HALF": table.half, "BLOCK_HALF": triton.next_power_of_2(max(table.half, 1)),
+        "REST": rest, "BLOCK_REST": triton.next_power_of_2(max(rest, 1)),
+    }  # fmt: skip
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .configs import block_dim
+from .configs import key_value_blocks
 from .shift_chunks import layer_parts
 
 if TYPE_CHECKING:
@@ -32,7 +32,9 @@ def _moved(fresh, stored, dims, mask):
 def _fit_kernel(
     table, bounds, selected, fresh_rows, cos, sin, fresh_k, fresh_v, layer_k, layer_v, out,
     stride_fkh, stride_fkt, stride_fvh, stride_fvt, stride_lkh, stride_lkt, stride_lvh, stride_lvt,
-    COLUMNS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
     REST: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Sum the products of one chunk's and head's deviations with their shifts, and of the shifts with themselves."""
@@ -44,7 +46,9 @@ def _fit_kernel(
     scales_k = tl.load(entry + 1).to(tl.pointer_type(tl.float32))
     change_v = tl.load(entry + 2).to(tl.pointer_type(tl.int8))
     scales_v = tl.load(entry + 3).to(tl.pointer_type(tl.float32))
-    pairs, dims = tl.arange(0, BLOCK_HALF)[None, :], tl.arange(0, BLOCK_D)[None, :]
+    pairs, dims = tl.arange(0, BLOCK_HALF)[None, :], tl.arange(0, BLOCK_DV)[None, :]
+    x_at = pairs * 2 if INTERLEAVED else pairs
+    y_at = x_at + 1 if INTERLEAVED else x_at + HALF
     turn_x = tl.load(cos + shift * HALF + pairs, mask=pairs < HALF, other=1.0)
     turn_y = tl.load(sin + shift * HALF + pairs, mask=pairs < HALF, other=0.0)
     last = tl.load(bounds + 2 * shift + 1)
@@ -55,30 +59,32 @@ def _fit_kernel(
         position = tl.load(selected + at, mask=is_row, other=0)
         row = tl.load(fresh_rows + at, mask=is_row, other=0)[:, None]
         source = head * rows + first_row + tl.where(is_row, position - start, 0)
-        scale_k = tl.load(scales_k + source, mask=is_row, other=0.0)[:, None]
-        scale_v = tl.load(scales_v + source, mask=is_row, other=0.0)[:, None]
-        source, position, is_row = source[:, None] * D, position[:, None], is_row[:, None]
-        in_values, inside = is_row & (dims < D), is_row & (pairs < HALF)
+        # The grid has as many heads as there are of keys or of values: the other may have fewer.
+        of_keys, of_values = at < tl.where(head < KEY_HEADS, last, 0), at < tl.where(head < VALUE_HEADS, last, 0)
+        scale_k = tl.load(scales_k + source, mask=of_keys, other=0.0)[:, None]
+        scale_v = tl.load(scales_v + source, mask=of_values, other=0.0)[:, None]
+        source, position, of_keys, of_values = source[:, None], position[:, None], of_keys[:, None], of_values[:, None]
+        in_values, inside = of_values & (dims < DV), of_keys & (pairs < HALF)
 
         moved = _moved(
             fresh_v + head * stride_fvh + row * stride_fvt, layer_v + head * stride_lvh + position * stride_lvt, dims,
             in_values,
         )  # fmt: skip
-        change = tl.load(change_v + source + dims, mask=in_values, other=0).to(tl.float32) * scale_v
+        change = tl.load(change_v + source * DV + dims, mask=in_values, other=0).to(tl.float32) * scale_v
         along_v += tl.sum(moved * change)
         square_v += tl.sum(change * change)
 
         fresh, stored = fresh_k + head * stride_fkh + row * stride_fkt, layer_k + head * stride_lkh
         stored += position * stride_lkt
-        x = tl.load(change_k + source + pairs, mask=inside, other=0).to(tl.float32) * scale_k
-        y = tl.load(change_k + source + HALF + pairs, mask=inside, other=0).to(tl.float32) * scale_k
-        along_k += tl.sum(_moved(fresh, stored, pairs, inside) * (x * turn_x - y * turn_y))
-        along_k += tl.sum(_moved(fresh, stored, HALF + pairs, inside) * (y * turn_x + x * turn_y))
+        x = tl.load(change_k + source * D + x_at, mask=inside, other=0).to(tl.float32) * scale_k
+        y = tl.load(change_k + source * D + y_at, mask=inside, other=0).to(tl.float32) * scale_k
+        along_k += tl.sum(_moved(fresh, stored, x_at, inside) * (x * turn_x - y * turn_y))
+        along_k += tl.sum(_moved(fresh, stored, y_at, inside) * (y * turn_x + x * turn_y))
         square_k += tl.sum(x * x + y * y)
         if REST > 0:
             rest = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
-            in_rest = is_row & (rest < D)
-            kept = tl.load(change_k + source + rest, mask=in_rest, other=0).to(tl.float32) * scale_k
+            in_rest = of_keys & (rest < D)
+            kept = tl.load(change_k + source * D + rest, mask=in_rest, other=0).to(tl.float32) * scale_k
             along_k += tl.sum(_moved(fresh, stored, rest, in_rest) * kept)
             square_k += tl.sum(kept * kept)
     found = out + (shift * tl.num_programs(1) + head) * 4
@@ -96,7 +102,7 @@ def fit_shifts(
     fresh: tuple[Tensor, Tensor],
     layer: tuple[Tensor, Tensor],
 ) -> Tensor:
-    """Return the sums that :func:`fused_kv_kernels.fit_shifts` needs, float32 ``[len(stack.shifts), Hkv, 4]``.
+    """Return the sums that :func:`fused_kv_kernels.fit_shifts` needs, float32 ``[len(stack.shifts), heads, 4]``.
 
     Parameters
     ----------
@@ -104,10 +110,8 @@ def fit_shifts(
         int64 ``[len(stack.shifts), 2]``: each shift's part of the plan's selected positions.
     """
     device = layer[0].device
-    heads, _, dim = layer[0].shape
+    heads = max(part.shape[0] for part in layer)
     turns = stack.tables[layer_idx]
-    half = turns.half
-    rest = dim - 2 * half
     parts, entries = layer_parts(stack, layer_idx, device)
     table = torch.tensor(entries, pin_memory=device.type == "cuda").to(device, non_blocking=True)
     out = torch.empty((len(parts), heads, 4), dtype=torch.float32, device=device)
@@ -115,7 +119,6 @@ def fit_shifts(
     _fit_kernel[(len(parts), heads)](
         table, bounds.contiguous(), plan.selected.contiguous(), plan.fresh_rows.contiguous(), turns.cos, turns.sin,
         *fresh, *layer, out, *strides,
-        COLUMNS=_COLUMNS, D=dim, BLOCK_D=block_dim(dim), HALF=half, BLOCK_HALF=triton.next_power_of_2(half),
-        REST=rest, BLOCK_REST=triton.next_power_of_2(max(rest, 1)), BLOCK_T=_BLOCK_T, num_warps=4,
+        COLUMNS=_COLUMNS, **key_value_blocks(*layer, turns), BLOCK_T=_BLOCK_T, num_warps=4,
     )  # fmt: skip
     return out

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .configs import key_value_blocks
+
 if TYPE_CHECKING:
     from fused_kv_kernels.rotate import RotationTable
 
@@ -33,7 +35,8 @@ def _turn(x, y, cos, sin):
 def _place_kernel(
     table, chunks, cos, sin, layer_k, layer_v, stride_lkh, stride_lkn, stride_lvh, stride_lvn,
     SOURCE: tl.constexpr, COLUMNS: tl.constexpr, ALIGNED: tl.constexpr, SCALED: tl.constexpr,
-    INTERLEAVED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
     REST: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Place one block of one chunk's tokens of one head."""
@@ -51,21 +54,24 @@ def _place_kernel(
     source_v += head * stride_v
     first_block = tl.load(entry + 10)
     token = ((tl.program_id(0) - first_block) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
-    is_token = token < tl.load(entry + 4)
+    tokens = tl.load(entry + 4)
+    # The grid has as many heads as there are of keys or of values: the other may have fewer.
+    key_tokens, value_tokens = tl.where(head < KEY_HEADS, tokens, 0), tl.where(head < VALUE_HEADS, tokens, 0)
     target = tl.load(entry + 5) + token
     layer_k += head * stride_lkh
     layer_v += head * stride_lvh
 
-    dims = tl.arange(0, BLOCK_D)[None, :]
-    values = tl.load(source_v + token * D + dims, mask=is_token & (dims < D), other=0).to(tl.float32)
+    dims = tl.arange(0, BLOCK_DV)[None, :]
+    in_values = (token < value_tokens) & (dims < DV)
+    values = tl.load(source_v + token * DV + dims, mask=in_values, other=0).to(tl.float32)
     if SCALED:
         scale_v = tl.load(entry + 3).to(tl.pointer_type(tl.float16)) + head * tl.load(entry + 9)
-        values *= tl.load(scale_v + token, mask=is_token, other=0.0).to(tl.float32)
-    stored = values.to(layer_v.dtype.element_ty)
-    tl.store(layer_v + target * stride_lvn + dims, stored, mask=is_token & (dims < D))
+        values *= tl.load(scale_v + token, mask=token < value_tokens, other=0.0).to(tl.float32)
+    tl.store(layer_v + target * stride_lvn + dims, values.to(layer_v.dtype.element_ty), mask=in_values)
 
+    is_token = token < key_tokens
     pairs = tl.arange(0, BLOCK_HALF)
-    is_pair = pairs < HALF
+    is_pair = pairs < tl.where(head < KEY_HEADS, HALF, 0)
     x_at = pairs * 2 if INTERLEAVED else pairs
     y_at = x_at + 1 if INTERLEAVED else x_at + HALF
     inside = is_token & is_pair[None, :]
@@ -86,7 +92,9 @@ def _place_kernel(
         inside_rest = is_token & (rest < D)[None, :]
         kept = tl.load(source_k + token * D + rest[None, :], mask=inside_rest, other=0).to(tl.float32)
         if SCALED:
-            kept *= tl.load(scale_k + rest, mask=rest < D, other=0.0).to(tl.float32)[None, :]
+            kept *= tl.load(scale_k + rest, mask=rest < tl.where(head < KEY_HEADS, D, 0), other=0.0).to(tl.float32)[
+                None, :
+            ]
         tl.store(row + rest[None, :], kept.to(layer_k.dtype.element_ty), mask=inside_rest)
 
 
@@ -106,19 +114,14 @@ def place_chunks(
     Everything must lie on one device, chunks have one dtype and dense rows.
     """
     device = layer_keys.device
-    heads, _, dim = layer_keys.shape
-    half = table.half
     entries, total, aligned = _table(chunks, starts, scales, pin=device.type == "cuda")
     if total == 0:
         return
-    rest = dim - 2 * half
-    _place_kernel[(total, heads)](
+    _place_kernel[(total, max(layer_keys.shape[0], layer_values.shape[0]))](
         entries.to(device, non_blocking=True), len(chunks), table.cos, table.sin,
         layer_keys, layer_values, *layer_keys.stride()[:2], *layer_values.stride()[:2],
         SOURCE=_SOURCES[chunks[0][0].dtype], COLUMNS=_COLUMNS, ALIGNED=aligned, SCALED=scales is not None,
-        INTERLEAVED=table.interleaved, D=dim, BLOCK_D=triton.next_power_of_2(dim),
-        HALF=half, BLOCK_HALF=triton.next_power_of_2(half),
-        REST=rest, BLOCK_REST=triton.next_power_of_2(max(rest, 1)), BLOCK_T=_BLOCK_T, num_warps=4,
+        **key_value_blocks(layer_keys, layer_values, table), BLOCK_T=_BLOCK_T, num_warps=4,
     )  # fmt: skip
 
 

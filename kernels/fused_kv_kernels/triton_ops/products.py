@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 
 from .configs import is_interpreted
 
-__all__ = ["dot", "precision"]
+if TYPE_CHECKING:
+    from fused_kv_kernels.scoring import Scoring
+
+__all__ = ["dot", "precision", "scaled_scores", "sink_weight", "weight_factors"]
+
+_LOG2_E = 1.4426950408889634
 
 
 @triton.jit
@@ -17,6 +24,29 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
     if PRECISION == "widened":
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def _tanh(x):
+    """Return the hyperbolic tangent; its series where the difference below would cancel."""
+    square = x * x
+    series = x * (1.0 + square * (-0.33333333 + square * (0.13333333 - square * 0.053968254)))
+    return tl.where(tl.abs(x) < 0.2, series, 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0))
+
+
+@triton.jit
+def scaled_scores(products, scale, cap, CAPPED: tl.constexpr):
+    """Return products times a scale or, capped, ``cap * tanh(products * scale)``."""
+    if CAPPED:
+        return cap * _tanh(products * scale)
+    return products * scale
+
+
+@triton.jit
+def sink_weight(sink, level):
+    """Return what a sink adds to a sum of weights that are relative to ``2^level``, cut before it is infinite."""
+    base = tl.where(level == float("-inf"), 0.0, level)
+    return tl.exp2(tl.minimum(sink * 1.4426950408889634 - base, 126.0))
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -35,3 +65,10 @@ def precision(dtype: torch.dtype) -> str:
     if dtype == torch.float32:
         return "ieee"
     return "widened" if dtype == torch.bfloat16 and is_interpreted() else "tf32"
+
+
+def weight_factors(scoring: Scoring) -> tuple[float, float]:
+    """Return what products are multiplied by, and the cap, so that ``2^score`` is a weight."""
+    if scoring.softcap is None:
+        return scoring.scale * _LOG2_E, 0.0
+    return scoring.scale / scoring.softcap, scoring.softcap * _LOG2_E

@@ -56,7 +56,7 @@ def rerotate_keys(keys: Tensor, table: RotationTable) -> Tensor:
     rest = dim - 2 * half
     _rerotate_kernel[(triton.cdiv(tokens, _BLOCK_T), by_head.shape[0])](
         by_head, table.cos, table.sin, out, *by_head.stride()[:2], 0 if len(table) == 1 else half, tokens,
-        INTERLEAVED=table.interleaved, D=dim, HALF=half, BLOCK_HALF=triton.next_power_of_2(half),
+        INTERLEAVED=table.interleaved, D=dim, HALF=half, BLOCK_HALF=triton.next_power_of_2(max(half, 1)),
         REST=rest, BLOCK_REST=triton.next_power_of_2(max(rest, 1)), BLOCK_T=_BLOCK_T, num_warps=4,
     )  # fmt: skip
     return out

@@ -2,11 +2,13 @@
 
 The query heads that share a key head are packed into the rows of one block, so the keys are loaded once for all of
 them. Rows ascend in position: keys up to the first row's position need no mask, and keys after the last row's position
-are not read. Where there are too few blocks to fill the device, the keys are split among programs, and :mod:`.combine`
-joins their results.
+or before the first row's window are not read. Where there are too few blocks to fill the device, the keys are split
+among programs, and :mod:`.combine` joins their results.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -14,13 +16,14 @@ import triton.language as tl
 from torch import Tensor
 
 from .combine import combine
-from .configs import FEW_ROWS, block_dim, few_rows, many_rows, multiprocessors, prune
-from .products import dot, precision
+from .configs import FEW_ROWS, WIDE_DIM, block_dim, few_rows, many_rows, multiprocessors, prune
+from .products import dot, precision, scaled_scores, sink_weight, weight_factors
 from .splits import choose_splits
 
-__all__ = ["row_attention"]
+if TYPE_CHECKING:
+    from fused_kv_kernels.scoring import Scoring
 
-_LOG2_E = 1.4426950408889634
+__all__ = ["row_attention"]
 
 
 @triton.jit
@@ -42,15 +45,24 @@ def _softmax_step(acc, peak, total, scores, values, PRECISION: tl.constexpr, MAS
     return dot(weights.to(values.dtype), values, acc, PRECISION), new_peak, total
 
 
+@triton.jit
+def _whole_rows(at, dims, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Load rows of keys or values that are all there."""
+    if BLOCK == WIDTH:
+        return tl.load(at)
+    return tl.load(at, mask=(dims < WIDTH)[None, :], other=0.0)
+
+
 @triton.jit(do_not_specialize=["rows", "keys", "splits", "work"])
 def _row_attention_kernel(
-    q, k, v, out, lse, q_positions, kv_positions, q_lengths, kv_lengths,
+    q, k, v, out, lse, q_positions, kv_positions, q_lengths, kv_lengths, first_keys, sinks,
     stride_qb, stride_qh, stride_qr, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_os, stride_ob, stride_oh, stride_or, stride_pb, stride_np,
-    rows, keys, kv_heads, splits, scale_log2, work,
-    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    rows, keys, kv_heads, splits, scale, cap, work,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_KV_POSITIONS: tl.constexpr, HAS_Q_LENGTHS: tl.constexpr, HAS_KV_LENGTHS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HAS_WINDOWS: tl.constexpr, HAS_SINKS: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend one block of packed rows to one split of the keys."""
     # The last rows see most keys: they start first.
@@ -65,6 +77,7 @@ def _row_attention_kernel(
     row = packed // GROUP
     head = kv_head * GROUP + packed % GROUP
     dims = tl.arange(0, BLOCK_D)
+    value_dims = tl.arange(0, BLOCK_DV)
     is_row = row < num_rows
     positions = _row_positions(tl.load(q_positions + batch * stride_pb + row, mask=is_row, other=-1))
     first_row = block * BLOCK_M // GROUP
@@ -75,9 +88,16 @@ def _row_attention_kernel(
 
     end = num_keys if HAS_KV_POSITIONS else tl.minimum(last + 1, num_keys)
     end = tl.where(has_rows, end, 0)
-    unmasked = 0 if HAS_KV_POSITIONS else tl.minimum(first + 1, end) // BLOCK_N * BLOCK_N
-    span = tl.cdiv(tl.cdiv(end, BLOCK_N), splits) * BLOCK_N
-    start = split * span
+    begin_key = 0
+    if HAS_WINDOWS:
+        # Windows are narrow: all their blocks are masked, rather than those at both edges only.
+        row_firsts = tl.load(first_keys + row, mask=is_row, other=0).to(tl.int32)
+        begin_key = tl.load(first_keys + first_row, mask=has_rows, other=0).to(tl.int32)
+    low = begin_key // BLOCK_N * BLOCK_N
+    is_masked = HAS_KV_POSITIONS or HAS_WINDOWS
+    unmasked = low if is_masked else tl.minimum(first + 1, end) // BLOCK_N * BLOCK_N
+    span = tl.cdiv(tl.cdiv(end - low, BLOCK_N), splits) * BLOCK_N
+    start = low + split * span
     end = tl.minimum(start + span, end)
     unmasked = tl.maximum(tl.minimum(unmasked, end), start)
 
@@ -88,21 +108,18 @@ def _row_attention_kernel(
     k_at = k + batch * stride_kb + kv_head * stride_kh + start.to(tl.int64) * stride_kn
     v_at = v + batch * stride_vb + kv_head * stride_vh + start.to(tl.int64) * stride_vn
     k_inside = columns[:, None] * stride_kn + dims[None, :]
-    v_inside = columns[:, None] * stride_vn + dims[None, :]
-    acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+    v_inside = columns[:, None] * stride_vn + value_dims[None, :]
+    acc = tl.zeros((BLOCK_M, BLOCK_DV), dtype=tl.float32)
     peak = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((BLOCK_M,), dtype=tl.float32)
 
     nothing = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
 
     for _ in range(start, unmasked, BLOCK_N):
-        if BLOCK_D == D:
-            keys_block = tl.load(k_at + k_inside)
-            values_block = tl.load(v_at + v_inside)
-        else:
-            keys_block = tl.load(k_at + k_inside, mask=(dims < D)[None, :], other=0.0)
-            values_block = tl.load(v_at + v_inside, mask=(dims < D)[None, :], other=0.0)
-        scores = dot(queries, tl.trans(keys_block), nothing, PRECISION) * scale_log2
+        keys_block = _whole_rows(k_at + k_inside, dims, D, BLOCK_D)
+        values_block = _whole_rows(v_at + v_inside, value_dims, DV, BLOCK_DV)
+        products = dot(queries, tl.trans(keys_block), nothing, PRECISION)
+        scores = scaled_scores(products, scale, cap, CAPPED)
         acc, peak, total = _softmax_step(acc, peak, total, scores, values_block, PRECISION, False)
         k_at += BLOCK_N * stride_kn
         v_at += BLOCK_N * stride_vn
@@ -117,31 +134,39 @@ def _row_attention_kernel(
         else:
             key_positions = column
             needed = True
+        if HAS_WINDOWS:
+            inside &= column >= begin_key
         if needed:
             # What no row of the block may see is not read: it may be anything, and zero times NaN is NaN.
             readable = inside[:, None] & (dims < D)[None, :]
             keys_block = tl.load(k_at + k_inside, mask=readable, other=0.0)
-            values_block = tl.load(v_at + v_inside, mask=readable, other=0.0)
-            scores = dot(queries, tl.trans(keys_block), nothing, PRECISION) * scale_log2
+            values_block = tl.load(v_at + v_inside, mask=inside[:, None] & (value_dims < DV)[None, :], other=0.0)
+            products = dot(queries, tl.trans(keys_block), nothing, PRECISION)
+            scores = scaled_scores(products, scale, cap, CAPPED)
             seen = (key_positions[None, :] <= positions[:, None]) & inside[None, :]
+            if HAS_WINDOWS:
+                seen &= column[None, :] >= row_firsts[:, None]
             scores = tl.where(seen, scores, float("-inf"))
             acc, peak, total = _softmax_step(acc, peak, total, scores, values_block, PRECISION, True)
         k_at += BLOCK_N * stride_kn
         v_at += BLOCK_N * stride_vn
 
     sees = is_row & (total != 0.0)
-    result = tl.where(sees[:, None], acc / tl.where(sees, total, 1.0)[:, None], 0.0)
+    whole = total
+    if HAS_SINKS:
+        whole += sink_weight(tl.load(sinks + head), peak)
+    result = tl.where(sees[:, None], acc / tl.where(sees, whole, 1.0)[:, None], 0.0)
     is_output = row < rows
     out_at = out + split.to(tl.int64) * stride_os + batch * stride_ob + head[:, None] * stride_oh
-    out_at += row.to(tl.int64)[:, None] * stride_or + dims[None, :]
-    tl.store(out_at, result.to(out.dtype.element_ty), mask=is_output[:, None] & (dims < D)[None, :])
+    out_at += row.to(tl.int64)[:, None] * stride_or + value_dims[None, :]
+    tl.store(out_at, result.to(out.dtype.element_ty), mask=is_output[:, None] & (value_dims < DV)[None, :])
     level = tl.where(sees, (peak + tl.log2(tl.where(sees, total, 1.0))) * 0.6931471805599453, float("-inf"))
     sequences = tl.num_programs(1) // kv_heads
     lse_row = ((split.to(tl.int64) * sequences + batch) * kv_heads * GROUP + head) * rows + row
     tl.store(lse + lse_row, level, mask=is_output)
 
 
-_KEY = ["GROUP", "D", "BLOCK_M", "HAS_KV_POSITIONS", "work"]
+_KEY = ["GROUP", "D", "DV", "BLOCK_M", "HAS_KV_POSITIONS", "HAS_WINDOWS", "CAPPED", "work"]
 _prune = {"early_config_prune": prune}
 _many = triton.autotune(many_rows(), key=_KEY, prune_configs_by=_prune)(_row_attention_kernel)
 _few = triton.autotune(few_rows(), key=_KEY, prune_configs_by=_prune)(_row_attention_kernel)
@@ -152,8 +177,9 @@ def row_attention(
     k: Tensor,
     v: Tensor,
     q_positions: Tensor,
-    scale: float,
+    scoring: Scoring,
     *,
+    first_keys: Tensor | None = None,
     kv_positions: Tensor | None = None,
     q_lengths: Tensor | None = None,
     kv_lengths: Tensor | None = None,
@@ -168,11 +194,13 @@ def row_attention(
     q : Tensor
         ``[B, Hq, R, D]``, last stride 1.
     k, v : Tensor
-        ``[B, Hkv, N, D]``, last stride 1.
+        ``[B, Hkv, N, D]`` and ``[B, Hkv, N, Dv]``, last stride 1.
     q_positions : Tensor
         Integers ``[R]`` or ``[B, R]``, ascending within the first ``q_lengths[b]``.
-    scale : float
-        Multiplies the scores; positive.
+    scoring : Scoring
+        Of a positive scale.
+    first_keys : Tensor, optional
+        Integers ``[R]``, not descending: where the rows' windows begin; without `kv_positions` and `q_lengths`.
     kv_positions : Tensor, optional
         Integers ``[N]`` or ``[B, N]`` in any order; key ``j`` stands at position ``j`` without it.
     q_lengths, kv_lengths : Tensor, optional
@@ -183,9 +211,9 @@ def row_attention(
     Returns
     -------
     tuple of Tensor
-        ``[B, Hq, R, D]`` in the dtype of `q`, laid out ``[B, R, Hq, D]`` in memory as the output projection reads it,
-        and the log-sum-exp of the scores, float32 ``[B, Hq, R]``. A row that sees no key is zero, its log-sum-exp
-        minus infinity; so are rows beyond a sequence's length.
+        ``[B, Hq, R, Dv]`` in the dtype of `q`, laid out ``[B, R, Hq, Dv]`` in memory as the output projection reads it,
+        and the log-sum-exp of the scores without sinks, float32 ``[B, Hq, R]``. A row that sees no key is zero, its
+        log-sum-exp minus infinity; so are rows beyond a sequence's length.
     """
     q_positions = _dense(q_positions)
     if kv_positions is not None:
@@ -194,17 +222,20 @@ def row_attention(
     kv_positions, q_lengths, kv_lengths = (
         None if x is None else _dense(x) for x in (kv_positions, q_lengths, kv_lengths)
     )
+    first_keys = None if first_keys is None else _dense(first_keys)
+    sinks = None if scoring.sinks is None else scoring.sinks.float().contiguous()
     batch, q_heads, rows, dim = q.shape
-    kv_heads, keys = k.shape[1], k.shape[2]
+    kv_heads, keys, value_dim = k.shape[1], k.shape[2], v.shape[3]
     group = q_heads // kv_heads
-    out = torch.empty((batch, rows, q_heads, dim), dtype=q.dtype, device=q.device).transpose(1, 2)
+    out = torch.empty((batch, rows, q_heads, value_dim), dtype=q.dtype, device=q.device).transpose(1, 2)
     lse = torch.empty((batch, q_heads, rows), dtype=torch.float32, device=q.device)
     if out.numel() == 0:
         return out, lse
     packed = rows * group
     is_few = packed <= FEW_ROWS
     # In float32 there is no matrix instruction that is exact enough, so larger blocks only spill registers.
-    block_m = max(16, triton.next_power_of_2(packed)) if is_few and q.dtype != torch.float32 else 16
+    is_exact, is_wide = q.dtype == torch.float32, max(dim, value_dim) > WIDE_DIM
+    block_m = max(16, triton.next_power_of_2(packed)) if is_few and not is_exact and not is_wide else 16
     if not is_few:
         block_m = 128
     if splits is None:
@@ -218,17 +249,18 @@ def row_attention(
     (_few if is_few else _many)[
         lambda config: (triton.cdiv(packed, config["BLOCK_M"]), batch * kv_heads, splits)
     ](
-        q, k, v, part_out, part_lse, q_positions, kv_positions, q_lengths, kv_lengths,
+        q, k, v, part_out, part_lse, q_positions, kv_positions, q_lengths, kv_lengths, first_keys, sinks,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *part_out.stride()[:4],
         _batch_stride(q_positions), _batch_stride(kv_positions),
-        rows, keys, kv_heads, splits, scale * _LOG2_E, (rows * keys).bit_length() // 3,
-        GROUP=group, D=dim, BLOCK_D=block_dim(dim),
+        rows, keys, kv_heads, splits, *weight_factors(scoring), (rows * keys).bit_length() // 3,
+        GROUP=group, D=dim, BLOCK_D=block_dim(dim), DV=value_dim, BLOCK_DV=block_dim(value_dim),
         HAS_KV_POSITIONS=kv_positions is not None, HAS_Q_LENGTHS=q_lengths is not None,
-        HAS_KV_LENGTHS=kv_lengths is not None,
+        HAS_KV_LENGTHS=kv_lengths is not None, HAS_WINDOWS=first_keys is not None,
+        HAS_SINKS=sinks is not None and splits == 1, CAPPED=scoring.softcap is not None,
         PRECISION=precision(q.dtype), **meta,
     )  # fmt: skip
     if splits > 1:
-        combine(part_out, part_lse, out, lse)
+        combine(part_out, part_lse, out, lse, sinks)
     return out, lse
 
 

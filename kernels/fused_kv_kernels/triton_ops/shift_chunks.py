@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .configs import block_dim
+from .configs import key_value_blocks
 
 if TYPE_CHECKING:
     from fused_kv_kernels.shift_chunks import ShiftStack
@@ -26,7 +26,9 @@ _BLOCK_T = 32
 @triton.jit(do_not_specialize=["shifts"])
 def _shift_kernel(
     table, shifts, weights, cos, sin, layer_k, layer_v, stride_lkh, stride_lkt, stride_lvh, stride_lvt,
-    COLUMNS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
     REST: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Shift one block of one chunk's tokens of one head."""
@@ -35,38 +37,43 @@ def _shift_kernel(
     entry = table + shift * COLUMNS
     rows, first = tl.load(entry + 4), tl.load(entry + 5)
     token = (tl.program_id(0) - tl.load(entry + 8)) * BLOCK_T + tl.arange(0, BLOCK_T)
-    is_token = token < tl.load(entry + 6)
+    tokens = tl.load(entry + 6)
     source = head * rows + first + token
-    scale_k = tl.load(tl.load(entry + 1).to(tl.pointer_type(tl.float32)) + source, mask=is_token, other=0.0)
-    scale_v = tl.load(tl.load(entry + 3).to(tl.pointer_type(tl.float32)) + source, mask=is_token, other=0.0)
+    # The grid has as many heads as there are of keys or of values: the other may have fewer.
+    of_keys = token < tl.where(head < KEY_HEADS, tokens, 0)
+    of_values = token < tl.where(head < VALUE_HEADS, tokens, 0)
+    scale_k = tl.load(tl.load(entry + 1).to(tl.pointer_type(tl.float32)) + source, mask=of_keys, other=0.0)
+    scale_v = tl.load(tl.load(entry + 3).to(tl.pointer_type(tl.float32)) + source, mask=of_values, other=0.0)
     scale_k = (tl.load(weights + shift) * scale_k)[:, None]
     scale_v = (tl.load(weights + shifts + shift) * scale_v)[:, None]
     change_k = tl.load(entry).to(tl.pointer_type(tl.int8)) + source[:, None] * D
-    change_v = tl.load(entry + 2).to(tl.pointer_type(tl.int8)) + source[:, None] * D
+    change_v = tl.load(entry + 2).to(tl.pointer_type(tl.int8)) + source[:, None] * DV
     target = (tl.load(entry + 7) + token)[:, None]
-    is_token = is_token[:, None]
+    of_keys = of_keys[:, None]
 
-    dims = tl.arange(0, BLOCK_D)[None, :]
-    in_values = is_token & (dims < D)
+    dims = tl.arange(0, BLOCK_DV)[None, :]
+    in_values = of_values[:, None] & (dims < DV)
     value_at = layer_v + head * stride_lvh + target * stride_lvt + dims
     value = tl.load(value_at, mask=in_values, other=0.0).to(tl.float32)
     value += tl.load(change_v + dims, mask=in_values, other=0).to(tl.float32) * scale_v
     tl.store(value_at, value.to(layer_v.dtype.element_ty), mask=in_values)
 
     pairs = tl.arange(0, BLOCK_HALF)[None, :]
-    inside = is_token & (pairs < HALF)
+    x_at = pairs * 2 if INTERLEAVED else pairs
+    y_at = x_at + 1 if INTERLEAVED else x_at + HALF
+    inside = of_keys & (pairs < HALF)
     key_at = layer_k + head * stride_lkh + target * stride_lkt
-    x = tl.load(change_k + pairs, mask=inside, other=0).to(tl.float32) * scale_k
-    y = tl.load(change_k + HALF + pairs, mask=inside, other=0).to(tl.float32) * scale_k
+    x = tl.load(change_k + x_at, mask=inside, other=0).to(tl.float32) * scale_k
+    y = tl.load(change_k + y_at, mask=inside, other=0).to(tl.float32) * scale_k
     turn_x = tl.load(cos + shift * HALF + pairs, mask=pairs < HALF, other=1.0)
     turn_y = tl.load(sin + shift * HALF + pairs, mask=pairs < HALF, other=0.0)
-    key_x = tl.load(key_at + pairs, mask=inside, other=0.0).to(tl.float32) + x * turn_x - y * turn_y
-    key_y = tl.load(key_at + HALF + pairs, mask=inside, other=0.0).to(tl.float32) + y * turn_x + x * turn_y
-    tl.store(key_at + pairs, key_x.to(layer_k.dtype.element_ty), mask=inside)
-    tl.store(key_at + HALF + pairs, key_y.to(layer_k.dtype.element_ty), mask=inside)
+    key_x = tl.load(key_at + x_at, mask=inside, other=0.0).to(tl.float32) + x * turn_x - y * turn_y
+    key_y = tl.load(key_at + y_at, mask=inside, other=0.0).to(tl.float32) + y * turn_x + x * turn_y
+    tl.store(key_at + x_at, key_x.to(layer_k.dtype.element_ty), mask=inside)
+    tl.store(key_at + y_at, key_y.to(layer_k.dtype.element_ty), mask=inside)
     if REST > 0:
         rest = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
-        in_rest = is_token & (rest < D)
+        in_rest = of_keys & (rest < D)
         kept = tl.load(key_at + rest, mask=in_rest, other=0.0).to(tl.float32)
         kept += tl.load(change_k + rest, mask=in_rest, other=0).to(tl.float32) * scale_k
         tl.store(key_at + rest, kept.to(layer_k.dtype.element_ty), mask=in_rest)
@@ -96,10 +103,7 @@ def shift_chunks(stack: ShiftStack, layer_idx: int, weights: Tensor, layer_keys:
     The layer's bytes are copied to the device where they are not there; they are dequantised on it.
     """
     device = layer_keys.device
-    heads, _, dim = layer_keys.shape
     turns = stack.tables[layer_idx]
-    half = turns.half
-    rest = dim - 2 * half
     parts, entries = layer_parts(stack, layer_idx, device)
     rows: list[int] = []
     shift_of: list[int] = []
@@ -109,9 +113,8 @@ def shift_chunks(stack: ShiftStack, layer_idx: int, weights: Tensor, layer_keys:
     if not shift_of:
         return
     table = torch.tensor([*rows, *shift_of], pin_memory=device.type == "cuda").to(device, non_blocking=True)
-    _shift_kernel[(len(shift_of), heads)](
+    _shift_kernel[(len(shift_of), max(layer_keys.shape[0], layer_values.shape[0]))](
         table, len(parts), weights, turns.cos, turns.sin, layer_keys, layer_values,
         *layer_keys.stride()[:2], *layer_values.stride()[:2],
-        COLUMNS=COLUMNS, D=dim, BLOCK_D=block_dim(dim), HALF=half, BLOCK_HALF=triton.next_power_of_2(half),
-        REST=rest, BLOCK_REST=triton.next_power_of_2(max(rest, 1)), BLOCK_T=_BLOCK_T, num_warps=4,
+        COLUMNS=COLUMNS, **key_value_blocks(layer_keys, layer_values, turns), BLOCK_T=_BLOCK_T, num_warps=4,
     )  # fmt: skip

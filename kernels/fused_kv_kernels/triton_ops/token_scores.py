@@ -6,26 +6,29 @@ a block stay in registers; no matrix of rows and keys is written.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .configs import block_dim, multiprocessors, score_blocks
-from .products import dot, precision
+from .products import dot, precision, scaled_scores, sink_weight, weight_factors
 from .splits import choose_splits
 
-__all__ = ["token_scores"]
+if TYPE_CHECKING:
+    from fused_kv_kernels.scoring import Scoring
 
-_LOG2_E = 1.4426950408889634
+__all__ = ["token_scores"]
 
 
 @triton.jit(do_not_specialize=["rows", "keys", "splits"])
 def _denominator_kernel(
-    q, k, levels, q_positions, stride_ql, stride_qh, stride_qr, stride_kl, stride_kh, stride_kn,
-    rows, keys, kv_heads, splits, scale_log2,
+    q, k, levels, q_positions, first_keys, stride_ql, stride_qh, stride_qr, stride_kl, stride_kh, stride_kn,
+    rows, keys, kv_heads, splits, scale, cap,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HAS_WINDOWS: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write the base-two log-sum-exp of one block of packed rows over one split of the keys."""
     layer = (tl.program_id(1) // kv_heads).to(tl.int64)
@@ -38,8 +41,12 @@ def _denominator_kernel(
     is_row = row < rows
     positions = tl.load(q_positions + row, mask=is_row, other=-1).to(tl.int32)
     end = tl.minimum(tl.max(positions) + 1, keys)
-    span = tl.cdiv(tl.cdiv(end, BLOCK_N), splits) * BLOCK_N
-    start = split * span
+    low = 0
+    if HAS_WINDOWS:
+        firsts = tl.load(first_keys + row, mask=is_row, other=2147483647).to(tl.int32)
+        low = tl.minimum(tl.min(firsts), end) // BLOCK_N * BLOCK_N
+    span = tl.cdiv(tl.cdiv(end - low, BLOCK_N), splits) * BLOCK_N
+    start = low + split * span
     end = tl.minimum(start + span, end)
 
     q_at = q + layer * stride_ql + head[:, None] * stride_qh + row.to(tl.int64)[:, None] * stride_qr + dims[None, :]
@@ -54,8 +61,10 @@ def _denominator_kernel(
         column = begin + columns
         readable = (column < end)[:, None] & (dims < D)[None, :]
         keys_block = tl.load(k_at + k_inside, mask=readable, other=0.0)
-        scores = dot(queries, tl.trans(keys_block), nothing, PRECISION) * scale_log2
+        scores = scaled_scores(dot(queries, tl.trans(keys_block), nothing, PRECISION), scale, cap, CAPPED)
         seen = (column[None, :] <= positions[:, None]) & (column < end)[None, :]
+        if HAS_WINDOWS:
+            seen &= column[None, :] >= firsts[:, None]
         scores = tl.where(seen, scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
@@ -70,10 +79,10 @@ def _denominator_kernel(
 
 @triton.jit(do_not_specialize=["rows", "keys", "splits"])
 def _mass_kernel(
-    q, k, levels, q_positions, mass, stride_ql, stride_qh, stride_qr, stride_kl, stride_kh, stride_kn,
-    rows, keys, kv_heads, splits, scale_log2,
+    q, k, levels, q_positions, first_keys, sinks, mass,
+    stride_ql, stride_qh, stride_qr, stride_kl, stride_kh, stride_kn, rows, keys, kv_heads, splits, scale, cap,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HAS_WINDOWS: tl.constexpr, HAS_SINKS: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sum one block of keys' shares of all rows of one key head."""
     layer = (tl.program_id(1) // kv_heads).to(tl.int64)
@@ -104,14 +113,26 @@ def _mass_kernel(
             base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
             total = total * tl.exp2(peak - base) + tl.exp2(level - base)
             peak = new_peak
-        level = tl.where(total != 0.0, peak + tl.log2(tl.where(total != 0.0, total, 1.0)), 0.0)
-        scores = dot(queries, tl.trans(keys_block), nothing, PRECISION) * scale_log2
+        whole = total
+        if HAS_SINKS:
+            whole += sink_weight(tl.load(sinks + head, mask=is_row, other=0.0), peak)
+        level = tl.where(total != 0.0, peak + tl.log2(tl.where(total != 0.0, whole, 1.0)), 0.0)
+        scores = scaled_scores(dot(queries, tl.trans(keys_block), nothing, PRECISION), scale, cap, CAPPED)
         seen = (column[None, :] <= positions[:, None]) & (column < keys)[None, :]
+        if HAS_WINDOWS:
+            seen &= column[None, :] >= tl.load(first_keys + row, mask=is_row, other=2147483647)[:, None]
         shares += tl.sum(tl.where(seen, tl.exp2(scores - level[:, None]), 0.0), 0)
     tl.store(mass + (layer * kv_heads + kv_head) * keys + column, shares, mask=column < keys)
 
 
-def token_scores(q: Tensor, k: Tensor, q_positions: Tensor, scale: float, splits: int | None = None) -> Tensor:
+def token_scores(
+    q: Tensor,
+    k: Tensor,
+    q_positions: Tensor,
+    scoring: Scoring,
+    first_keys: Tensor | None = None,
+    splits: int | None = None,
+) -> Tensor:
     """Score every key by the attention mass it receives from the query rows.
 
     Parameters
@@ -122,8 +143,10 @@ def token_scores(q: Tensor, k: Tensor, q_positions: Tensor, scale: float, splits
         ``[L, Hkv, N, D]``, last stride 1.
     q_positions : Tensor
         Integers ``[R]``.
-    scale : float
-        Multiplies the scores; positive.
+    scoring : Scoring
+        Of a positive scale.
+    first_keys : Tensor, optional
+        Integers ``[R]``: where the rows' windows begin.
     splits : int, optional
         Programs among which the first pass splits the keys; chosen from the sizes without it.
 
@@ -133,20 +156,23 @@ def token_scores(q: Tensor, k: Tensor, q_positions: Tensor, scale: float, splits
         float32 ``[N]``: mean over rows, heads and layers. Equal in every run: nothing is added atomically.
     """
     q_positions = q_positions.contiguous()
+    first_keys = None if first_keys is None else first_keys.contiguous()
+    sinks = None if scoring.sinks is None else scoring.sinks.float().contiguous()
     layers, q_heads, rows, dim = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
     group = q_heads // kv_heads
     if keys == 0 or rows == 0:
         return torch.zeros(keys, dtype=torch.float32, device=q.device)
-    shape = score_blocks(q.dtype)
+    shape = score_blocks(q.dtype, dim)
     blocks = triton.cdiv(rows * group, shape["BLOCK_M"])
     if splits is None:
         splits = choose_splits(blocks * layers * kv_heads, keys, multiprocessors(q.device))
     levels = torch.empty((splits, layers, q_heads, rows), dtype=torch.float32, device=q.device)
     mass = torch.empty((layers, kv_heads, keys), dtype=torch.float32, device=q.device)
-    sizes = (*q.stride()[:3], *k.stride()[:3], rows, keys, kv_heads, splits, scale * _LOG2_E)
+    sizes = (*q.stride()[:3], *k.stride()[:3], rows, keys, kv_heads, splits, *weight_factors(scoring))
     meta = {"GROUP": group, "D": dim, "BLOCK_D": block_dim(dim), "PRECISION": precision(q.dtype), **shape}
-    _denominator_kernel[(blocks, layers * kv_heads, splits)](q, k, levels, q_positions, *sizes, **meta)
+    meta |= {"HAS_WINDOWS": first_keys is not None, "CAPPED": scoring.softcap is not None}
+    _denominator_kernel[(blocks, layers * kv_heads, splits)](q, k, levels, q_positions, first_keys, *sizes, **meta)
     grid = (triton.cdiv(keys, shape["BLOCK_N"]), layers * kv_heads)
-    _mass_kernel[grid](q, k, levels, q_positions, mass, *sizes, **meta)
+    _mass_kernel[grid](q, k, levels, q_positions, first_keys, sinks, mass, *sizes, HAS_SINKS=sinks is not None, **meta)
     return mass.sum(dim=(0, 1)) / (layers * q_heads * rows)
