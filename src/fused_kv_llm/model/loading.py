@@ -184,6 +184,11 @@ def load_model(
         read = read_named(str(model), chosen_dtype, chosen_device, trust_probe=trust_probe)
         network, folders = unwrapped(read.network), read.folders
         check_weights(network, model_id)
+        if network.dtype != chosen_dtype:
+            chosen_dtype, choice = (
+                network.dtype,
+                f"{_name(network.dtype)} on {chosen_device}, as its weights are quantised",
+            )
         tokenizer = read.tokenizer if tokenizer is None else tokenizer
     else:
         network, folders = unwrapped(model), ()
@@ -192,7 +197,7 @@ def load_model(
         check_weights(network, model_id)
         chosen_device, chosen_dtype = network.device, network.dtype
         check_model_type(network.config, model_id, trust_probe=trust_probe)
-        choice = f"{str(chosen_dtype).removeprefix('torch.')} on {chosen_device}, as the given model has it"
+        choice = f"{_name(chosen_dtype)} on {chosen_device}, as the given model has it"
         if tokenizer is None:
             raise ConfigError("A model given as an object needs its tokenizer: pass tokenizer=... as well.")
     if isinstance(tokenizer, (str, Path)):
@@ -223,6 +228,10 @@ def load_model(
         choice=choice,
         snapshot=ModelSnapshot(network),
     )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _check_dtype(network: Any, model_id: str) -> None:

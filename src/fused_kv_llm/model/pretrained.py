@@ -17,7 +17,7 @@ from fused_kv_llm.errors import ModelError, ModelFileError, ModelNotFoundError, 
 from fused_kv_llm.model.embedded import EMBEDDED_MODELS, embedded_model_folder
 from fused_kv_llm.model.families import check_model_type
 from fused_kv_llm.model.gguf_conversion import converted_gguf, gguf_in
-from fused_kv_llm.model.weights import check_quantization_packages, quantization_method
+from fused_kv_llm.model.weights import FAILURES, check_quantization_packages, quantization_method
 
 __all__ = ["cached_folder", "locate", "read_model", "read_tokenizer"]
 
@@ -109,7 +109,9 @@ def read_model(
         network = auto.from_pretrained(source, dtype=dtype, **place)
     except SafetensorError as error:
         raise ModelFileError(f"The weights of {model_id!r} are damaged ({error}): get them again.") from error
-    except (OSError, ValueError, RuntimeError, ImportError, NotImplementedError, AssertionError) as error:
+    except FAILURES as error:
+        if method is None and not isinstance(error, (OSError, ValueError, RuntimeError)):
+            raise
         raise _unreadable(model_id, method, error) from error
     return network if method is not None else network.to(device)
 

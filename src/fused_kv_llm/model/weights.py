@@ -14,6 +14,7 @@ from fused_kv_llm.model.deviation import by_layer, worst
 from fused_kv_llm.model.structure import check_compiled
 
 __all__ = [
+    "FAILURES",
     "check_quantization_packages",
     "check_rows",
     "check_weights",
@@ -37,6 +38,11 @@ _PACKAGES = {
 }
 _DISTRIBUTIONS = {"compressed_tensors": "compressed-tensors", "optimum.quanto": "optimum-quanto"}
 _QUANTISING = ("torch.ao.", "bitsandbytes.", "hqq.", "gptqmodel.", "compressed_tensors.", "optimum.")
+# What packages raise for weights that they cannot read or run here.
+FAILURES = (
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NotImplementedError, OSError,
+    RuntimeError, TypeError, ValueError,
+)  # fmt: skip
 _INSTEAD = (
     "Weights that are quantised alone can be used: bitsandbytes with load_in_4bit, torchao's Int8WeightOnlyConfig, "
     "GPTQ and AWQ."
@@ -177,8 +183,15 @@ def check_rows(model: Any, model_id: str) -> None:
     """
     vocabulary = model.get_input_embeddings().weight.shape[0]
     ids = torch.arange(24, device=model.device)[None] * 37 % vocabulary
-    with torch.inference_mode():
-        alone, beside = (model(part, use_cache=True).past_key_values.layers[0] for part in (ids[:, :8], ids))
+    try:
+        with torch.inference_mode():
+            alone, beside = (model(part, use_cache=True).past_key_values.layers[0] for part in (ids[:, :8], ids))
+    except FAILURES as error:
+        raise UnsupportedModelError(
+            f"The quantised weights of {model_id!r} cannot be run on {model.device} "
+            f"({type(error).__name__}: {str(error)[:300]}). They may not be what their configuration says, or need "
+            f"another device. {_INSTEAD}"
+        ) from error
     pairs = [(getattr(beside, part)[0, :, :8], getattr(alone, part)[0]) for part in ("keys", "values")]
     found = worst(by_layer(pairs), model.dtype)
     if found is not None:
