@@ -211,9 +211,9 @@ def load_model(
     attach_attention(network)
     attach_last_row(network)
     attach_narrowing(network)
-    geometry = read_geometry(network, model_id)
     if is_quantised(network):
         check_rows(network, model_id)
+    geometry = read_geometry(network, model_id)
     if chosen_device.type == "cpu":
         attach_checked(network, geometry, model_id)
     return LoadedModel(
