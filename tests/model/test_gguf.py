@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.errors import MissingExtraError, ModelFileError, UnsupportedModelError
-from fused_kv_llm.model import gguf_conversion, load_model
+from fused_kv_llm.model import families, gguf_conversion, load_model
 from fused_kv_llm.model.gguf_header import read_header
 from fused_kv_llm.paths import cache_folder
 
@@ -138,6 +138,10 @@ def test_a_type_that_is_refused_is_not_converted(file: Path, monkeypatch: pytest
         load_model(file)
     write_gguf(file, gguf_model(), architecture="nobody-knows")
     with pytest.raises(UnsupportedModelError, match="architecture 'nobody-knows', which transformers does not read"):
+        load_model(file)
+    monkeypatch.setattr(families, "SUPPORTED_MODEL_TYPES", ("qwen2",))
+    write_gguf(file, gguf_model())
+    with pytest.raises(UnsupportedModelError, match="its type 'llama' has not been verified"):
         load_model(file)
 
 

@@ -19,7 +19,7 @@ from filelock import FileLock
 from safetensors import SafetensorError
 
 from fused_kv_llm.errors import MissingExtraError, ModelFileError, UnsupportedModelError
-from fused_kv_llm.model.families import refuse_known
+from fused_kv_llm.model.families import check_model_type, refuse_known
 from fused_kv_llm.model.gguf_config import complete_config
 from fused_kv_llm.model.gguf_header import GGUFHeader, read_header
 from fused_kv_llm.paths import cache_folder
@@ -62,7 +62,7 @@ def gguf_in(folder: Path) -> Path | None:
     return files[0] if files else None
 
 
-def converted_gguf(path: Path, name: str | None = None) -> Path:
+def converted_gguf(path: Path, name: str | None = None, *, trust_probe: bool = False) -> Path:
     """Return the folder with a GGUF file's model in safetensors form; converts it if there is none.
 
     Parameters
@@ -71,6 +71,8 @@ def converted_gguf(path: Path, name: str | None = None) -> Path:
     name : str or None
         Name of the folder, if the caller knows one that is another for other content. By default the file's name and
         a digest of its content.
+    trust_probe : bool
+        Whether a type of model that is on neither list may be converted.
 
     Returns
     -------
@@ -93,7 +95,7 @@ def converted_gguf(path: Path, name: str | None = None) -> Path:
     if importlib.util.find_spec("gguf") is None:
         raise MissingExtraError("gguf", "gguf")
     header = read_header(path)
-    _check_type(header, path)
+    _check_type(header, path, trust_probe)
     _log.info("Converting %s to safetensors, once, into %s", path, target)
     # What stands in the way of a folder or of its files is said alike, wherever it is met.
     try:
@@ -119,7 +121,7 @@ def _digest(path: Path) -> str:
     return str(digest.hexdigest())
 
 
-def _check_type(header: GGUFHeader, path: Path) -> None:
+def _check_type(header: GGUFHeader, path: Path, trust_probe: bool) -> None:
     from transformers import AutoConfig
 
     model_type = _MODEL_TYPES.get(header.architecture, header.architecture.replace("-", "_"))
@@ -130,7 +132,10 @@ def _check_type(header: GGUFHeader, path: Path) -> None:
             f"The GGUF file {str(path)!r} is of the architecture {header.architecture!r}, which transformers does not "
             "read."
         ) from error
-    refuse_known(config, str(path))
+    if trust_probe:
+        refuse_known(config, str(path))
+    else:
+        check_model_type(config, str(path))
 
 
 def _convert(path: Path, header: GGUFHeader, target: Path) -> None:

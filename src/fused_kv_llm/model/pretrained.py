@@ -24,7 +24,7 @@ __all__ = ["cached_folder", "locate", "read_model", "read_tokenizer"]
 _PAUSE_S = 0.5
 
 
-def locate(model: str) -> tuple[Path | None, str]:
+def locate(model: str, *, trust_probe: bool = False) -> tuple[Path | None, str]:
     """Return the folder of a model, None if it is the hub's, and what ``from_pretrained`` takes.
 
     Parameters
@@ -32,6 +32,8 @@ def locate(model: str) -> tuple[Path | None, str]:
     model : str
         Alias, local folder, GGUF file or hub id. A GGUF file, also one in a folder that has no other weights, is
         converted; the folder that is returned is the result.
+    trust_probe : bool
+        Whether a GGUF file of a type that is on neither list may be converted.
 
     Raises
     ------
@@ -48,7 +50,7 @@ def locate(model: str) -> tuple[Path | None, str]:
     path = Path(model)
     file = gguf_in(path) if path.is_dir() else path if path.is_file() else None
     if file is not None:
-        folder = converted_gguf(file)
+        folder = converted_gguf(file, trust_probe=trust_probe)
         return folder, str(folder)
     if path.is_dir():
         return path, model
@@ -144,7 +146,8 @@ def read_tokenizer(source: str, model_id: str) -> Any:
     """
     from transformers import AutoTokenizer
 
-    _, source = locate(source)
+    # A tokenizer can be had from any file, whatever its model is.
+    _, source = locate(source, trust_probe=True)
     _check_within_reach(source, source, "tokenizer_config.json")
     try:
         return AutoTokenizer.from_pretrained(source)

@@ -61,7 +61,7 @@ def read_named(name: str, dtype: torch.dtype, device: torch.device, *, trust_pro
     base = base_of_adapter(path)
     if base is not None:
         return _with_adapter(path, base, partial(read_named, dtype=dtype, device=device, trust_probe=trust_probe))
-    folder, source = locate(name)
+    folder, source = locate(name, trust_probe=trust_probe)
     network = read_model(source, name, dtype, device, trust_probe=trust_probe)
     folder = folder or cached_folder(source)
     return ReadModel(network, () if folder is None else (folder,), source)
