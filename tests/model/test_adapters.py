@@ -18,6 +18,8 @@ from corpus import SHORT, rag_prompt
 from models import smollm2_tokenizer, tiny_model
 
 from fused_kv_llm import FusedKVEngine
+from fused_kv_llm.adapter.sharing import lease_engine
+from fused_kv_llm.config import EngineConfig
 from fused_kv_llm.errors import (
     ConfigError,
     MissingExtraError,
@@ -154,6 +156,22 @@ def test_an_adapter_that_is_switched_back_is_no_change(tmp_path: Path) -> None:
         model.set_adapter("two")
         model.set_adapter("one")
         assert torch.equal(fused.prefill(PROMPT)[0].logits, want)
+
+
+def test_a_shared_engine_of_a_model_that_changed_is_not_leased_again(tmp_path: Path) -> None:
+    """Framework objects share engines by their options: after a switch, a new object gets a new engine."""
+    model = with_adapters("one", "two")
+    config = EngineConfig(model=model, tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, preprocessing="none")
+    leases = [lease_engine(config), lease_engine(config)]
+    assert leases[0].engine is leases[1].engine
+    model.set_adapter("two")
+    leases.append(lease_engine(config))
+    assert leases[2].engine.identity != leases[0].engine.identity
+    leases[2].engine.prefill(PROMPT)
+    with pytest.raises(ModelChangedError):
+        leases[0].engine.prefill(PROMPT)
+    for lease in leases:
+        lease.release()
 
 
 def test_only_adapters_in_effect_count() -> None:
