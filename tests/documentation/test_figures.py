@@ -132,6 +132,34 @@ def test_the_default() -> None:
     assert f"it is {hotpot[1]}, {musique[1]} and {squad[1]} %" in text
 
 
+def test_a_second_model_beside_plain_transformers() -> None:
+    rows = {(row["length"], row["ratio"]): row for row in record("fidelity_gemma_cpu.json")["rows"]}
+    want = []
+    for length in dict.fromkeys(length for length, _ in rows):
+        exact = rows[length, 1.0]
+        assert exact["all_tokens_same"]
+        assert exact["largest_difference"] <= 1e-4
+        losses = [f"{rows[length, ratio]['kl']:.3f}" for ratio in (0.0, 0.15)]
+        want.append([f"{length:,}", *losses, f"{exact['largest_difference']:.0e}"])
+    assert table("docs/methods.md", "length") == want
+
+
+def test_the_default_with_a_second_model() -> None:
+    def percent(row: dict[str, Any]) -> str:
+        low, high = row["recovered_95"]
+        return f"{100 * row['recovered']:.0f} % ({100 * low:.0f} to {100 * high:.0f})"
+
+    want, counts = [], set()
+    for name, rows in quality("quality_gemma_cpu.json").items():
+        reused, fused = rows["full_reuse", "similar", 0.0], rows["sink_attention", "similar", 0.15]
+        counts.add(fused["questions"])
+        want.append([name, percent(reused), percent(fused)])
+    assert table("docs/methods.md", "set of Gemma") == want
+    text = " ".join((ROOT / "docs" / "methods.md").read_text(encoding="utf-8").split())
+    (count,) = counts
+    assert f"The default on the first {count} questions of two of the sets" in text
+
+
 def test_the_probe() -> None:
     rows = table("docs/methods.md", "prompt tokens")
     assert rows == [
