@@ -221,11 +221,13 @@ def main() -> None:
         locate(source)[1], dtype=engine.loaded.dtype, attn_implementation="sdpa"
     ).eval()
     passages, question = handbook_passages(), handbook_questions()[0]["question"]
-    print(engine.build_kv_cache(passages, preprocess="wait").summary())
+    prompts = [build_prompt(engine, passages, question, length) for length in args.lengths]
+    used = [passage for passage in passages if any(passage in prompt for prompt in prompts)]
+    print(engine.build_kv_cache(used, preprocess="wait").summary())
     rows: list[dict[str, Any]] = []
-    for length in track(args.lengths, description="Measuring"):
-        rows += measure(engine, plain, build_prompt(engine, passages, question, length), args)
-    memory = measure_memory(args, build_prompt(engine, passages, question, args.lengths[len(args.lengths) // 2]))
+    for prompt in track(prompts, description="Measuring"):
+        rows += measure(engine, plain, prompt, args)
+    memory = measure_memory(args, prompts[len(prompts) // 2])
     stamp = environment()
     title = f"{args.model}, {engine.dtype}, {stamp['cores']} cores of {stamp['cpu']}, selector {args.selector}"
     print_table(rows, title)
