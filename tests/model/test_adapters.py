@@ -7,10 +7,11 @@ import importlib.util
 import json
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from adapters import config_of, with_adapters
@@ -30,6 +31,7 @@ from fused_kv_llm.errors import (
 )
 from fused_kv_llm.model import adapter_files, load_model
 from fused_kv_llm.model.adapters import ADAPTER_KINDS
+from fused_kv_llm.selectors import Anchors, QueryAttention
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Adapter name .* should not be contained in the prefix:UserWarning"),
@@ -156,6 +158,38 @@ def test_an_adapter_that_is_switched_back_is_no_change(tmp_path: Path) -> None:
         model.set_adapter("two")
         model.set_adapter("one")
         assert torch.equal(fused.prefill(PROMPT)[0].logits, want)
+
+
+def test_work_in_the_background_is_not_done_with_another_adapter(tmp_path: Path) -> None:
+    model = with_adapters("one", "two")
+    neighbours = {SHORT[0]: [SHORT[1]], SHORT[1]: [SHORT[0]]}
+    with engine(model, tmp_path, preprocessing="similar", num_neighbours=1, embedder=_Letters()) as fused:
+        fused.build_kv_cache(SHORT[:2], neighbours=neighbours, preprocess="later", progress=False)
+        model.set_adapter("two")
+        with pytest.raises(ModelChangedError):
+            fused.preprocess(progress=False)
+        model.set_adapter("one")
+        assert fused.preprocess(progress=False).chunks_preprocessed == 2
+
+
+def test_anchors_are_not_made_with_another_adapter(tmp_path: Path) -> None:
+    model = with_adapters("one", "two")
+    selector = QueryAttention("mine", layers=(1,), anchors=Anchors("kvzip", 0.2))
+    with engine(model, tmp_path) as fused:
+        fused.build_kv_cache(SHORT[:2], progress=False)
+        model.set_adapter("two")
+        with pytest.raises(ModelChangedError):
+            fused.build_anchors(SHORT[:2], selector=selector, progress=False)
+        model.set_adapter("one")
+        assert fused.build_anchors(SHORT[:2], selector=selector, progress=False) == 2
+
+
+class _Letters:
+    """Embeds a text by how often it has each letter."""
+
+    def encode(self, texts: Sequence[str]) -> np.ndarray:
+        counts = [[text.lower().count(letter) for letter in "abcdefghijklmnopqrstuvwxyz"] for text in texts]
+        return np.array(counts, dtype=np.float32)
 
 
 def test_a_shared_engine_of_a_model_that_changed_is_not_leased_again(tmp_path: Path) -> None:
