@@ -130,7 +130,7 @@ class TestTypes:
         for layer, table in enumerate(one):
             moved = rerotate_keys(rerotate_keys(found[0][0][layer], table), other[layer])
             want = found[1][0][layer].float()
-            limit = 1e-3 if dtype == "float32" else (tolerance(loaded.dtype) if layer else 0.02)
+            limit = 1e-3 if dtype == "float32" else (tolerance(loaded.dtype) if layer else 0.05)
             assert float(deviation(*(x.transpose(0, 1).flatten(1) for x in (moved, want)))) < limit, f"layer {layer}"
 
     @staticmethod
@@ -153,8 +153,8 @@ def test_the_engine_answers_as_transformers_does_at_ratio_one(kind: str, tmp_pat
             want = engine.model(torch.tensor([engine.encode(prompt)]), use_cache=False).logits[0, -1]
         torch.testing.assert_close(fused.logits, want, atol=1e-4, rtol=1e-4)
         gaps = []
-        for ratio in (0.0, 0.3, 0.9):
-            partly, _ = engine.prefill(prompt, recompute_ratio=ratio)
+        for ratio, selector in ((0.0, "full_reuse"), (0.3, "all_layers"), (0.9, "sink_attention")):
+            partly, _ = engine.prefill(prompt, recompute_ratio=ratio, selector=selector)
             gaps.append(torch.nn.functional.kl_div(partly.logits.log_softmax(-1), want.log_softmax(-1), log_target=True,
                                                    reduction="sum"))  # fmt: skip
         assert gaps[2] < gaps[0]

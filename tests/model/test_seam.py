@@ -13,7 +13,7 @@ from tiny_families import tiny_model as tiny_family
 from torch.nn.functional import scaled_dot_product_attention
 
 from fused_kv_llm import FusedKVEngine
-from fused_kv_llm.errors import UnsupportedModelError
+from fused_kv_llm.errors import FusedKVWarning, UnsupportedModelError
 from fused_kv_llm.model import (
     CachePool,
     ForwardPass,
@@ -21,6 +21,7 @@ from fused_kv_llm.model import (
     LoadedModel,
     PackedChunk,
     compute_prefix,
+    families,
     forward_rows,
     load_model,
     prefill_packed,
@@ -59,6 +60,38 @@ def test_attention_that_was_patched_is_an_error(dtype: torch.dtype, tmp_path: Pa
     attention.forward = own_attention.__get__(attention)
     with pytest.raises(UnsupportedModelError, match="Layer 2 of the model does not attend through the engine"):
         run(loaded)
+
+
+def test_keys_that_are_kept_elsewhere_are_an_error() -> None:
+    """A layer that attends through the seam, but not to what the cache holds, would see nothing that is stored."""
+    loaded = load_model(tiny_model(), tokenizer=smollm2_tokenizer())
+    attention = loaded.model.model.layers[1].self_attn
+    own = type(attention).forward
+    attention.forward = lambda *args, **kwargs: own(attention, *args, **{**kwargs, "past_key_values": None})
+    with pytest.raises(UnsupportedModelError, match="Layer 1 of the model does not attend through the engine"):
+        run(loaded)
+
+
+def test_a_model_that_looks_at_more_than_attention_shows_is_refused() -> None:
+    model = tiny_model()
+
+    def mixed(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return output + 4 * output.mean(dim=1, keepdim=True)
+
+    model.model.layers[1].mlp.register_forward_hook(mixed)
+    with pytest.raises(UnsupportedModelError, match="recomputed rows give other logits"):
+        load_model(model, tokenizer=smollm2_tokenizer())
+
+
+def test_keys_that_no_rotation_moves_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A norm behind the rotation, with weights that differ by dimension."""
+    model = tiny_family("hunyuan_v1_dense")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.key_layernorm.weight.uniform_(0.2, 3.0)
+    monkeypatch.delitem(families.REFUSED, "hunyuan_v1_dense")
+    with pytest.warns(FusedKVWarning, match="hunyuan"), pytest.raises(UnsupportedModelError, match="cannot be moved"):
+        load_model(model, tokenizer=smollm2_tokenizer(), trust_probe=True)
 
 
 def run(loaded: LoadedModel) -> torch.Tensor:
