@@ -95,7 +95,7 @@ def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--questions", type=int, default=36, help="only the first of them")
-    parser.add_argument("--ratios", type=float, nargs="+", default=[DEMO.ratio, 0.15, 0.0])
+    parser.add_argument("--ratios", type=float, nargs="+", default=[DEMO.ratio, 0.3, 0.15, 0.0])
     parser.add_argument("--k", type=int, default=DEMO.passages, help="passages in a prompt")
     parser.add_argument("--max-tokens", type=int, default=DEMO.max_tokens)
     parser.add_argument("--dtype", default=None)

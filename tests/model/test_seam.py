@@ -90,7 +90,7 @@ def test_keys_that_no_rotation_moves_are_refused(monkeypatch: pytest.MonkeyPatch
         for layer in model.model.layers:
             layer.self_attn.key_layernorm.weight.uniform_(0.2, 3.0)
     monkeypatch.delitem(families.REFUSED, "hunyuan_v1_dense")
-    with pytest.warns(FusedKVWarning, match="hunyuan"), pytest.raises(UnsupportedModelError, match="cannot be moved"):
+    with pytest.warns(FusedKVWarning, match="hunyuan"), pytest.raises(UnsupportedModelError, match="KV of layer 0"):
         load_model(model, tokenizer=smollm2_tokenizer(), trust_probe=True)
 
 

@@ -30,4 +30,4 @@ class DemoSettings:
 
 
 # An answer is its first clause: after it a model of 135M parameters goes on with whatever numbers are near.
-DEMO = DemoSettings(passages=10, ratio=0.3, max_tokens=40, stop=(", ", ". ", "\n"))
+DEMO = DemoSettings(passages=5, ratio=0.5, max_tokens=40, stop=(", ", ". ", "\n"))
