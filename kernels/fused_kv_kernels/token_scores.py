@@ -95,11 +95,13 @@ def _in_torch(q: Tensor, k: Tensor, q_positions: Tensor, scoring: Scoring, first
     groups = q_heads // kv_heads
     scores = torch.bmm((q * scoring.scale).reshape(kv_heads, groups * rows, dim), k.transpose(1, 2)).float()
     by_row = scoring.capped_(scores).view(kv_heads, groups, rows, num_keys)
-    columns = torch.arange(num_keys, device=k.device)[None, :]
+    # Without windows, all rows see all keys up to the first row's.
+    begin = int(q_positions.min()) + 1 if first_keys is None else 0
+    columns = torch.arange(begin, num_keys, device=k.device)[None, :]
     hidden = columns > q_positions[:, None]
     if first_keys is not None:
         hidden |= columns < first_keys[:, None]
-    by_row.masked_fill_(hidden, float("-inf"))
+    by_row[..., begin:].masked_fill_(hidden, float("-inf"))
     weights = by_row.softmax(dim=-1)
     if scoring.sinks is not None:
         weights *= scoring.kept_share(by_row, scoring.sinks.float().view(kv_heads, groups, 1, 1))

@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tolerance import assert_near
 
-from fused_kv_kernels import RowPlan, row_attention, token_scores, why_not_native
-from fused_kv_kernels.native import attention, library, native_library, row_attention_scratch, supports
+from fused_kv_kernels import RowPlan, place_chunks, rotation_table, row_attention, token_scores, why_not_native
+from fused_kv_kernels.native import attention, library, moving, native_library, row_attention_scratch, supports
 from fused_kv_kernels.native.processor import processor_features
-from fused_kv_kernels.reference import row_attention_reference, token_scores_reference
+from fused_kv_kernels.reference import place_chunks_reference, row_attention_reference, token_scores_reference
 from fused_kv_kernels.scoring import Scoring
 
 SCRIPT = """
@@ -116,21 +118,40 @@ def test_only_dense_tensors_of_one_dtype_on_the_cpu_are_taken() -> None:
     assert row_attention_scratch(*[x.bfloat16()] * 3) == 2 * (64 + 64) * 16 * 2
 
 
+# Heads of queries and of keys, widths of keys and of values, keys, rows, and how many keys a window has.
+SHAPES = ((9, 3, 64, 64, 300, 17, None), (4, 4, 128, 96, 70, 70, 30), (2, 1, 96, 96, 520, 90, 200))
+SCORINGS = (Scoring(0.125), Scoring(0.125, softcap=2.0), Scoring(0.125, 5.0, torch.linspace(-3.0, 4.0, 9)))
+
+
+def _rows(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, RowPlan]:
+    q_heads, kv_heads, dim, value_dim, num_keys, rows, window = shape
+    generator = torch.Generator().manual_seed(rows)
+    q = torch.randn(2, q_heads, rows, dim, generator=generator).to(dtype)
+    k, v = (torch.randn(2, kv_heads, num_keys, width, generator=generator).to(dtype) for width in (dim, value_dim))
+    positions = torch.randperm(num_keys, generator=generator)[:rows].sort().values
+    first_keys = None if window is None else (positions - window + 1).clamp(min=0)
+    return q, k, v, RowPlan(positions, num_keys, first_keys=first_keys)
+
+
+def _options(scoring: Scoring, q_heads: int, plan: RowPlan) -> dict[str, Any]:
+    sinks = None if scoring.sinks is None else scoring.sinks[:q_heads]
+    return {"first_keys": plan.first_keys, "softcap": scoring.softcap, "sinks": sinks}
+
+
 @needs_native
 def test_the_blocking_of_matrix_tiles_equals_the_reference(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """AMX is on few processors: here plain loops stand in for its instructions."""
     monkeypatch.setenv("FUSED_KV_CACHE", str(tmp_path))
     emulated = library.opened("bfloat16", "-DFKV_EMULATE_TILES")
     monkeypatch.setattr(attention, "loaded_library", lambda dtype: emulated)
-    for q_heads, kv_heads, dim, num_keys, rows in ((9, 3, 64, 300, 17), (4, 4, 128, 70, 70), (2, 1, 96, 520, 90)):
-        generator = torch.Generator().manual_seed(rows)
-        q = torch.randn(2, q_heads, rows, dim, generator=generator).bfloat16()
-        k, v = torch.randn(2, 2, kv_heads, num_keys, dim, generator=generator).bfloat16()
-        positions = torch.randperm(num_keys, generator=generator)[:rows].sort().values
+    for shape, scoring in product(SHAPES, SCORINGS):
+        q, k, v, plan = _rows(shape, torch.bfloat16)
+        options = _options(scoring, q.shape[1], plan)
         scratch = torch.empty(attention.row_attention_scratch(q, k, v), dtype=torch.uint8)
-        got = attention.native_row_attention(q, k, v, RowPlan(positions, num_keys), Scoring(dim**-0.5), scratch)
-        want = row_attention_reference(q.float(), k.float(), v.float(), positions, dim**-0.5)
-        assert_near(got, want, torch.bfloat16)
+        own = Scoring(scoring.scale, scoring.softcap, options["sinks"])
+        got = attention.native_row_attention(q, k, v, plan, own, scratch)
+        wide = (part.float() for part in (q, k, v))
+        assert_near(got, row_attention_reference(*wide, plan.q_positions, scoring.scale, **options), torch.bfloat16)
 
 
 @needs_float32
@@ -140,33 +161,45 @@ def test_the_float32_operators_of_processors_without_avx512_equal_the_reference(
     monkeypatch.setenv("FUSED_KV_CACHE", str(tmp_path))
     narrow = library.opened("float32", "-mno-avx512f")
     monkeypatch.setattr(attention, "loaded_library", lambda dtype: narrow)
-    for q_heads, kv_heads, dim, num_keys, rows in ((9, 3, 64, 300, 17), (4, 4, 130, 70, 70), (2, 1, 96, 520, 90)):
-        generator = torch.Generator().manual_seed(rows)
-        q = torch.randn(2, q_heads, rows, dim, generator=generator)
-        k, v = torch.randn(2, 2, kv_heads, num_keys, dim, generator=generator)
-        positions = torch.randperm(num_keys, generator=generator)[:rows].sort().values
-        got = row_attention(q, k, v, RowPlan(positions, num_keys), dim**-0.5)
-        want = row_attention_reference(q, k, v, positions, dim**-0.5)
+    monkeypatch.setattr(moving, "loaded_library", lambda dtype: narrow)
+    for shape, scoring in product((*SHAPES, (4, 4, 130, 130, 70, 70, None)), SCORINGS):
+        q, k, v, plan = _rows(shape, torch.float32)
+        options = _options(scoring, q.shape[1], plan)
+        own = {name: options[name] for name in ("softcap", "sinks")}
+        got = row_attention(q, k, v, plan, scoring.scale, **own)
+        want = row_attention_reference(q, k, v, plan.q_positions, scoring.scale, **options)
         assert_near(got, want, torch.float32)
-        scores = token_scores(q[0], k[0], positions, dim**-0.5)
-        torch.testing.assert_close(
-            scores, token_scores_reference(q[0], k[0], positions, dim**-0.5), atol=1e-6, rtol=1e-5
-        )
+        scores = token_scores(q[0], k[0], plan.q_positions, scoring.scale, **options)
+        want = token_scores_reference(q[0], k[0], plan.q_positions, scoring.scale, **options)
+        torch.testing.assert_close(scores, want, atol=1e-6, rtol=1e-5)
+    for interleaved, rotary in product((False, True), (64, 22)):
+        keys, values = torch.randn(2, 3, 11, 64)
+        inv_freq = torch.linspace(-0.3, 0.9, rotary // 2)
+        layers = torch.zeros(2, 2, 3, 20, 64)
+        place_chunks([(keys, values)], [4], rotation_table(torch.tensor([9]), inv_freq, interleaved), *layers[0])
+        place_chunks_reference([(keys, values)], [4], [9], inv_freq, *layers[1], interleaved=interleaved)
+        assert_near(layers[0], layers[1], torch.float32)
 
 
 @needs_float32
-def test_a_row_in_float32_does_not_depend_on_its_company(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("window", [None, 130])
+def test_a_row_in_float32_does_not_depend_on_its_company(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit by bit: neither on the rows beside it nor on the number of threads that share the work."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(1, 6, 400, 64, generator=generator)
     k, v = torch.randn(2, 1, 2, 400, 64, generator=generator)
     positions = torch.arange(400)
-    together = row_attention(q, k, v, RowPlan(positions, 400), 0.125)
+
+    def attended(rows: torch.Tensor) -> torch.Tensor:
+        first_keys = None if window is None else (rows - window + 1).clamp(min=0)
+        return row_attention(q[:, :, rows], k, v, RowPlan(rows, 400, first_keys=first_keys), 0.125)
+
+    together = attended(positions)
     some = positions[7:393:11]
-    assert torch.equal(row_attention(q[:, :, some], k, v, RowPlan(some, 400), 0.125), together[:, :, some])
+    assert torch.equal(attended(some), together[:, :, some])
     for threads in (1, 3, 64):
         monkeypatch.setattr(attention, "num_threads", lambda threads=threads: threads)
-        assert torch.equal(row_attention(q, k, v, RowPlan(positions, 400), 0.125), together)
+        assert torch.equal(attended(positions), together)
 
 
 @needs_native
