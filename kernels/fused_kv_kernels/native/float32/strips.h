@@ -81,21 +81,20 @@ inline void hide(const Strip &strip, int64_t start, int64_t width, float *scores
     }
     const int64_t seen_by_all = std::clamp<int64_t>(strip.least - start, 0, width);
     const int64_t begun_for_all = std::clamp<int64_t>(strip.all_begun - start, 0, width);
-    for (int64_t key = 0; key < width; ++key)
+    for (int64_t key = 0; key < width; ++key) {
+        const int32_t position = static_cast<int32_t>(start + key);
+        const bool for_all = key >= begun_for_all && key < seen_by_all;
 #pragma GCC unroll 4
         for (int part = 0; part < Registers; ++part) {
             float *at = scores + (key * Registers + part) * kLanes;
             Lanes score = load_floats(at);
-            if (key < begun_for_all) {
-                score = firsts[part] <= static_cast<int32_t>(start + key) ? score : splat(kMinusInfinity);
-                store_floats(at, score);
-            }
-            if (key >= seen_by_all) {
-                score = limits[part] > static_cast<int32_t>(start + key) ? score : splat(kMinusInfinity);
+            if (!for_all) {
+                score = (limits[part] > position) & (firsts[part] <= position) ? score : splat(kMinusInfinity);
                 store_floats(at, score);
             }
             highest[part] = larger(highest[part], score);
         }
+    }
 }
 
 // Turns scores into powers of two above the highest, adds them up, and corrects what was added before for the highest
