@@ -40,7 +40,7 @@ def decoder_layers(model: Any) -> Sequence[Any]:
 def _inputs(ids: Tensor, positions: Tensor, cache: Cache) -> dict[str, Any]:
     return {
         "input_ids": ids,
-        "position_ids": positions[None].expand(ids.shape[0], -1),
+        "position_ids": positions.expand(ids.shape[0], -1),
         "past_key_values": cache,
         "use_cache": True,
         "attention_mask": None,
@@ -56,7 +56,7 @@ def run_decoder(model: Any, ids: Tensor, positions: Tensor, cache: Cache, forwar
     ids : Tensor
         int64 ``[B, R]``.
     positions : Tensor
-        int64 ``[R]``: what the rows' rotation is of.
+        int64 ``[R]``, or ``[B, R]``: what the rows' rotation is of.
     cache : Cache
         Receives the keys and values.
     forward_pass : ForwardPass

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ class _RulesPass(ForwardPass):
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         """Return the attention output."""
         self.rules.append(rule)
-        self.shapes |= {tuple(k.shape), tuple(v.shape)}
+        self.shapes |= {tuple(k.shape[1:]), tuple(v.shape[1:])}
         return super().attend(layer_idx, q, k, v, rule)
 
 
@@ -84,8 +85,8 @@ def _read(model: Any, model_id: str) -> Geometry:
     if starts[0] < 0 or len(starts) < 2:
         raise UnsupportedModelError(f"The model {model_id!r} is not supported: its context is {length} tokens long.")
     with torch.inference_mode():
-        found = [_probe(model, start, model_id) for start in starts]
-        probes, rules = [probe for probe, _ in found], found[0][1].rules
+        probes, seen = _probe(model, starts, model_id)
+        rules = seen.rules
         rotations, swaps = find_rotations(model.get_decoder(), probes, model_id)
         for probe in probes[1:]:
             if float(deviation(probe.logits, probes[0].logits)) > tolerance(probe.keys.dtype):
@@ -108,9 +109,9 @@ def _read(model: Any, model_id: str) -> Geometry:
             context_length=length,
             global_layers=tuple(number for number, all_of_it in enumerate(is_global) if all_of_it),
             swaps=swaps,
-            attends_cache=found[0][1].shapes == {tuple(probes[0].keys[:1].shape), tuple(probes[0].values[:1].shape)},
+            attends_cache=seen.shapes == {tuple(part.shape[1:]) for part in (keys, values)},
         )
-        _check_rows(model, model_id, geometry)
+        _check_rows(model, model_id, geometry, (keys, values))
     return geometry
 
 
@@ -120,31 +121,35 @@ def _ids(model: Any) -> Tensor:
     return torch.arange(1, _NUM_TOKENS + 1, device=model.device)[None] * 7919 % vocabulary
 
 
-def _probe(model: Any, start: int, model_id: str) -> tuple[ProbedKV, _RulesPass]:
-    ids = _ids(model)
-    count, device = ids.shape[1], ids.device
+def _probe(model: Any, starts: Sequence[int], model_id: str) -> tuple[list[ProbedKV], _RulesPass]:
+    """Run the same tokens at several places, in one batch."""
+    ids, device = _ids(model), model.device
+    count = ids.shape[1]
+    positions = torch.tensor(starts, device=device)[:, None] + torch.arange(count, device=device)
     cache = BatchCache(model.config.get_text_config().num_hidden_layers)
     forward_pass = _RulesPass(count, device)
-    positions = torch.arange(start, start + count, device=device)
-    logits = run_model(model, ids, positions, cache, forward_pass)
+    logits = run_model(model, ids.expand(len(starts), -1), positions, cache, forward_pass)
     layers = [(layer.keys, layer.values) for layer in cache.layers]
     check_logits(logits, layers, model_id, model.dtype, torch.arange(count, device=device))
-    shapes = {(tuple(layer.keys.shape), tuple(layer.values.shape)) for layer in cache.layers}
-    if len(shapes) > 1 or next(iter(shapes))[0][1] != next(iter(shapes))[1][1]:
+    shapes = {(tuple(keys.shape[1:]), tuple(values.shape[1:])) for keys, values in layers}
+    if len(shapes) > 1 or layers[0][0].shape[1] != layers[0][1].shape[1]:
         raise UnsupportedModelError(
             f"The model {model_id!r} is not supported: the KV of its layers is of several shapes {sorted(shapes)}."
         )
-    keys, values = (torch.cat([getattr(layer, part) for layer in cache.layers]) for part in ("keys", "values"))
-    return ProbedKV(start, keys, values, logits[0].float()), forward_pass
+    keys, values = (torch.stack(parts) for parts in zip(*layers, strict=True))
+    probes = [
+        ProbedKV(start, keys[:, place], values[:, place], logits[place].float()) for place, start in enumerate(starts)
+    ]
+    return probes, forward_pass
 
 
-def _check_rows(model: Any, model_id: str, geometry: Geometry) -> None:
+def _check_rows(model: Any, model_id: str, geometry: Geometry, stored: tuple[Tensor, Tensor]) -> None:
     """Recompute scattered rows over stored KV, as fusion does, and compare with the model's own forward."""
     ids = _ids(model)
     positions = torch.arange(_NUM_TOKENS, device=ids.device)
     want = model(input_ids=ids, position_ids=positions[None], use_cache=False).logits[0, -1:].float()
     cache = FusedCache(geometry, _NUM_TOKENS, CachePool(model.dtype, ids.device))
-    run_model(model, ids, positions, cache, ForwardPass(positions, _NUM_TOKENS))
+    cache.keys[:, 0], cache.values[:, 0] = stored
     rows = torch.tensor(_SCATTERED, device=ids.device)
     fused = ForwardPass(rows, _NUM_TOKENS, final_layer=geometry.num_layers - 1)
     got = run_model(model, ids[:, rows], rows, cache, fused)[0].float()
