@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .attention import ATTENTION_NAME
+from .attention_rule import AttentionRule
 from .attention_weights import attention_weights
 from .cache import BatchCache, FusedCache
 from .cache_pool import CachePool
@@ -13,7 +14,7 @@ from .loading import LoadedModel, choose_device, choose_dtype, load_model
 from .lock import ModelLock, StoppedError, lock_of
 from .narrowing import NarrowingPass
 from .packed import PackedChunk, prefill_packed
-from .pass_context import AttentionRule, ForwardPass, KVPass, LayerFiller, StopForwardError
+from .pass_context import ForwardPass, KVPass, LayerFiller, StopForwardError
 from .reference import compare_reference, compute_reference, measure_noise
 
 __all__ = [

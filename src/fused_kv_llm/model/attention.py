@@ -17,8 +17,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
 from fused_kv_llm.errors import ConfigError, UnsupportedModelError
+from fused_kv_llm.model.attention_rule import AttentionRule
 from fused_kv_llm.model.mask import CAUSAL, MaskRule
-from fused_kv_llm.model.pass_context import AttentionRule, current_pass
+from fused_kv_llm.model.pass_context import current_pass
 
 __all__ = ["ATTENTION_NAME", "attach_attention", "check_attached", "rule_of"]
 

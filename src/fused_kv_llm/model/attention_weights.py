@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fused_kv_kernels import RowPlan
-from fused_kv_llm.model.pass_context import AttentionRule
+from fused_kv_llm.model.attention_rule import AttentionRule
 
 __all__ = ["attention_weights"]
 

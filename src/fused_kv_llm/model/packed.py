@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fused_kv_kernels import ChunkStack, RowPlan, rerotate_keys
 from fused_kv_llm.chunk import ChunkKV
+from fused_kv_llm.model.attention_rule import AttentionRule
 from fused_kv_llm.model.cache import BatchCache, FusedCache
 from fused_kv_llm.model.cache_pool import CachePool
 from fused_kv_llm.model.forward import PrefixKV, forward_kv
@@ -21,7 +22,7 @@ from fused_kv_llm.model.geometry import Geometry
 from fused_kv_llm.model.loading import LoadedModel
 from fused_kv_llm.model.mask import MaskRule
 from fused_kv_llm.model.numbers import check_numbers
-from fused_kv_llm.model.pass_context import AttentionRule, KVPass, StopForwardError
+from fused_kv_llm.model.pass_context import KVPass, StopForwardError
 
 __all__ = ["PackedChunk", "prefill_packed"]
 

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from fused_kv_llm.errors import UnsupportedModelError
+from fused_kv_llm.model.attention_rule import AttentionRule
 from fused_kv_llm.model.cache import BatchCache, FusedCache
 from fused_kv_llm.model.cache_pool import CachePool
 from fused_kv_llm.model.context_length import context_length
 from fused_kv_llm.model.geometry import Geometry, Rotation
 from fused_kv_llm.model.numbers import check_logits
-from fused_kv_llm.model.pass_context import AttentionRule, ForwardPass
+from fused_kv_llm.model.pass_context import ForwardPass
 from fused_kv_llm.model.rotation_probe import ProbedKV, deviation, find_rotations, tolerance
 from fused_kv_llm.model.seam import run_model
 
