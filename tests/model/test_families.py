@@ -80,6 +80,7 @@ class TestTypes:
         close(got, want, dtype)
         if dtype == "float32":
             assert torch.equal(got.argmax(-1), want.argmax(-1))
+        assert loaded.snapshot.changes() == [], "a forward changes nothing that is watched"
 
     def test_scattered_rows_equal_the_plain_forward(self, kind: str, dtype: str) -> None:
         """Windows of 32 tokens begin and end between them."""

@@ -13,7 +13,7 @@ from tiny_families import tiny_model as tiny_family
 from torch.nn.functional import scaled_dot_product_attention
 
 from fused_kv_llm import FusedKVEngine
-from fused_kv_llm.errors import FusedKVWarning, UnsupportedModelError
+from fused_kv_llm.errors import ConfigError, FusedKVWarning, ModelChangedError, UnsupportedModelError
 from fused_kv_llm.model import (
     CachePool,
     ForwardPass,
@@ -105,7 +105,7 @@ def run(loaded: LoadedModel) -> torch.Tensor:
 def test_a_model_that_is_not_causal_is_refused(tmp_path: Path) -> None:
     model = tiny_model()
     model.config.is_causal = False
-    with pytest.raises(UnsupportedModelError, match="not causal"):
+    with pytest.raises(UnsupportedModelError, match="is_causal=False"):
         load_model(model, tokenizer=smollm2_tokenizer())
     live = tiny_model()
     with engine_of(live, tmp_path) as engine:
@@ -163,3 +163,53 @@ def test_a_users_own_forward_runs_what_it_ran_before(kind: str, implementation: 
         load_model(model, tokenizer=smollm2_tokenizer())
         assert torch.equal(model(ids).logits, want)
         assert torch.equal(model(ids, attention_mask=torch.ones_like(ids)).logits, want)
+
+
+def _window(model: Any) -> None:
+    model.config.sliding_window = 8
+
+
+def _layer_types(model: Any) -> None:
+    model.config.layer_types = ["full_attention"] * 4
+
+
+def _frequencies(model: Any) -> None:
+    model.model.rotary_emb.full_attention_inv_freq.mul_(0.5)
+
+
+def _scale(model: Any) -> None:
+    model.model.embed_tokens.embed_scale.mul_(2)
+
+
+@pytest.mark.parametrize("change", [_window, _layer_types, _frequencies, _scale])
+def test_a_configuration_or_a_buffer_that_changes_under_an_engine_is_an_error(change: Any, tmp_path: Path) -> None:
+    model = tiny_family("gemma3_text")
+    with engine_of(model, tmp_path) as engine:
+        engine.generate("How many?", max_tokens=1)
+        change(model)
+        with pytest.raises(ModelChangedError):
+            engine.generate("How many?", max_tokens=1)
+
+
+def test_the_implementation_that_was_attached_is_the_one_to_set_back(tmp_path: Path) -> None:
+    model = tiny_family("gpt_oss")
+    model.set_attn_implementation("eager")
+    with engine_of(model, tmp_path) as engine:
+        for other in ("eager", "fused_kv"):
+            model.set_attn_implementation(other)
+            with pytest.raises(ConfigError, match="fused_kv_over_eager"):
+                engine.generate("How many?", max_tokens=1)
+        model.set_attn_implementation("fused_kv_over_eager")
+        engine.generate("How many?", max_tokens=1)
+
+
+def test_weights_whose_changes_leave_no_trace_are_refused() -> None:
+    with torch.inference_mode():
+        model = tiny_model()
+    with pytest.raises(ConfigError, match="inference_mode"):
+        load_model(model, tokenizer=smollm2_tokenizer())
+
+
+def test_a_tokenizer_with_ids_that_the_model_has_not_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the model has 64 embeddings"):
+        engine_of(tiny_family("llama", vocab_size=64), tmp_path)

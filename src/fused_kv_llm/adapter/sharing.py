@@ -103,7 +103,7 @@ def _keys(config: EngineConfig) -> tuple[_Key, _Key]:
     """Return the keys of an engine's weights and of the engine; the second begins with the first."""
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)[0]
-    weights = (_name(config.model), _name(config.tokenizer), str(device), str(dtype))
+    weights = (_name(config.model), _name(config.tokenizer), str(device), str(dtype), config.trust_probe)
     others = dict(config)
     for name in ("model", "tokenizer", "device", "dtype", *_PER_REQUEST):
         del others[name]

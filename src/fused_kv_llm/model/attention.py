@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -27,6 +28,8 @@ ATTENTION_NAME = "fused_kv"
 _OVER_EAGER = "fused_kv_over_eager"
 # What these say is known already: the mask comes from the model, and rotation was done before.
 _IGNORED = {"sliding_window", "position_ids", "cache_position", "use_cache", "is_first_iteration", "logits_to_keep"}
+# Under which name each model was attached: over SDPA, or over its own eager code.
+_attached: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 _ELSEWHERE = (
     "A layer of the model asks attention for {what}, which the engine does not compute. Nothing was reused: this model "
     "cannot be fused."
@@ -112,6 +115,7 @@ def attach_attention(model: Any) -> None:
     """
     implementation = model.config.get_text_config()._attn_implementation
     if implementation in (ATTENTION_NAME, _OVER_EAGER):
+        _attached.setdefault(model, implementation)
         return
     for name, attention, mask in (
         (ATTENTION_NAME, sdpa_attention_forward, sdpa_mask),
@@ -119,7 +123,8 @@ def attach_attention(model: Any) -> None:
     ):
         AttentionInterface.register(name, _fused(attention))
         AttentionMaskInterface.register(name, _mask(mask))
-    model.set_attn_implementation(_OVER_EAGER if implementation == "eager" else ATTENTION_NAME)
+    _attached[model] = _OVER_EAGER if implementation == "eager" else ATTENTION_NAME
+    model.set_attn_implementation(_attached[model])
 
 
 def check_attached(model: Any, model_id: str) -> None:
@@ -132,11 +137,11 @@ def check_attached(model: Any, model_id: str) -> None:
     UnsupportedModelError
         If ``config.is_causal`` is false.
     """
-    config = model.config.get_text_config()
-    if config._attn_implementation not in (ATTENTION_NAME, _OVER_EAGER):
+    config, attached = model.config.get_text_config(), _attached.get(model, ATTENTION_NAME)
+    if config._attn_implementation != attached:
         raise ConfigError(
             f"The attention of {model_id!r} was set to {config._attn_implementation!r} after it was loaded: fused "
-            f"passes need {ATTENTION_NAME!r}. Set it back with model.set_attn_implementation({ATTENTION_NAME!r})."
+            f"passes need {attached!r}. Set it back with model.set_attn_implementation({attached!r})."
         )
     if getattr(config, "is_causal", True) is False:
         raise UnsupportedModelError(

@@ -111,7 +111,6 @@ FAMILIES = (
             "laguna",
             "mellum",
             "ministral",
-            "ministral3",
             "olmo3",
             "vaultgemma",
         ),
@@ -140,7 +139,8 @@ _LEARNED = "its positions are learned or added and not rotated, so that KV canno
 REFUSED: dict[str, str] = {
     **dict.fromkeys(
         (
-            "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "inkling2_text", "inkling_text", "jamba",
+            "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba",
+            "granitemoehybrid", "inkling2_text", "inkling_text", "jamba",
             "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid",
             "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "rwkv",
             "xlstm", "zamba", "zamba2",
@@ -155,6 +155,15 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(
         ("hunyuan_v1_dense", "hunyuan_v1_moe"), "it normalises keys behind the rotation, so that they cannot be moved"
     ),
+    **dict.fromkeys(
+        ("llama4", "llama4_text", "ministral3"),
+        "it scales queries by their position, so that what a chunk's layers compute depends on where it stands",
+    ),
+    **dict.fromkeys(
+        ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "mimo_v2_flash"),
+        "its layers have KV of several shapes, or share it, which the store does not hold yet; use Gemma 3",
+    ),
+    "diffllama": "its layers compute two attentions by themselves",
     "paligemma": "the tokens of its prompts see what comes after them",
     "doge": "what its tokens see depends on the values in the cache, not on positions alone",
     **dict.fromkeys(("minimax_m3", "minimax_m3_vl_text"), "its attention changes with the length of the prompt"),

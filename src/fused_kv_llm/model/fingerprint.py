@@ -20,10 +20,16 @@ from fused_kv_llm.model.content_hash import ContentHash, hash_of
 from fused_kv_llm.model.structure import describe_structure
 from fused_kv_llm.paths import cache_folder, write_atomically
 
-__all__ = ["fingerprint_files", "fingerprint_model", "fingerprint_tokenizer", "fingerprint_weights"]
+__all__ = [
+    "IRRELEVANT_SETTINGS",
+    "fingerprint_files",
+    "fingerprint_model",
+    "fingerprint_tokenizer",
+    "fingerprint_weights",
+]
 
 # What a configuration says besides how a forward goes.
-_IRRELEVANT = frozenset(
+IRRELEVANT_SETTINGS = frozenset(
     ("_name_or_path", "architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "id2label", "label2id",
      "max_position_embeddings", "output_attentions", "output_hidden_states", "pad_token_id", "return_dict",
      "torch_dtype", "transformers_version", "use_cache")
@@ -125,7 +131,9 @@ def _settings(model: Any) -> str:
 
 
 def _relevant(settings: dict[str, Any]) -> dict[str, Any]:
-    kept = {name: value for name, value in settings.items() if name not in _IRRELEVANT and "_attn_impl" not in name}
+    kept = {
+        name: value for name, value in settings.items() if name not in IRRELEVANT_SETTINGS and "_attn_impl" not in name
+    }
     return {name: _relevant(value) if isinstance(value, dict) else value for name, value in kept.items()}
 
 

@@ -180,8 +180,8 @@ class ForwardPass:
 def _unreached(layer_idx: int) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"Layer {layer_idx} of the model does not attend through the engine: its attention was patched, wrapped or "
-        "exchanged, or keeps its keys elsewhere. Nothing was reused. Give the engine a model whose attention is "
-        "transformers' own."
+        "exchanged, its class attends by itself or keeps its keys elsewhere, or the configuration names more layers "
+        "than there are. Nothing was reused: this model cannot be fused as it is."
     )
 
 

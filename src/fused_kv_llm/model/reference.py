@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from fused_kv_llm.errors import ConfigError
 from fused_kv_llm.model.cache import FusedCache
 from fused_kv_llm.model.cache_pool import CachePool
 from fused_kv_llm.model.deviation import Deviation, by_layer, worst
@@ -86,6 +87,12 @@ def _compute(loaded: LoadedModel, tokens: int) -> dict[str, Tensor]:
     # A tokenizer that knows none of the words still gives some token.
     ids = torch.tensor([(ids * tokens)[:tokens]], device=loaded.device)
     rows = torch.arange(tokens, device=loaded.device)
+    known = loaded.model.get_input_embeddings().weight.shape[0]
+    if int(ids.max()) >= known:
+        raise ConfigError(
+            f"The tokenizer of {loaded.model_id!r} gives the token id {int(ids.max())}, but the model has {known} "
+            "embeddings: pass the tokenizer that the model was trained with."
+        )
     cache = FusedCache(loaded.geometry, tokens, CachePool(loaded.dtype, loaded.device))
     with torch.inference_mode():
         last_layer = loaded.geometry.num_layers - 1

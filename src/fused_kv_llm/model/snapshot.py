@@ -2,8 +2,8 @@
 
 Its KV is stored under an identity that was taken once. A model belongs to its user, who may switch an adapter, hook or
 patch a part of it, or train on. Everything that can be seen without reading the weights is compared: which modules,
-parameters, hooks and functions there are, their plain attributes, and where and in which version the weights are. What
-writes through ``tensor.data`` leaves no trace there.
+parameters, hooks and functions there are, their plain attributes, what the configuration says, and where and in which
+version weights and buffers are. What writes through ``tensor.data`` leaves no trace there.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from fused_kv_llm.model.fingerprint import IRRELEVANT_SETTINGS
 from fused_kv_llm.model.own_code import functions_of, is_library_class, members
 from fused_kv_llm.model.structure import foreign_hooks, global_hooks
 
@@ -27,6 +28,7 @@ _PASSING = frozenset(
     ("_is_hf_initialized", "gradient_checkpointing", "in_features", "max_seq_len_cached", "name_or_path",
      "out_features")
 )  # fmt: skip
+_CHANGING = ("dynamic", "longrope")
 _MOST = 3
 _code = attrgetter("__code__")
 
@@ -53,7 +55,7 @@ class ModelSnapshot:
         modules = dict(model.named_modules())
         self._modules, self._kinds = list(modules.values()), [type(module) for module in modules.values()]
         self._same = _Table([*_parts(modules), *_functions(self._kinds)])
-        self._equal = _Table(_attributes(modules))
+        self._equal = _Table([*_attributes(modules), *_settings(modules)])
         tables = [(name, table) for name, part in modules.items() for table in (part._modules, part._parameters)]
         self._counted, self._counts = tables, [len(table) for _, table in tables]
         self._hooked = [(name, table) for name, part in modules.items()
@@ -62,7 +64,7 @@ class ModelSnapshot:
         self._own_functions = [entry.value for entry in self._same.entries if isinstance(entry.value, FunctionType)]
         self._codes = list(map(_code, self._own_functions))
         self._global = global_hooks()
-        named = list(model.named_parameters())
+        named = [*model.named_parameters(), *_buffers(modules)]
         self._versioned = [one for one in named if not one[1].is_inference()]
         self._versions = [tensor._version for _, tensor in self._versioned]
         self._placed = [one for one in named if _address(one[1])]
@@ -153,6 +155,25 @@ def _parts(modules: dict[str, Any]) -> Iterator[_Entry]:
                 if key not in module._non_persistent_buffers_set:
                     yield _Entry(table, key, value, f"{name}.{key}".lstrip("."))
         yield _Entry(vars(module), "forward", vars(module).get("forward"), f"the forward of {name or 'the model'}")
+
+
+def _buffers(modules: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield buffers, but for tables of frequencies that transformers itself replaces when a prompt is long."""
+    for name, module in modules.items():
+        changing = any(kind in str(getattr(module, "rope_type", "")) for kind in _CHANGING)
+        for key, value in module._buffers.items():
+            if value is not None and not (changing and key.endswith("inv_freq")):
+                yield f"{name}.{key}".lstrip("."), value
+
+
+def _settings(modules: dict[str, Any]) -> Iterator[_Entry]:
+    """Yield what the configurations of modules say about a forward."""
+    configs = {id(module.config): module.config for module in modules.values() if hasattr(module, "config")}
+    for config in configs.values():
+        for key, value in vars(config).items():
+            if not key.startswith("_") and key not in IRRELEVANT_SETTINGS and _is_plain(value):
+                kept = value.copy() if isinstance(value, (list, dict, set)) else value
+                yield _Entry(vars(config), key, kept, f"{key} of the configuration")
 
 
 def _attributes(modules: dict[str, Any]) -> Iterator[_Entry]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fused_kv_llm.errors import UnsupportedModelError
+from fused_kv_llm.model.attention import check_attached
 from fused_kv_llm.model.attention_rule import AttentionRule
 from fused_kv_llm.model.cache import BatchCache, FusedCache
 from fused_kv_llm.model.cache_pool import CachePool
@@ -71,6 +72,7 @@ def read_geometry(model: Any, model_id: str) -> Geometry:
         If its KV cannot be moved, its masks hide more than a window does, a layer attends elsewhere, or a fused pass
         gives other logits than the model's own forward.
     """
+    check_attached(model, model_id)
     try:
         return _read(model, model_id)
     except _CRASHES as error:
@@ -82,7 +84,7 @@ def read_geometry(model: Any, model_id: str) -> Geometry:
 
 def _read(model: Any, model_id: str) -> Geometry:
     length = context_length(model.config.get_text_config(), model_id)
-    starts = sorted({0, min(_DISTANCE, length // 2), length - _NUM_TOKENS})
+    starts = sorted({0, min(_DISTANCE, length // 2), length - _NUM_TOKENS - 1})
     if starts[0] < 0 or len(starts) < 2:
         raise UnsupportedModelError(f"The model {model_id!r} is not supported: its context is {length} tokens long.")
     with torch.inference_mode():

@@ -136,6 +136,11 @@ def check_weights(model: Any, model_id: str) -> None:
             "offloading: KV is kept on one. Load it with device_map={'': 'cuda:0'} or without a device_map, quantised "
             "to 4 bits if it does not fit."
         )
+    if any(parameter.is_inference() for parameter in model.parameters()):
+        raise ConfigError(
+            f"The model {model_id!r} was made under torch.inference_mode(), where changes of its weights leave no "
+            "trace: load it outside of it, and run it there."
+        )
     check_compiled(model, model_id)
     check_adapters(model, model_id)
     for name, module in model.named_modules():
