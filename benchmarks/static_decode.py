@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_kv_llm.model import ForwardPass, LoadedModel, forward_rows
+from fused_kv_llm.model import ForwardPass, LoadedModel
+from fused_kv_llm.model.seam import run_model
 
 __all__ = ["StaticDecoder"]
 
@@ -43,7 +44,8 @@ class StaticDecoder:
 
     def _step(self) -> Tensor:
         with torch.inference_mode():
-            return forward_rows(self._loaded, self._ids, self._position, self._cache, self._pass)
+            # What looks at numbers would wait for the device, and cannot be recorded.
+            return run_model(self._loaded.model, self._ids, self._position, self._cache, self._pass)[0].float()
 
     def _record(self) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         # Kernels are tuned and memory is found on the way; what these steps write, the first real step overwrites.

@@ -21,6 +21,7 @@ from fused_kv_llm.errors import (
     PromptTooLongError,
     StoreUnavailableError,
 )
+from fused_kv_llm.model import forward
 from fused_kv_llm.selectors import Probe, View
 from fused_kv_llm.store import KVStore, StoredKV
 
@@ -318,16 +319,16 @@ def test_a_damaged_chunk_is_prefilled_again_in_the_background(tmp_path: Path) ->
 def test_ctrl_c_in_generation_leaves_the_engine_usable(engine: FusedKVEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = rag_prompt(SHORT[:4])
     want = engine.generate(prompt, max_tokens=6).token_ids
-    forward = type(engine.model).forward
+    run_model = forward.run_model
     calls = []
 
-    def interrupted(self: object, *args: object, **kwargs: object) -> object:
+    def interrupted(*args: object) -> object:
         calls.append(1)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return forward(self, *args, **kwargs)
+        return run_model(*args)
 
-    monkeypatch.setattr(type(engine.model), "forward", interrupted)
+    monkeypatch.setattr(forward, "run_model", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.generate(prompt, max_tokens=6)
     monkeypatch.undo()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from itertools import product
@@ -75,6 +76,12 @@ def test_the_library_is_built_once_and_private(tmp_path: Path) -> None:
     assert first.splitlines()[0] == _run(FUSED_KV_CACHE=str(tmp_path)).splitlines()[0] == "None"
     assert [p.stat().st_mtime_ns for p in (tmp_path / "native").iterdir()] == [changed]
     assert built.parent.stat().st_mode & 0o077 == 0
+
+
+@needs_native
+@pytest.mark.skipif(shutil.which("gcc") is None or sys.platform != "linux", reason="no gcc")
+def test_a_c_compiler_under_cxx_links_the_library_of_cpp(tmp_path: Path) -> None:
+    assert _run(FUSED_KV_CACHE=str(tmp_path), CXX="gcc").splitlines()[0] == "None"
 
 
 @needs_native

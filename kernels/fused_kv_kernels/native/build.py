@@ -12,6 +12,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -21,6 +22,8 @@ from .processor import processor_features
 __all__ = ["build", "compile_library"]
 
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fvisibility-inlines-hidden", "-fopenmp", "-shared", "-fPIC")
+# CXX may name a C compiler's driver, which compiles C++ but does not link its library.
+_LIBRARIES = ("-lstdc++",) if sys.platform == "linux" else ()
 _HERE = ("-march=native",)
 _BUILD_SECONDS = 120
 
@@ -46,7 +49,7 @@ def compile_library(folder: str, target: Path, *machine_flags: str) -> None:
     """
     sources = [str(path) for path in _sources(folder) if path.suffix == ".cpp"]
     includes = [f"-I{path}" for path in _folders(folder)]
-    command = [_compiler(), *_FLAGS, *machine_flags, *includes, *sources, "-o", str(target)]
+    command = [_compiler(), *_FLAGS, *machine_flags, *includes, *sources, *_LIBRARIES, "-o", str(target)]
     subprocess.run(command, capture_output=True, check=True, text=True, timeout=_BUILD_SECONDS)
 
 
