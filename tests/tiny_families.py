@@ -43,6 +43,7 @@ _SIZES: dict[str, Any] = {
     "query_pre_attn_scalar": 16,
 }
 
+_WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 _LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
 
 # What a type needs besides.
@@ -50,7 +51,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     **{kind: {"num_key_value_heads": 4, "head_dim": 8} for kind in _LATENT},
     "dots1": {"n_shared_experts": 1},
-    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    **dict.fromkeys(("gemma3_text", "laguna", "mellum"), _WINDOWS),
     "qwen2": {"use_sliding_window": False},
 }
 

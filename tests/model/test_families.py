@@ -30,8 +30,8 @@ from fused_kv_llm.model import (
     load_model,
     prefill_packed,
 )  # fmt: skip
+from fused_kv_llm.model.deviation import deviation, tolerance
 from fused_kv_llm.model.families import REFUSED, SUPPORTED_MODEL_TYPES
-from fused_kv_llm.model.rotation_probe import deviation, tolerance
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 VOCABULARY = 1024

@@ -20,6 +20,7 @@ from fused_kv_llm.model.fingerprint import (
     fingerprint_weights,
 )
 from fused_kv_llm.model.loading import choose_device, choose_dtype, has_native_bfloat16
+from fused_kv_llm.model.mask import MaskRule
 
 
 def load(model: Any) -> Any:
@@ -67,6 +68,24 @@ def test_other_architectures_are_refused_by_name() -> None:
 def test_the_rope_digest_tells_rotations_apart() -> None:
     digests = {load(tiny_model("llama", rope)).geometry.rope_digest for rope in ROPES}
     assert len(digests) == len(ROPES)
+
+
+def test_a_longer_context_of_the_same_rotation_is_no_other_identity() -> None:
+    """KV depends on windows and rotations, not on how long a prompt may be."""
+    short, long = (load(tiny_model("mistral", sliding_window=64, max_position_embeddings=n)) for n in (1024, 4096))
+    assert (short.geometry.context_length, long.geometry.context_length) == (1024, 4096)
+    assert short.geometry.rope_digest == long.geometry.rope_digest
+    assert short.fingerprint == long.fingerprint
+    other = load(tiny_model("mistral", sliding_window=65))
+    assert other.geometry.rope_digest != short.geometry.rope_digest
+
+
+def test_layers_that_share_a_mask_have_it_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = []
+    original = MaskRule.hides_from
+    monkeypatch.setattr(MaskRule, "hides_from", lambda mask, length: (looked.append(mask), original(mask, length))[1])
+    load(tiny_model("mistral", sliding_window=64))
+    assert len(looked) == 1
 
 
 def test_the_fingerprint_is_of_the_content() -> None:

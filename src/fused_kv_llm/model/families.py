@@ -51,6 +51,7 @@ FAMILIES = (
             "jais2",
             "llama",
             "mistral",
+            "nanochat",
             "nemotron",
             "olmo",
             "olmo2",
@@ -91,7 +92,7 @@ FAMILIES = (
         ("cohere", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "helium"),
         "Command R, GLM-4, ERNIE 4.5, Helium",
     ),
-    Family("layers without positions", ("flint", "nanochat", "smollm3"), "SmolLM3"),
+    Family("layers without positions", ("flint", "smollm3"), "SmolLM3"),
     Family(
         "windows, two rotations, capped scores, sinks",
         (

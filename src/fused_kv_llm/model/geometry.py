@@ -35,8 +35,8 @@ class Geometry:
 
     Parameters
     ----------
-    num_layers, num_heads, num_kv_heads : int
-        Layers, query heads, and heads of the KV that is cached.
+    num_layers, num_kv_heads : int
+        Layers, and heads of the KV that is cached.
     key_dim, value_dim : int
         Widths of a head's keys and values.
     rotations : tuple of Rotation
@@ -55,7 +55,6 @@ class Geometry:
     """
 
     num_layers: int
-    num_heads: int
     num_kv_heads: int
     key_dim: int
     value_dim: int

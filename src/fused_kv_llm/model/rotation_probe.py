@@ -18,11 +18,10 @@ from torch import Tensor
 
 from fused_kv_kernels import rerotate_keys, rotation_table
 from fused_kv_llm.errors import UnsupportedModelError
+from fused_kv_llm.model.deviation import deviation, tolerance
 from fused_kv_llm.model.geometry import Rotation
 
-__all__ = ["ProbedKV", "deviation", "find_rotations", "tolerance"]
-
-_TOLERANCES = {torch.float32: 0.02, torch.float16: 0.1, torch.bfloat16: 0.2}
+__all__ = ["ProbedKV", "find_rotations"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,29 +42,6 @@ class ProbedKV:
     keys: Tensor
     values: Tensor
     logits: Tensor
-
-
-def tolerance(dtype: torch.dtype) -> float:
-    """Return the relative deviation that rounding may cause; a wrong table causes one of about 1."""
-    return _TOLERANCES[dtype]
-
-
-def deviation(got: Tensor, want: Tensor) -> Tensor:
-    """Return how far tokens are off, relative to their size.
-
-    Parameters
-    ----------
-    got, want : Tensor
-        ``[..., n, D]``.
-
-    Returns
-    -------
-    Tensor
-        float32 ``[...]``: of the token in the middle, since rounding can send single tokens to other experts.
-    """
-    gap = (got.float() - want.float()).norm(dim=-1) / want.float().norm(dim=-1).clamp_min(1e-6)
-    middle: Tensor = gap.nan_to_num(nan=torch.inf).median(dim=-1).values
-    return middle
 
 
 def find_rotations(decoder: Any, probes: Sequence[ProbedKV], model_id: str) -> tuple[tuple[Rotation, ...], bool]:

@@ -21,10 +21,12 @@ from fused_kv_llm.model.attention_rule import AttentionRule
 from fused_kv_llm.model.cache import BatchCache, FusedCache
 from fused_kv_llm.model.cache_pool import CachePool
 from fused_kv_llm.model.context_length import context_length
+from fused_kv_llm.model.deviation import deviation, tolerance
 from fused_kv_llm.model.geometry import Geometry, Rotation
+from fused_kv_llm.model.mask import MaskRule
 from fused_kv_llm.model.numbers import check_logits
 from fused_kv_llm.model.pass_context import ForwardPass
-from fused_kv_llm.model.rotation_probe import ProbedKV, deviation, find_rotations, tolerance
+from fused_kv_llm.model.rotation_probe import ProbedKV, find_rotations
 from fused_kv_llm.model.seam import run_model
 
 __all__ = ["read_geometry"]
@@ -32,7 +34,8 @@ __all__ = ["read_geometry"]
 _NUM_TOKENS = 12
 _SCATTERED = (2, 5, 6, 9, 11)
 _DISTANCE = 1013
-_SAMPLED_ROWS = 16
+# Windows and attention chunks are told apart by what these rows see, whatever the context's length.
+_DESCRIBED_ROWS = tuple(sorted({size * part // 4 - 1 for size in (1 << n for n in range(4, 18)) for part in (3, 4)}))
 # What models raise whose caches, masks or positions are not transformers' usual ones.
 _CRASHES = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
@@ -97,20 +100,20 @@ def _read(model: Any, model_id: str) -> Geometry:
                     f"The model {model_id!r} is not supported: the same tokens give other logits at position "
                     f"{probe.start} than at the start, so chunks cannot be moved."
                 )
-        is_global = [not rule.mask.hides_from(length) for rule in rules]
+        # Layers of one kind share a mask, and looking at one takes longer the longer the context is.
+        hiding = {mask for mask in {rule.mask for rule in rules} if mask.hides_from(length)}
         keys, values = probes[0].keys, probes[0].values
         if swaps:
             keys, values = values, keys
         geometry = Geometry(
             num_layers=keys.shape[0],
-            num_heads=model.config.get_text_config().num_attention_heads,
             num_kv_heads=keys.shape[1],
             key_dim=keys.shape[3],
             value_dim=values.shape[3],
             rotations=rotations,
-            rope_digest=_digest(rotations, rules, length, keys),
+            rope_digest=_digest(rotations, rules, keys),
             context_length=length,
-            global_layers=tuple(number for number, all_of_it in enumerate(is_global) if all_of_it),
+            global_layers=tuple(number for number, rule in enumerate(rules) if rule.mask not in hiding),
             swaps=swaps,
             attends_cache=seen.shapes == {tuple(part.shape[1:]) for part in (keys, values)},
         )
@@ -165,22 +168,25 @@ def _check_rows(model: Any, model_id: str, geometry: Geometry, stored: tuple[Ten
         )
 
 
-def _digest(rotations: tuple[Rotation, ...], rules: list[AttentionRule], length: int, keys: Tensor) -> str:
-    """Hash how keys are rotated and scaled, and what rows see."""
-    last = min(length, 1 << 17) - 1
-    rows = torch.tensor(sorted({last * number // _SAMPLED_ROWS for number in range(_SAMPLED_ROWS + 1)}))
-    places = torch.arange(int(rows[-1]) + 1)
-    described: list[object] = [length]
-    for rotation, rule, layer in zip(rotations, rules, keys, strict=True):
-        first = rule.mask.first_keys(rows, places, rows)
-        described.append(
-            {
-                "inv_freq": hashlib.sha256(rotation.inv_freq.numpy().tobytes()).hexdigest(),
-                "interleaved": rotation.interleaved,
-                "first_keys": None if first is None else first.tolist(),
-                "softcap": rule.softcap,
-                "scale": rule.scale,
-                "shape": list(layer.shape),
-            }
-        )
+def _digest(rotations: tuple[Rotation, ...], rules: list[AttentionRule], keys: Tensor) -> str:
+    """Hash how keys are rotated and scaled, and what rows see: what the KV of the same weights depends on."""
+    first_keys = {mask: _first_keys(mask) for mask in {rule.mask for rule in rules}}
+    described = [
+        {
+            "inv_freq": hashlib.sha256(rotation.inv_freq.numpy().tobytes()).hexdigest(),
+            "interleaved": rotation.interleaved,
+            "first_keys": first_keys[rule.mask],
+            "softcap": rule.softcap,
+            "scale": rule.scale,
+            "shape": list(layer.shape),
+        }
+        for rotation, rule, layer in zip(rotations, rules, keys, strict=True)
+    ]
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+
+def _first_keys(mask: MaskRule) -> list[int] | None:
+    """Return the first key that rows see which stand at places of every size; None if they see all."""
+    rows = torch.tensor(_DESCRIBED_ROWS)
+    first = mask.first_keys(rows, torch.arange(_DESCRIBED_ROWS[-1] + 1), rows)
+    return None if first is None else first.tolist()
