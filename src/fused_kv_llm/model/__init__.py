@@ -15,6 +15,7 @@ from .lock import ModelLock, StoppedError, lock_of
 from .narrowing import NarrowingPass
 from .packed import PackedChunk, prefill_packed
 from .pass_context import ForwardPass, KVPass, LayerFiller, StopForwardError
+from .ragged import RaggedError, RaggedPart, forward_ragged
 from .reference import compare_reference, compute_reference, measure_noise
 
 __all__ = [
@@ -33,6 +34,8 @@ __all__ = [
     "NarrowingPass",
     "PackedChunk",
     "PrefixKV",
+    "RaggedError",
+    "RaggedPart",
     "Rotation",
     "StopForwardError",
     "StoppedError",
@@ -44,6 +47,7 @@ __all__ = [
     "compute_reference",
     "embedded_model_folder",
     "forward_kv",
+    "forward_ragged",
     "forward_rows",
     "load_model",
     "lock_of",

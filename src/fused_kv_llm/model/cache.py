@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from fused_kv_llm.model.cache_pool import CachePool
 from fused_kv_llm.model.geometry import Geometry
-from fused_kv_llm.model.pass_context import required_pass
+from fused_kv_llm.model.pass_context import ForwardPass, LayerPass, required_pass
 
 __all__ = ["BatchCache", "FusedCache"]
 
@@ -34,8 +34,12 @@ class _FusedLayer(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Have the stored KV in place, write the fresh rows, and return what attention sees, ``[1, Hkv, N, D]``."""
-        forward_pass = required_pass()
+        forward_pass = required_pass(ForwardPass)
         forward_pass.enter_layer(self.layer_idx)
+        return self.write(forward_pass, key_states, value_states)
+
+    def write(self, forward_pass: ForwardPass, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Do what :meth:`update` does for the rows of a pass."""
         if self.swaps:
             key_states, value_states = value_states, key_states
         for filler in forward_pass.fillers:
@@ -127,7 +131,7 @@ class _BatchLayer(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Keep a batch's KV ``[B, Hkv, T, D]`` and return it behind the prefix."""
-        required_pass().enter_layer(self.layer_idx)
+        required_pass(LayerPass).enter_layer(self.layer_idx)
         fresh = (value_states, key_states) if self.swaps else (key_states, value_states)
         self.keys, self.values = fresh
         if self.before is None:

@@ -26,7 +26,7 @@ from fused_kv_llm.model.attention import rule_of
 from fused_kv_llm.model.cpu_linear import linear_in_onednn, onednn_is_faster
 from fused_kv_llm.model.fast_forward import FastForward, has_known_gate, is_plain, own_parts
 from fused_kv_llm.model.own_code import is_library_class, patches
-from fused_kv_llm.model.pass_context import required_pass
+from fused_kv_llm.model.pass_context import LayerPass, required_pass
 
 __all__ = ["attach_cpu_layers", "detach_cpu_layers"]
 
@@ -116,7 +116,7 @@ def _attention(
     q, k = (rotate_rows_(part, *position_embeddings) for part in (q, k))
     k, v = past_key_values.update(k, v, module.layer_idx)
     rule = rule_of(module, attention_mask, module.scaling, q.shape[-1])
-    attended = required_pass().run_attention(module.layer_idx, q, k, v, rule)
+    attended = required_pass(LayerPass).run_attention(module.layer_idx, q, k, v, rule)
     return module.o_proj(attended.transpose(1, 2).flatten(2)), None
 
 
@@ -151,7 +151,7 @@ def _decoder_layer(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any
     q, k, v = few_row_heads(hidden_states, *parts.norm, parts.heads, cos, sin, attention.head_dim, parts.head_norms)
     k, v = kwargs["past_key_values"].update(k, v, attention.layer_idx)
     rule = rule_of(attention, kwargs["attention_mask"], attention.scaling, attention.head_dim)
-    attended = required_pass().run_attention(attention.layer_idx, q, k, v, rule)
+    attended = required_pass(LayerPass).run_attention(attention.layer_idx, q, k, v, rule)
     attended = attended.transpose(1, 2).flatten(2)
     return few_row_mlp(hidden_states, *parts.mlp_norm, *parts.mlp, (attended, parts.output))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ __all__ = [
     "ForwardPass",
     "KVPass",
     "LayerFiller",
+    "LayerPass",
     "StopForwardError",
     "current_pass",
     "required_pass",
@@ -46,48 +47,23 @@ class LayerFiller(Protocol):
         """Have the layer's stored KV in place; called again for the same layer, do nothing."""
 
 
-class ForwardPass:
-    """A forward pass whose rows attend by true position.
+class LayerPass:
+    """A forward through all layers of a model, whatever its rows are.
 
     The seam tells it of every layer, in order: that its keys are there (:meth:`enter_layer`), and that it attends
     (:meth:`run_attention`). A layer that does anything else computes its attention elsewhere, which is an error.
 
-    Parameters
+    Attributes
     ----------
-    rows : Tensor
-        int64 ``[R]``, ascending: where the rows' keys and values are written in the cache.
-    visible : int or Tensor
-        What attention sees of the cache: its first `visible` positions, or the positions listed, int64 ``[N]``,
-        ascending, `rows` among them.
-    fillers : sequence of LayerFiller
-        Bring the stored KV of a layer, in this order, before its fresh rows are written.
-    final_layer : int or None
-        The model's last layer where only the last row's logits are wanted. Nothing uses what attention gives the other
-        rows there, so it is not computed.
-    key_positions : Tensor or None
-        int64 ``[N]``, ascending: positions of the visible keys where they are not their places in the cache.
+    final_rows : slice, Tensor or None
+        Rows whose logits are wanted: the last one, those listed (int64), or all (None). Nothing uses what the last
+        layer makes of the others.
+    num_rows : int
+        Rows of the pass.
     """
 
-    def __init__(
-        self,
-        rows: Tensor,
-        visible: int | Tensor,
-        fillers: Sequence[LayerFiller] = (),
-        final_layer: int | None = None,
-        key_positions: Tensor | None = None,
-    ) -> None:
-        self.rows = rows
-        self.visible = visible
-        self.fillers = fillers
-        if isinstance(visible, int):
-            self.plan = RowPlan(rows, visible)
-        else:
-            self.plan = RowPlan(torch.searchsorted(visible, rows), visible.shape[0])
-        self.final_layer = final_layer if self.plan.num_rows > 1 else None
-        self.key_positions = key_positions if key_positions is not None or isinstance(visible, int) else visible
-        self.begin()
-        self._plans: dict[MaskRule, tuple[RowPlan, RowPlan]] = {}
-        self._flat: Tensor | None = None
+    final_rows: slice | Tensor | None = None
+    num_rows: int
 
     def begin(self) -> None:
         """Expect the first layer."""
@@ -128,6 +104,53 @@ class ForwardPass:
         """
         if self.next_layer != num_layers:
             raise _unreached(self.next_layer)
+
+    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
+        """Return the attention output ``[B, Hq, R, Dv]`` of queries ``[B, Hq, R, D]``, or end the forward."""
+        raise NotImplementedError
+
+
+class ForwardPass(LayerPass):
+    """A forward pass whose rows attend by true position.
+
+    Parameters
+    ----------
+    rows : Tensor
+        int64 ``[R]``, ascending: where the rows' keys and values are written in the cache.
+    visible : int or Tensor
+        What attention sees of the cache: its first `visible` positions, or the positions listed, int64 ``[N]``,
+        ascending, `rows` among them.
+    fillers : sequence of LayerFiller
+        Bring the stored KV of a layer, in this order, before its fresh rows are written.
+    final_layer : int or None
+        The model's last layer where only the last row's logits are wanted. Nothing uses what attention gives the other
+        rows there, so it is not computed.
+    key_positions : Tensor or None
+        int64 ``[N]``, ascending: positions of the visible keys where they are not their places in the cache.
+    """
+
+    def __init__(
+        self,
+        rows: Tensor,
+        visible: int | Tensor,
+        fillers: Sequence[LayerFiller] = (),
+        final_layer: int | None = None,
+        key_positions: Tensor | None = None,
+    ) -> None:
+        self.rows = rows
+        self.visible = visible
+        self.fillers = fillers
+        if isinstance(visible, int):
+            self.plan = RowPlan(rows, visible)
+        else:
+            self.plan = RowPlan(torch.searchsorted(visible, rows), visible.shape[0])
+        self.num_rows = self.plan.num_rows
+        self.final_layer = final_layer if self.num_rows > 1 else None
+        self.final_rows = None if self.final_layer is None else slice(-1, None)
+        self.key_positions = key_positions if key_positions is not None or isinstance(visible, int) else visible
+        self.begin()
+        self._plans: dict[MaskRule, tuple[RowPlan, RowPlan]] = {}
+        self._flat: Tensor | None = None
 
     def watch(self, layer_idx: int, keys: Tensor, values: Tensor) -> Tensor | None:
         """See a layer's fresh rows ``[1, Hkv, R, D]`` before they are written.
@@ -206,16 +229,17 @@ class KVPass(ForwardPass):
         return super().attend(layer_idx, q, k, v, rule)
 
 
-_current: ContextVar[ForwardPass | None] = ContextVar("fused_kv_pass", default=None)
+_Pass = TypeVar("_Pass", bound=LayerPass)
+_current: ContextVar[LayerPass | None] = ContextVar("fused_kv_pass", default=None)
 
 
-def current_pass() -> ForwardPass | None:
+def current_pass() -> LayerPass | None:
     """Return the pass that is being run here; None in a user's own forward, and while a model is compiled."""
     return None if torch.compiler.is_compiling() else _current.get()
 
 
-def required_pass() -> ForwardPass:
-    """Return the pass that is being run here.
+def required_pass(kind: type[_Pass]) -> _Pass:
+    """Return the pass that is being run here, which is of a given kind.
 
     Raises
     ------
@@ -223,7 +247,7 @@ def required_pass() -> ForwardPass:
         If there is none: what was called takes part in fused passes only.
     """
     found = current_pass()
-    if found is None:
+    if not isinstance(found, kind):
         raise FusedKVError(
             "A cache of the engine was given to a forward of its own: it works in the engine's passes only."
         )
@@ -231,7 +255,7 @@ def required_pass() -> ForwardPass:
 
 
 @contextmanager
-def running(forward_pass: ForwardPass) -> Iterator[None]:
+def running(forward_pass: LayerPass) -> Iterator[None]:
     """Make a pass the current one of what is called inside."""
     forward_pass.begin()
     token = _current.set(forward_pass)

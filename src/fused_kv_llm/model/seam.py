@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from fused_kv_llm.errors import UnsupportedModelError
-from fused_kv_llm.model.pass_context import ForwardPass, StopForwardError, running
+from fused_kv_llm.model.pass_context import LayerPass, StopForwardError, running
 
 __all__ = ["decoder_layers", "run_decoder", "run_model"]
 
@@ -47,7 +47,7 @@ def _inputs(ids: Tensor, positions: Tensor, cache: Cache) -> dict[str, Any]:
     }
 
 
-def run_decoder(model: Any, ids: Tensor, positions: Tensor, cache: Cache, forward_pass: ForwardPass) -> None:
+def run_decoder(model: Any, ids: Tensor, positions: Tensor, cache: Cache, forward_pass: LayerPass) -> None:
     """Run a model's decoder, without its output head, until the pass ends it.
 
     Parameters
@@ -74,17 +74,18 @@ def run_decoder(model: Any, ids: Tensor, positions: Tensor, cache: Cache, forwar
     forward_pass.check_complete(len(cache.layers))
 
 
-def run_model(model: Any, ids: Tensor, positions: Tensor, cache: Cache, forward_pass: ForwardPass) -> Tensor:
-    """Run a model and return logits, ``[B, R, vocabulary]``, or of the last row only if the pass wants no more.
+def run_model(model: Any, ids: Tensor, positions: Tensor, cache: Cache, forward_pass: LayerPass) -> Tensor:
+    """Run a model and return logits, ``[B, R, vocabulary]``, or those of the pass's final rows.
 
     Parameters and errors are those of :func:`run_decoder`.
     """
-    keep = 0 if forward_pass.final_layer is None else 1
-    options = {"logits_to_keep": keep} if _takes_logits_to_keep(type(model).forward) else {}
+    final = forward_pass.final_rows
+    takes = final is not None and _takes_logits_to_keep(type(model).forward)
+    options: dict[str, Any] = {"logits_to_keep": 1 if isinstance(final, slice) else final} if takes else {}
     with running(forward_pass):
         logits: Tensor = model(**_inputs(ids, positions, cache), **options).logits
     forward_pass.check_complete(len(cache.layers))
-    return logits[:, -keep:]
+    return logits if final is None or takes else logits[:, final]
 
 
 @lru_cache(maxsize=64)
