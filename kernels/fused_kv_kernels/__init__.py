@@ -8,6 +8,7 @@ against it.
 from __future__ import annotations
 
 from .batched_rows import batched_row_attention
+from .decode_attention import DecodeCaches, decode_attention
 from .decoder_layer import few_row_heads, few_row_mlp
 from .dispatch import UnsupportedOperandsError
 from .elementwise import gated_silu, rms_norm, rotate_rows_
@@ -28,6 +29,7 @@ from .transfer import TransferPlan, transfer_deviation
 __all__ = [
     "ChunkShift",
     "ChunkStack",
+    "DecodeCaches",
     "PageTable",
     "RotationTable",
     "RowPlan",
@@ -36,6 +38,7 @@ __all__ = [
     "TransferPlan",
     "UnsupportedOperandsError",
     "batched_row_attention",
+    "decode_attention",
     "few_row_heads",
     "few_row_linears",
     "few_row_mlp",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .attention import native_row_attention, native_token_scores, row_attention_scratch
+from .decoding import cache_table, decode_attention_scratch, native_decode_attention
 from .elementwise import native_gated_silu, native_rms_norm, native_rotate_rows, takes_rows
 from .library import native_library, why_not_native
 from .linears import (
@@ -27,10 +28,13 @@ from .operands import supports, supports_int8_rows, supports_rows
 
 __all__ = [
     "Table",
+    "cache_table",
     "chunk_table",
+    "decode_attention_scratch",
     "int8_chunk_table",
     "is_dense_as",
     "most_linear_rows",
+    "native_decode_attention",
     "native_fit_sums",
     "native_gated_mlp",
     "native_gated_silu",

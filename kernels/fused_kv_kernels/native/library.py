@@ -25,6 +25,8 @@ _POINTER, _NUMBER, _REAL, _THREADS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_f
 _ARGUMENTS = {
     "fkv_row_attention_scratch": [_POINTER, _THREADS],
     "fkv_row_attention": [*[_POINTER] * 10, _REAL, _REAL, _THREADS],
+    "fkv_decode_attention_scratch": [_POINTER, _POINTER],
+    "fkv_decode_attention": [*[_POINTER] * 5, _NUMBER, *[_POINTER] * 5, _REAL, _REAL, _THREADS],
     "fkv_token_scores": [*[_POINTER] * 8, _REAL, _REAL, _THREADS],
     "fkv_place_chunks": [_POINTER, _NUMBER, _NUMBER, *[_POINTER] * 5],
     "fkv_place_int8_chunks": [_POINTER, _NUMBER, _NUMBER, *[_POINTER] * 5],

@@ -3,7 +3,7 @@
 // Matrix libraries first bring the weights into a layout of their own, at every call or as a second copy that is kept.
 // With few rows that takes as long as the products. Here both operands are read along the inner dimension, and the
 // lanes of a register are added up at the end.
-#include "tiles.h"
+#include "lane_sums.h"
 
 namespace {
 
@@ -24,21 +24,11 @@ struct Layer {
 
 inline __m512bh load_step(const uint16_t *from) { return (__m512bh)_mm512_loadu_si512(from); }
 
-// The sums of four registers' lanes.
-inline __m128 sum_of_each(const __m512 (&sums)[kOutputs]) {
-    const __m512 first = _mm512_add_ps(_mm512_unpacklo_ps(sums[0], sums[1]), _mm512_unpackhi_ps(sums[0], sums[1]));
-    const __m512 second = _mm512_add_ps(_mm512_unpacklo_ps(sums[2], sums[3]), _mm512_unpackhi_ps(sums[2], sums[3]));
-    const __m512 all = _mm512_add_ps((__m512)_mm512_unpacklo_pd((__m512d)first, (__m512d)second),
-                                     (__m512)_mm512_unpackhi_pd((__m512d)first, (__m512d)second));
-    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
-    return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
-}
-
 // Four outputs of some rows. Of the weights `coming`, so many rows are fetched from memory meanwhile.
 template <int Rows>
 void multiply(const uint16_t *x, const uint16_t *weight, const uint16_t *bias, uint16_t *out, int64_t out_row,
               int64_t inner, const uint16_t *coming, int64_t coming_rows) {
-    __m512 sums[Rows][kOutputs];
+    Lanes sums[Rows][kOutputs];
 #pragma GCC unroll 8
     for (int row = 0; row < Rows; ++row)
 #pragma GCC unroll 4

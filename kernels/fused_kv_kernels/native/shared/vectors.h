@@ -53,6 +53,21 @@ inline Lanes load_floats(const float *from, Mask here) { return _mm256_maskload_
 inline void store_floats(float *to, Mask here, Lanes value) { _mm256_maskstore_ps(to, (__m256i)here, value); }
 #endif
 
+// Memory that is wanted soon, brought nearer part by part while something else is computed.
+struct Coming {
+    const char *at = nullptr, *end = nullptr;
+    int64_t part = 0;
+
+    Coming() = default;
+    // All of it after so many calls of fetch().
+    Coming(const void *from, int64_t bytes, int64_t calls)
+        : at(static_cast<const char *>(from)), end(at + bytes), part(round_up(bytes, 64 * calls) / calls) {}
+    void fetch() {
+        const char *const until = std::min(at + part, end);
+        for (; at < until; at += 64) _mm_prefetch(at, _MM_HINT_T1);
+    }
+};
+
 // Numbers of neighbouring lanes change places.
 inline Lanes neighbours(Lanes value) {
 #if defined(__AVX512F__)
