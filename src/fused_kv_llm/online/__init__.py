@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .context import FusionContext, Recipe
-from .fusion import FusedPrompt, fuse
+from .fusion import FusedPrompt, Fusion, fuse
 from .generation import FinishReason, Generation, Piece, PieceStream, decode
 from .planning import RequestPlanner
 from .read_ahead import reader_threads
@@ -13,6 +13,7 @@ from .selection import layer_scores, view_of
 __all__ = [
     "FinishReason",
     "FusedPrompt",
+    "Fusion",
     "FusionContext",
     "Generation",
     "Piece",

@@ -51,8 +51,8 @@ class FirstLayersPass(NarrowingPass):
     ----------
     selected : Tensor
         int64 positions of the chunk tokens that were selected, ascending.
-    selected_at_s : float
-        ``time.perf_counter()`` of the selection.
+    begun_at_s, selected_at_s : float
+        ``time.perf_counter()`` of the pass's begin and of the selection.
     selection_bytes : int
         Bytes of stored KV that had been read by then.
     """
@@ -71,6 +71,11 @@ class FirstLayersPass(NarrowingPass):
         self._kind = request.kind.to(device)
         self._sums = _AttentionSums(self._kind, len(request.chunks))
         self._focus = _Focus(request, view.focus_window) if view.focus_window else None
+
+    def begin(self) -> None:
+        """Expect the first layer."""
+        super().begin()
+        self.begun_at_s = time.perf_counter()
 
     def watch(self, layer_idx: int, keys: Tensor, values: Tensor) -> None:
         """Compare a layer's fresh rows with the stored ones, and drop those that score least."""

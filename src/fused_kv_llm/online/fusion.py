@@ -1,30 +1,33 @@
 """Fusion: from a planned request to a cache that is ready to generate, and the first logits.
 
-load -> probe -> select -> recompute the selected and the fresh tokens by true position, in one pass.
+load -> probe -> select -> recompute the selected and the fresh tokens by true position, in one pass or in slices.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
 
 import torch
 from torch import Tensor
 
+from fused_kv_llm.errors import FusedKVError
 from fused_kv_llm.kv import PlacedChunk
-from fused_kv_llm.model import ForwardPass, FusedCache, LoadedModel, forward_rows
+from fused_kv_llm.model import ForwardPass, FusedCache, LoadedModel, RaggedPart, forward_rows
 from fused_kv_llm.report import FusionReport, PromptTrace
-from fused_kv_llm.selectors import FirstLayersView, Selector, TransferringSelector, View, budget_tokens
+from fused_kv_llm.selectors import FirstLayersView, TransferringSelector, View, budget_tokens
 
 from .context import FusionContext, Recipe
 from .first_layers import FirstLayersPass
 from .request import Request
 from .request_kv import RequestKV
 from .selection import describe_chunks, select, timed, view_of
+from .slices import first_slice
 from .transfer import TransferPass
 
-__all__ = ["FusedPrompt", "fuse"]
+__all__ = ["FusedPrompt", "Fusion", "fuse"]
 
 
 @dataclass(slots=True)
@@ -70,18 +73,157 @@ class FusedPrompt:
             return forward_rows(loaded, ids, positions, cache, ForwardPass(positions, cache.length))
 
 
-def fuse(context: FusionContext, request: Request, recipe: Recipe, capacity: int, report: FusionReport) -> FusedPrompt:
-    """Build a request's KV, recomputing only what the recipe's selector picks.
+class Fusion:
+    """A request on its way to complete KV: load, probe, select, then recompute slice by slice.
 
     Parameters
     ----------
     context : FusionContext
     request : Request
+        Its chunks are open until this is closed.
     recipe : Recipe
     capacity : int
         Prompt tokens plus room for the answer.
     report : FusionReport
-        Gets token counts, bytes and the seconds of load, probe, select and fuse.
+        Gets token counts, bytes and the seconds of load, probe and select.
+    """
+
+    def __init__(
+        self, context: FusionContext, request: Request, recipe: Recipe, capacity: int, report: FusionReport
+    ) -> None:
+        self._context, self._request, self._recipe, self._report = context, request, recipe, report
+        self._selected = request.chunk_positions
+        self._budget = budget_tokens(recipe.ratio, self._selected.shape[0])
+        self._rows = request.fresh_positions[:0]
+        self._slice: RaggedPart | None = None
+        self._released = False
+        with timed(report, "load"), torch.inference_mode():
+            self._kv = RequestKV(context, request, capacity)
+
+    @property
+    def _reuses(self) -> bool:
+        return self._budget < self._request.chunk_positions.shape[0]
+
+    def begin(self) -> None:
+        """Begin to load, and choose what is recomputed, unless the selector does so in the fused pass itself.
+
+        Raises
+        ------
+        ChunkDamagedError
+            If a chunk's file turns out to be damaged while it is read.
+        """
+        context, request, recipe, report, kv = self._context, self._request, self._recipe, self._report, self._kv
+        view = view_of(recipe.selector, context.loaded, report) if self._budget and self._reuses else View()
+        if self._reuses:
+            # An anchor probe needs nothing of the chunks themselves.
+            by_anchors = isinstance(view, View) and view.anchors is not None
+            with timed(report, "load"):
+                kv.feed(() if by_anchors else view.layers, shifts_at_once=not by_anchors)
+        if isinstance(view, FirstLayersView):
+            probe = describe_chunks(request, recipe.seed)
+            self._rows = (request.kind != -2).nonzero()[:, 0]
+            self._slice = self._part(FirstLayersPass(request, kv, view, recipe.selector, probe, self._budget))
+            return
+        self._selected = select(context, request, kv, recipe, view, report)
+        report.selection_bytes += kv.bytes_read
+        self._rows = request.rows(self._selected)
+
+    def next_slice(self, max_rows: int | None = None) -> RaggedPart:
+        """Return what is to be computed next; the same again until :meth:`computed` is called.
+
+        Parameters
+        ----------
+        max_rows : int or None
+            About how many rows, see :func:`.slices.first_slice`; None for all that are left.
+        """
+        if self._slice is None:
+            kind = self._request.kind[self._rows]
+            rows = self._rows[: first_slice(kind, max_rows or self._rows.shape[0])]
+            self._slice = self._part(self._pass_of(rows))
+        return self._slice
+
+    def computed(self, logits: Tensor) -> FusedPrompt | None:
+        """Note that the slice was computed.
+
+        Parameters
+        ----------
+        logits : Tensor
+            float32 ``[vocabulary]``, after the slice's last row. The report has the seconds of its pass.
+
+        Returns
+        -------
+        FusedPrompt or None
+            Once no slice is left. Its cache is the caller's then.
+        """
+        done, self._slice = self.next_slice(), None
+        if isinstance(done.forward_pass, FirstLayersPass):
+            self._selected = done.forward_pass.selected
+            seconds = done.forward_pass.selected_at_s - done.forward_pass.begun_at_s
+            self._report.seconds["probe"] = seconds
+            self._report.seconds["fuse"] -= seconds
+            self._report.selection_bytes += done.forward_pass.selection_bytes
+            self._rows = self._rows[:0]
+        else:
+            self._rows = self._rows[done.ids.shape[0] :]
+        if self._rows.shape[0]:
+            return None
+        self._count()
+        self._kv.cache.length, self._released = self._request.num_tokens, True
+        return FusedPrompt(self._kv.cache, logits, self._selected, self._request.text)
+
+    def close(self) -> None:
+        """End the feeds and close the chunks; give the memory back unless the prompt is complete."""
+        self._kv.close(keep=self._released)
+        self._request.close()
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close it."""
+        self.close()
+
+    def _pass_of(self, rows: Tensor) -> ForwardPass:
+        request, kv, geometry = self._request, self._kv, self._context.loaded.geometry
+        selector = self._recipe.selector
+        strength = selector.transfer if isinstance(selector, TransferringSelector) else 0.0
+        selected = rows[request.kind[rows] >= 0]
+        if strength and selected.shape[0] > 0 and self._reuses:
+            return TransferPass(request, rows, selected, kv, geometry, strength)
+        return ForwardPass(rows.to(kv.cache.keys.device), int(rows[-1]) + 1, kv.fillers, geometry.num_layers - 1)
+
+    def _part(self, forward_pass: ForwardPass) -> RaggedPart:
+        device = self._kv.cache.keys.device
+        return RaggedPart(torch.tensor(self._request.ids, device=device)[forward_pass.rows], self._kv.cache,
+                          forward_pass)  # fmt: skip
+
+    def _count(self) -> None:
+        report, request, kv = self._report, self._request, self._kv
+        report.prompt_tokens = request.num_tokens
+        report.prefix_tokens = request.prefix_tokens
+        report.recomputed_tokens = int(self._selected.shape[0])
+        report.reused_tokens = int(request.chunk_positions.shape[0]) - report.recomputed_tokens
+        report.fresh_tokens = int(request.fresh_positions.shape[0])
+        report.chunks_found = len(request.chunks)
+        if self._reuses:
+            report.bytes_loaded = _bytes_by_tier(request.chunks)
+        if kv.shifts is not None and kv.shifts.bytes_loaded:
+            report.sidecar_bytes_loaded["context_shift"] = kv.shifts.bytes_loaded
+        if request.offsets is not None:
+            kind = request.kind.numpy()
+            report.trace = PromptTrace(request.text, request.offsets, kind, self._selected.cpu().numpy())
+
+
+def fuse(context: FusionContext, request: Request, recipe: Recipe, capacity: int, report: FusionReport) -> FusedPrompt:
+    """Build a request's KV alone and in one pass, recomputing only what the recipe's selector picks.
+
+    Parameters
+    ----------
+    context, request, recipe, capacity, report
+        As :class:`Fusion` takes them; the report gets the seconds of the pass as well.
 
     Returns
     -------
@@ -93,66 +235,15 @@ def fuse(context: FusionContext, request: Request, recipe: Recipe, capacity: int
         If a chunk's file turns out to be damaged while it is read. Nothing has been returned then, and the request can
         be planned again without it.
     """
-    num_chunk_tokens = int(request.chunk_positions.shape[0])
-    budget = budget_tokens(recipe.ratio, num_chunk_tokens)
-    reuses = budget < num_chunk_tokens
-    view = view_of(recipe.selector, context.loaded, report) if budget and reuses else View()
-    with torch.inference_mode():
-        with timed(report, "load"):
-            kv = RequestKV(context, request, capacity)
-        with kv:
-            if reuses:
-                # An anchor probe needs nothing of the chunks themselves.
-                by_anchors = isinstance(view, View) and view.anchors is not None
-                with timed(report, "load"):
-                    kv.feed(() if by_anchors else view.layers, shifts_at_once=not by_anchors)
-            if isinstance(view, FirstLayersView):
-                selected, logits = _select_on_the_way(context, request, kv, recipe, view, report)
-            else:
-                selected = select(context, request, kv, recipe, view, report)
-                report.selection_bytes += kv.bytes_read
-                with timed(report, "fuse"):
-                    logits = _recompute(context.loaded, request, kv, selected, recipe.selector)
-    kv.cache.length = request.num_tokens
-    _count(report, request, selected)
-    if reuses:
-        report.bytes_loaded = _bytes_by_tier(request.chunks)
-    if kv.shifts is not None and kv.shifts.bytes_loaded:
-        report.sidecar_bytes_loaded["context_shift"] = kv.shifts.bytes_loaded
-    return FusedPrompt(kv.cache, logits, selected, request.text)
-
-
-def _recompute(loaded: LoadedModel, request: Request, kv: RequestKV, selected: Tensor, selector: Selector) -> Tensor:
-    """Compute the selected and the fresh tokens; return the last one's logits."""
-    strength = selector.transfer if isinstance(selector, TransferringSelector) else 0.0
-    rows, geometry = request.rows(selected).to(loaded.device), loaded.geometry
-    if strength and 0 < selected.shape[0] < request.chunk_positions.shape[0]:
-        fused_pass: ForwardPass = TransferPass(request, selected, kv, geometry, strength)
-    else:
-        fused_pass = ForwardPass(rows, request.num_tokens, kv.fillers, geometry.num_layers - 1)
-    return _run(loaded, request, kv, fused_pass)
-
-
-def _select_on_the_way(
-    context: FusionContext, request: Request, kv: RequestKV, recipe: Recipe, view: FirstLayersView,
-    report: FusionReport,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Select by the first layers of the fused pass itself; return the selected positions and the last logits."""
-    probe = describe_chunks(request, recipe.seed)
-    budget = budget_tokens(recipe.ratio, probe.positions.shape[0])
-    fused_pass = FirstLayersPass(request, kv, view, recipe.selector, probe, budget)
-    started_s = time.perf_counter()
-    with timed(report, "fuse"):
-        logits = _run(context.loaded, request, kv, fused_pass)
-    report.seconds["probe"] = fused_pass.selected_at_s - started_s
-    report.seconds["fuse"] -= report.seconds["probe"]
-    report.selection_bytes += fused_pass.selection_bytes
-    return fused_pass.selected, logits
-
-
-def _run(loaded: LoadedModel, request: Request, kv: RequestKV, fused_pass: ForwardPass) -> Tensor:
-    ids = torch.tensor(request.ids, device=loaded.device)[fused_pass.rows][None]
-    return forward_rows(loaded, ids, fused_pass.rows, kv.cache, fused_pass)[0]
+    with torch.inference_mode(), Fusion(context, request, recipe, capacity, report) as fusion:
+        fusion.begin()
+        part = fusion.next_slice()
+        with timed(report, "fuse"):
+            logits = forward_rows(context.loaded, part.ids[None], part.forward_pass.rows, part.cache, part.forward_pass)
+        prompt = fusion.computed(logits[-1])
+    if prompt is None:
+        raise FusedKVError("A pass over all rows of a prompt has left some: this is a defect of the engine.")
+    return prompt
 
 
 def _bytes_by_tier(chunks: Sequence[PlacedChunk]) -> dict[str, int]:
@@ -160,15 +251,3 @@ def _bytes_by_tier(chunks: Sequence[PlacedChunk]) -> dict[str, int]:
     distinct = {chunk.stored.key: chunk.stored for chunk in chunks}.values()
     tiers = {stored.tier for stored in distinct}
     return {tier: sum(stored.nbytes for stored in distinct if stored.tier == tier) for tier in sorted(tiers)}
-
-
-def _count(report: FusionReport, request: Request, selected: Tensor) -> None:
-    report.prompt_tokens = request.num_tokens
-    report.prefix_tokens = request.prefix_tokens
-    report.recomputed_tokens = int(selected.shape[0])
-    report.reused_tokens = int(request.chunk_positions.shape[0]) - report.recomputed_tokens
-    report.fresh_tokens = int(request.fresh_positions.shape[0])
-    report.chunks_found = len(request.chunks)
-    if request.offsets is not None:
-        kind = request.kind.numpy()
-        report.trace = PromptTrace(request.text, request.offsets, kind, selected.cpu().numpy())

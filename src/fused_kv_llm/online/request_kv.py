@@ -88,13 +88,23 @@ class RequestKV:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the feeds; give the cache's memory back if something went wrong."""
+        """Close it."""
+        self.close(keep=kind is None)
+
+    def close(self, *, keep: bool) -> None:
+        """End the feeds.
+
+        Parameters
+        ----------
+        keep : bool
+            Whether the cache goes on; otherwise its memory is given back.
+        """
         try:
             for feed in (self.chunks, self.shifts):
                 if feed is not None:
                     feed.close()
         finally:
-            if kind is not None:
+            if not keep:
                 self.cache.release()
 
 

@@ -36,22 +36,26 @@ class TransferPass(ForwardPass):
     Parameters
     ----------
     request : Request
+    rows : Tensor
+        int64 ``[R]``, ascending prompt positions that the pass computes.
     selected : Tensor
-        int64, ascending prompt positions of the recomputed chunk tokens; not empty.
+        int64, ascending: those of them that are chunk tokens; all that are recomputed of their chunks. Not empty.
     kv : RequestKV
     geometry : Geometry
     strength : float
         Share of the mean deviation that is transferred, in [0, 1].
     """
 
-    def __init__(self, request: Request, selected: Tensor, kv: RequestKV, geometry: Geometry, strength: float) -> None:
+    def __init__(
+        self, request: Request, rows: Tensor, selected: Tensor, kv: RequestKV, geometry: Geometry, strength: float
+    ) -> None:
         device = kv.cache.keys.device
-        rows = request.rows(selected)
-        super().__init__(rows.to(device), request.num_tokens, kv.fillers, geometry.num_layers - 1)
+        super().__init__(rows.to(device), int(rows[-1]) + 1, kv.fillers, geometry.num_layers - 1)
         counts = torch.bincount(request.kind[selected], minlength=len(request.chunks))
         spans = torch.tensor([(chunk.segment.start, chunk.segment.stop) for chunk in request.chunks])
         self._tables = geometry.tables(torch.arange(request.num_tokens), device)
         self._kv = kv
+        self._corrected: set[int] = set()
         self._plan = TransferPlan(
             selected=selected.to(device),
             fresh_rows=torch.searchsorted(rows, selected).to(device),
@@ -60,7 +64,13 @@ class TransferPass(ForwardPass):
         )
 
     def watch(self, layer_idx: int, keys: Tensor, values: Tensor) -> None:
-        """Correct one layer by its fresh rows ``[1, Hkv, R, D]`` before they replace the stored ones."""
+        """Correct one layer by its fresh rows ``[1, Hkv, R, D]`` before they replace the stored ones.
+
+        A pass that another request in it has broken is run again: a layer is corrected once.
+        """
+        if layer_idx in self._corrected:
+            return
+        self._corrected.add(layer_idx)
         fresh = keys[0], values[0]
         if self._kv.shifts is not None:
             self._kv.shifts.refit(layer_idx, self._plan, SHRINKAGE_TOKENS, fresh)
