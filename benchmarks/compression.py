@@ -100,7 +100,7 @@ def load_times(kv_dir: Path, rows: list[ChunkRow], loaded: LoadedModel, chunks: 
     found: Times = {storage: {} for storage in STORAGE_DTYPES}
     stores = {name: KVStore(kv_dir / name, memory_bytes=0) for name in STORAGE_DTYPES}
     geometry = loaded.geometry
-    shape = (2, geometry.num_layers, geometry.num_kv_heads, 2 * len(picked[0].token_ids), geometry.key_dim)
+    shape = (2, geometry.num_layers, geometry.room.heads, 2 * len(picked[0].token_ids), geometry.room.key_dim)
     cache = torch.zeros(shape, dtype=loaded.dtype)
     table = rotation_table(torch.tensor([100]), geometry.rotations[0].inv_freq)
     # Dtypes take turns, so that whatever else the machine does meets all of them.
@@ -193,7 +193,7 @@ def main() -> None:
             out.append(question.id, one_question(engines, question, methods))
         times = first_token_times(engines, rows, args.ratios)
         geometry = loaded.geometry
-        layers, heads, dim = geometry.num_layers, geometry.num_kv_heads, geometry.key_dim
+        layers, heads, dim = geometry.num_layers, geometry.room.heads, geometry.room.key_dim
     sizes = {name: stored_bytes_per_token(name, layers, heads, dim, dim) for name in STORAGE_DTYPES}
     for name, more in load_times(kv_dir, rows, loaded).items():
         times[name] |= more

@@ -60,7 +60,7 @@ def prefill_flops(loaded: LoadedModel, num_tokens: int, num_before: int) -> floa
     """Return the floating point operations of the layers for a chunk's tokens after others."""
     layers, config = loaded.model.get_decoder().layers, loaded.model.config
     linear: float = 2.0 * num_tokens * sum(parameter.numel() for parameter in layers.parameters())
-    width = int(config.num_attention_heads) * loaded.geometry.key_dim
+    width = int(config.num_attention_heads) * loaded.geometry.room.key_dim
     return linear + 4.0 * len(layers) * width * num_tokens * (num_before + (num_tokens + 1) / 2)
 
 

@@ -43,6 +43,14 @@ _SIZES: dict[str, Any] = {
     "query_pre_attn_scalar": 16,
 }
 
+# Behind layers of both kinds, two that attend to their KV; a small input of its own for every layer.
+_SHARING: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 49152,
+}
 _WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 _LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
 
@@ -53,6 +61,23 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "dots1": {"n_shared_experts": 1},
     **dict.fromkeys(("gemma3_text", "laguna", "mellum"), _WINDOWS),
     "qwen2": {"use_sliding_window": False},
+    "gemma3n_text": {**_SHARING, "laurel_rank": 8, "activation_sparsity_pattern": [0.5, 0.0] * 3},
+    # All that Gemma 4 models have, in one: other heads and widths in full attention, whose values are its keys.
+    "gemma4_text": {
+        **_SHARING,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "enable_moe_block": True,
+        "top_k_experts": 2,
+        "use_double_wide_mlp": True,
+        "final_logit_softcapping": 30.0,
+    },
+    "mimo_v2_flash": {
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+        "head_dim": 24,
+        "v_head_dim": 16,
+    },
 }
 
 
@@ -73,9 +98,12 @@ _VISION = {
 
 def seeing_config(kind: str, text_kind: str, **options: Any) -> Any:
     """Return the configuration of a tiny model that also sees images."""
-    vision = CONFIG_MAPPING[kind]().vision_config.to_dict()
-    sizes = {name: value for name, value in _VISION.items() if name in vision}
     text = {"model_type": text_kind, **settings_of(text_kind), **options}
+    config = CONFIG_MAPPING[kind]()
+    if config.vision_config is None:
+        return CONFIG_MAPPING[kind](text_config=text)
+    vision = config.vision_config.to_dict()
+    sizes = {name: value for name, value in _VISION.items() if name in vision}
     return CONFIG_MAPPING[kind](text_config=text, vision_config={"model_type": vision["model_type"], **sizes})
 
 
@@ -86,7 +114,7 @@ def settings_of(kind: str) -> dict[str, Any]:
 
 
 def tiny_model(kind: str, seed: int = 0, **options: Any) -> PreTrainedModel:
-    """Build a four-layer model of a type with random float32 weights."""
+    """Build a small model of a type with random float32 weights."""
     if kind in _SEEING:
         config = seeing_config(_SEEING[kind], kind, rope_parameters=_ROTATION, **options)
         return _initialised(AutoModelForImageTextToText, config, seed)
@@ -103,6 +131,6 @@ def _initialised(auto: Any, config: Any, seed: int) -> PreTrainedModel:
                 parameter.mul_(8.0)
             elif parameter.ndim >= 2:
                 parameter.mul_(3.0)
-            elif "sinks" in name:
+            elif "sinks" in name or "correct_output_scale" in name:
                 parameter.normal_()
     return model.eval()

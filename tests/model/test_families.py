@@ -19,11 +19,13 @@ from fused_kv_kernels import rerotate_keys
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.errors import UnsupportedModelError
 from fused_kv_llm.model import (
+    AttentionRule,
     BatchCache,
     CachePool,
     ForwardPass,
     FusedCache,
     LoadedModel,
+    NarrowingPass,
     PackedChunk,
     compute_prefix,
     forward_rows,
@@ -66,6 +68,17 @@ def fill(loaded: LoadedModel, ids: list[int]) -> FusedCache:
     return cache
 
 
+class _Leaving(NarrowingPass):
+    """Rows leave behind the first layer and behind the second."""
+
+    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
+        if layer_idx == 0:
+            self.keep(torch.tensor([0, 1, 2, 5, 8]))
+        if layer_idx == 1:
+            self.keep(torch.tensor([0, 2, 4]))
+        return super().attend(layer_idx, q, k, v, rule)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", SUPPORTED_MODEL_TYPES)
 class TestTypes:
@@ -87,7 +100,7 @@ class TestTypes:
         loaded = loaded_model(kind, dtype)
         cache, rows = fill(loaded, IDS), torch.tensor([3, 4, 20, 31, 32, 33, 50, 64, 79])
         # In bfloat16 one row says little: rounding may send its token to another expert.
-        last = loaded.geometry.num_layers - 1 if dtype == "float32" else None
+        last = loaded.geometry.last_layer if dtype == "float32" else None
         with torch.inference_mode():
             fused = ForwardPass(rows, len(IDS), final_layer=last)
             got = forward_rows(loaded, torch.tensor([IDS])[:, rows], rows, cache, fused)
@@ -123,7 +136,8 @@ class TestTypes:
         geometry, ids = loaded.geometry, torch.tensor([IDS[:20]])
         found = []
         for start in (0, delta):
-            cache, positions = BatchCache(geometry.num_layers, swaps=geometry.swaps), torch.arange(start, start + 20)
+            cache = BatchCache(geometry.num_layers, geometry.room, swaps=geometry.swaps)
+            positions = torch.arange(start, start + 20)
             with torch.inference_mode():
                 forward_rows(loaded, ids, positions, cache, ForwardPass(torch.arange(20), 20))
             found.append(cache.chunk(0, slice(0, 20)))
@@ -141,7 +155,22 @@ class TestTypes:
         )
 
 
-@pytest.mark.parametrize("kind", ["gemma3_text", "deepseek_v3", "cohere2", "gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize("kind", SUPPORTED_MODEL_TYPES)
+def test_rows_that_leave_change_nothing_for_those_that_stay(kind: str) -> None:
+    """With exact KV in place, the others see the same whether a row goes on or not."""
+    loaded = loaded_model(kind, "float32")
+    cache, rows = fill(loaded, IDS), torch.tensor([3, 4, 20, 31, 32, 33, 50, 64, 79])
+    with torch.inference_mode():
+        leaving = _Leaving(rows, len(IDS), (), loaded.geometry.last_layer)
+        got = forward_rows(loaded, torch.tensor([IDS])[:, rows], rows, cache, leaving)
+    assert leaving.rows.tolist() == [3, 20, 79]
+    close(got, plain_logits(loaded, IDS)[-1:], "float32")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["gemma3_text", "deepseek_v3", "cohere2", "gpt_oss", "qwen3_moe", "gemma3n_text", "gemma4_text", "mimo_v2_flash"],
+)
 def test_the_engine_answers_as_transformers_does_at_ratio_one(kind: str, tmp_path: Path) -> None:
     """Through everything: ingestion with preprocessing, planning, loading, selection."""
     model = tiny_model(kind)
@@ -181,7 +210,10 @@ def test_learned_positions_are_refused_with_the_reason(kind: str) -> None:
         load_model(model, tokenizer=smollm2_tokenizer())
 
 
-@pytest.mark.parametrize(("kind", "text"), [("llava", "llama"), ("mistral3", "mistral"), ("aya_vision", "cohere2")])
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [("llava", "llama"), ("mistral3", "mistral"), ("aya_vision", "cohere2"), ("gemma4", "gemma4_text")],
+)
 def test_of_models_that_see_images_the_text_model_is_used(kind: str, text: str, tmp_path: Path) -> None:
     model = AutoModelForImageTextToText.from_config(seeing_config(kind, text, vocab_size=VOCABULARY)).eval()
     model.save_pretrained(tmp_path)

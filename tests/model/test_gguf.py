@@ -139,6 +139,9 @@ def test_a_type_that_is_refused_is_not_converted(file: Path, monkeypatch: pytest
     write_gguf(file, gguf_model(), architecture="nobody-knows")
     with pytest.raises(UnsupportedModelError, match="architecture 'nobody-knows', which transformers does not read"):
         load_model(file)
+    write_gguf(file, gguf_model(), architecture="gemma4")
+    with pytest.raises(UnsupportedModelError, match="which of them share it is left out by transformers"):
+        load_model(file)
     monkeypatch.setattr(families, "SUPPORTED_MODEL_TYPES", ("qwen2",))
     write_gguf(file, gguf_model())
     with pytest.raises(UnsupportedModelError, match="its type 'llama' has not been verified"):

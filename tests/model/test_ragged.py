@@ -25,8 +25,10 @@ from fused_kv_llm.model import (
 )
 
 CAPACITY = 48
-# Windows, caps, sinks, keys that are interleaved or not rotated, layers behind norms of their own, packed projections.
-KINDS = ["gemma2", "gemma3_text", "gpt_oss", "cohere2", "olmo3", "phi3", "glm4", "qwen3_moe", "gpt_neox"]
+# Windows, caps, sinks, keys that are interleaved or not rotated, layers behind norms of their own, packed projections,
+# KV of several shapes, layers that share it.
+KINDS = ["gemma2", "gemma3_text", "gpt_oss", "cohere2", "olmo3", "phi3", "glm4", "qwen3_moe", "gpt_neox",
+         "gemma3n_text", "gemma4_text", "mimo_v2_flash"]  # fmt: skip
 
 
 class OneRequest:
@@ -42,7 +44,7 @@ class OneRequest:
 
     def part(self, rows: Tensor) -> RaggedPart:
         """Return these rows of the request, as a part."""
-        last = self.loaded.geometry.num_layers - 1
+        last = self.loaded.geometry.last_layer
         return RaggedPart(self.ids[rows], self.cache, ForwardPass(rows, int(rows[-1]) + 1, final_layer=last))
 
     def alone(self, rows: Tensor) -> Tensor:
@@ -105,7 +107,7 @@ def test_a_part_that_fails_is_named_and_the_others_can_go_on() -> None:
     with torch.inference_mode():
         good, bad, wanted = (OneRequest(loaded, seed, 12) for seed in (1, 2, 1))
         rows = torch.arange(12)
-        broken = RaggedPart(bad.ids, bad.cache, ForwardPass(rows, 12, [Broken()], loaded.geometry.num_layers - 1))
+        broken = RaggedPart(bad.ids, bad.cache, ForwardPass(rows, 12, [Broken()], loaded.geometry.last_layer))
         with pytest.raises(RaggedError) as raised:
             forward_ragged(loaded, [good.part(rows), broken])
         assert (raised.value.index, str(raised.value.cause)) == (1, "no such block")

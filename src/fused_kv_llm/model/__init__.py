@@ -9,7 +9,7 @@ from .cache import BatchCache, FusedCache
 from .cache_pool import CachePool
 from .embedded import EMBEDDED_MODELS, embedded_model_folder
 from .forward import PrefixKV, compute_prefix, forward_kv, forward_rows
-from .geometry import Geometry, Rotation
+from .geometry import Geometry, KVShape, Rotation
 from .loading import LoadedModel, choose_device, choose_dtype, load_model
 from .lock import ModelLock, StoppedError, lock_of
 from .narrowing import NarrowingPass
@@ -28,6 +28,7 @@ __all__ = [
     "FusedCache",
     "Geometry",
     "KVPass",
+    "KVShape",
     "LayerFiller",
     "LoadedModel",
     "ModelLock",

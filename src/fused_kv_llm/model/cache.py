@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from fused_kv_llm.model.cache_pool import CachePool
-from fused_kv_llm.model.geometry import Geometry
+from fused_kv_llm.model.geometry import Geometry, KVShape
 from fused_kv_llm.model.pass_context import ForwardPass, LayerPass, required_pass
 
 __all__ = ["BatchCache", "FusedCache"]
@@ -23,8 +23,9 @@ class _FusedLayer(CacheLayerMixin):
         self.cache = cache
         self.layer_idx = layer_idx
         self.swaps = swaps
-        self.keys = cache.keys[layer_idx]
-        self.values = cache.values[layer_idx]
+        shape = cache.geometry.shapes[layer_idx]
+        self.keys = shape.of_keys(cache.keys[layer_idx])
+        self.values = shape.of_values(cache.values[layer_idx])
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -36,7 +37,7 @@ class _FusedLayer(CacheLayerMixin):
         """Have the stored KV in place, write the fresh rows, and return what attention sees, ``[1, Hkv, N, D]``."""
         forward_pass = required_pass(ForwardPass)
         forward_pass.enter_layer(self.layer_idx)
-        return self.write(forward_pass, key_states, value_states)
+        return forward_pass.given(self.write(forward_pass, key_states, value_states))
 
     def write(self, forward_pass: ForwardPass, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Do what :meth:`update` does for the rows of a pass."""
@@ -81,23 +82,30 @@ class FusedCache(Cache):
     Attributes
     ----------
     keys, values : Tensor
-        ``[L, 1, Hkv, capacity, D]`` and ``[L, 1, Hkv, capacity, Dv]``; the keys are what carries the rotation.
+        ``[L, 1, Hkv, capacity, D]`` and ``[L, 1, Hkv, capacity, Dv]`` in the geometry's room; the keys are what
+        carries the rotation.
+    layers : list
+        Their ``keys`` and ``values`` are those of one layer, without padding.
     length : int
         Tokens in place: the prompt's, then one more with each generated token.
     """
 
     def __init__(self, geometry: Geometry, capacity: int, pool: CachePool) -> None:
-        shapes = [
-            (geometry.num_layers, 1, geometry.num_kv_heads, capacity, dim)
-            for dim in (geometry.key_dim, geometry.value_dim)
-        ]
+        self._room = geometry.room
+        heads, *dims = self._room
+        shapes = [(geometry.num_layers, 1, heads, capacity, dim) for dim in dims]
         of_keys, of_values = map(math.prod, shapes)
+        self.geometry = geometry
         self._pool = pool
         self._buffer: Tensor | None = pool.take(of_keys + of_values)
         self.keys = self._buffer[:of_keys].view(shapes[0])
         self.values = self._buffer[of_keys : of_keys + of_values].view(shapes[1])
         self.length = 0
         super().__init__(layers=[_FusedLayer(self, idx, geometry.swaps) for idx in range(geometry.num_layers)])
+
+    def padded(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a layer's keys ``[..., Hkv, R, D]`` and values ``[..., Hkv, R, Dv]`` as they stand in the buffers."""
+        return self._room.pad_keys(keys), self._room.pad_values(values)
 
     def release(self) -> None:
         """Give the memory back; the cache must not be used afterwards. Calling it again does nothing."""
@@ -115,12 +123,11 @@ class FusedCache(Cache):
 
 
 class _BatchLayer(CacheLayerMixin):
-    """One layer of a :class:`BatchCache`."""
+    """One layer of a :class:`BatchCache`; its keys are None where the layer has none of its own."""
 
-    def __init__(self, layer_idx: int, before: tuple[Tensor, Tensor] | None, swaps: bool) -> None:
+    def __init__(self, layer_idx: int, swaps: bool) -> None:
         super().__init__()
         self.layer_idx = layer_idx
-        self.before = before
         self.swaps = swaps
         self.is_initialized = True
 
@@ -130,26 +137,20 @@ class _BatchLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Keep a batch's KV ``[B, Hkv, T, D]`` and return it behind the prefix."""
-        required_pass(LayerPass).enter_layer(self.layer_idx)
-        fresh = (value_states, key_states) if self.swaps else (key_states, value_states)
-        self.keys, self.values = fresh
-        if self.before is None:
-            return key_states, value_states
-        batch = key_states.shape[0]
-        keys, values = (
-            torch.cat((part.expand(batch, -1, -1, -1), own), dim=2)
-            for part, own in zip(self.before, fresh, strict=True)
-        )
-        return (values, keys) if self.swaps else (keys, values)
+        """Keep a batch's KV ``[B, Hkv, T, D]`` and return it."""
+        forward_pass = required_pass(LayerPass)
+        forward_pass.enter_layer(self.layer_idx)
+        fresh = key_states, value_states
+        self.keys, self.values = fresh[::-1] if self.swaps else fresh
+        return forward_pass.given(fresh)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the key length a mask would need; fused passes use none."""
-        return self.get_seq_length() + query_length, 0
+        return query_length, 0
 
     def get_seq_length(self) -> int:
-        """Return the length of the prefix."""
-        return 0 if self.before is None else int(self.before[0].shape[2])
+        """Return 0: nothing stands before a batch."""
+        return 0
 
     def get_max_length(self) -> int:
         """Return -1: a batch may have any length."""
@@ -157,23 +158,24 @@ class _BatchLayer(CacheLayerMixin):
 
 
 class BatchCache(Cache):
-    """Collects the KV of a right-padded batch of chunks that share one prefix.
+    """Collects the KV of a batch, or of chunks that stand one after another in one row.
 
     Parameters
     ----------
     num_layers : int
-    before : tuple of Tensor or None
-        Keys ``[L, Hkv, P, D]`` and values ``[L, Hkv, P, Dv]`` of the prefix.
+    room : KVShape or None
+        In which KV is kept (:class:`.Geometry`); None for layers that all have the same shape.
     swaps : bool
         Whether the model gives its cache what carries the rotation as values (:class:`.Geometry`).
     """
 
-    def __init__(self, num_layers: int, before: tuple[Tensor, Tensor] | None = None, *, swaps: bool = False) -> None:
-        prefix = [None] * num_layers if before is None else [(k[None], v[None]) for k, v in zip(*before, strict=True)]
-        super().__init__(layers=[_BatchLayer(idx, part, swaps) for idx, part in enumerate(prefix)])
+    def __init__(self, num_layers: int, room: KVShape | None = None, *, swaps: bool = False) -> None:
+        super().__init__(layers=[_BatchLayer(idx, swaps) for idx in range(num_layers)])
+        self.room = room
 
     def chunk(self, row: int, tokens: slice) -> tuple[Tensor, Tensor]:
-        """Return one chunk's keys ``[L, Hkv, T, D]`` and values ``[L, Hkv, T, Dv]``, copied."""
-        keys = torch.stack([layer.keys[row, :, tokens] for layer in self.layers])
-        values = torch.stack([layer.values[row, :, tokens] for layer in self.layers])
+        """Return one chunk's keys ``[L, Hkv, T, D]`` and values ``[L, Hkv, T, Dv]``, copied and padded."""
+        room = self.room or KVShape(0, 0, 0)
+        keys = torch.stack([room.pad_keys(layer.keys[row, :, tokens]) for layer in self.layers])
+        values = torch.stack([room.pad_values(layer.values[row, :, tokens]) for layer in self.layers])
         return keys, values

@@ -118,6 +118,11 @@ FAMILIES = (
         "Gemma 2 and 3, gpt-oss, Command R7B, EXAONE 4, OLMo 3, Ministral; Mistral and Phi-3 with a window",
     ),
     Family(
+        "layers whose KV differs in shape, or is shared",
+        ("gemma3n_text", "gemma4_text", "mimo_v2_flash"),
+        "Gemma 3n, Gemma 4, MiMo-V2-Flash",
+    ),
+    Family(
         "images beside the text, of which the text is used",
         ("qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_moe_text", "qwen3_vl_text"),
         "Qwen2-VL, Qwen2.5-VL, Qwen3-VL; Gemma 3, LLaVA, Mistral Small 3.1, InternVL by the types of their text models",
@@ -159,10 +164,6 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(
         ("llama4", "llama4_text", "ministral3"),
         "it scales queries by their position, so that what a chunk's layers compute depends on where it stands",
-    ),
-    **dict.fromkeys(
-        ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "mimo_v2_flash"),
-        "its layers have KV of several shapes, or share it, which the store does not hold yet; use Gemma 3",
     ),
     "diffllama": "its layers compute two attentions by themselves",
     "paligemma": "the tokens of its prompts see what comes after them",

@@ -100,12 +100,12 @@ def compute_prefix(loaded: LoadedModel, token_ids: tuple[int, ...]) -> PrefixKV:
     """
     geometry = loaded.geometry
     if not token_ids:
+        heads, *dims = geometry.room
         return PrefixKV((), *(
-            torch.empty(geometry.num_layers, geometry.num_kv_heads, 0, dim, dtype=loaded.dtype, device=loaded.device)
-            for dim in (geometry.key_dim, geometry.value_dim)
+            torch.empty(geometry.num_layers, heads, 0, dim, dtype=loaded.dtype, device=loaded.device) for dim in dims
         ))  # fmt: skip
     positions = torch.arange(len(token_ids), device=loaded.device)
-    cache = BatchCache(geometry.num_layers, swaps=geometry.swaps)
+    cache = BatchCache(geometry.num_layers, geometry.room, swaps=geometry.swaps)
     with torch.inference_mode():
         forward_pass = KVPass(positions, len(token_ids), geometry.num_layers - 1)
         forward_kv(loaded, torch.tensor([token_ids], device=loaded.device), positions, cache, forward_pass)

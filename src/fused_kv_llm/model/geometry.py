@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fused_kv_kernels import RotationTable, rotation_table
 
-__all__ = ["Geometry", "Rotation"]
+__all__ = ["Geometry", "KVShape", "Rotation"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,24 +30,59 @@ class Rotation:
     interleaved: bool = False
 
 
+class KVShape(NamedTuple):
+    """Heads of the KV that a layer caches, and widths of a head's keys and values."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+
+    def pad_keys(self, part: Tensor) -> Tensor:
+        """Return keys ``[..., heads, T, D]`` with zeros behind them up to this shape; themselves if they fill it."""
+        return _padded(part, self.heads, self.key_dim)
+
+    def pad_values(self, part: Tensor) -> Tensor:
+        """Return values ``[..., heads, T, Dv]`` with zeros behind them up to this shape; as above."""
+        return _padded(part, self.heads, self.value_dim)
+
+    def of_keys(self, part: Tensor) -> Tensor:
+        """Return what a layer of this shape uses of padded keys ``[..., Hkv, T, D]``: a view."""
+        return part[..., : self.heads, :, : self.key_dim]
+
+    def of_values(self, part: Tensor) -> Tensor:
+        """Return what a layer of this shape uses of padded values ``[..., Hkv, T, Dv]``: a view."""
+        return part[..., : self.heads, :, : self.value_dim]
+
+
+def _padded(part: Tensor, heads: int, dim: int) -> Tensor:
+    more_heads, more_dims = max(0, heads - part.shape[-3]), max(0, dim - part.shape[-1])
+    if not more_heads and not more_dims:
+        return part
+    return torch.nn.functional.pad(part, (0, more_dims, 0, 0, 0, more_heads))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Geometry:
     """Shapes and rotations of a decoder, as they were found when it was loaded (:mod:`.verification`).
 
+    Where layers cache KV of several shapes, all are kept in the smallest shape that has room for each: behind a layer's
+    own heads and dimensions stand zeros, which no rotation mixes with them, and of which attention sees nothing.
+
     Parameters
     ----------
-    num_layers, num_kv_heads : int
-        Layers, and heads of the KV that is cached.
-    key_dim, value_dim : int
-        Widths of a head's keys and values.
+    shapes : tuple of KVShape
+        By layer that caches KV. These are a model's first layers; those behind them attend to KV of earlier ones.
+    last_layer : int
+        The model's last layer, which attends last.
     rotations : tuple of Rotation
-        By layer; layers that rotate alike share one object.
+        By layer that caches KV; layers that rotate alike share one object.
     rope_digest : str
         SHA-256 of everything that positions depend on: rotations and masks.
     context_length : int
         Longest prompt plus answer, in tokens.
     global_layers : tuple of int
-        Layers whose last token sees the first one in a context of that length; the others have a window.
+        Of the layers that cache KV, those whose last token sees the first one in a context of that length; the others
+        have a window.
     swaps : bool
         Whether the model gives its cache what carries the rotation as values (latent attention caches a latent without
         positions as keys). Here and in the store that is the keys, whatever the model calls it.
@@ -54,10 +90,8 @@ class Geometry:
         Whether layers attend to what they cache. Latent attention does not: it expands it first.
     """
 
-    num_layers: int
-    num_kv_heads: int
-    key_dim: int
-    value_dim: int
+    shapes: tuple[KVShape, ...]
+    last_layer: int
     rotations: tuple[Rotation, ...]
     rope_digest: str
     context_length: int
@@ -65,9 +99,20 @@ class Geometry:
     swaps: bool = False
     attends_cache: bool = True
 
+    @property
+    def num_layers(self) -> int:
+        """Layers that cache KV."""
+        return len(self.shapes)
+
+    @property
+    def room(self) -> KVShape:
+        """The shape in which every layer's KV is kept."""
+        return KVShape(*map(max, zip(*self.shapes, strict=True)))
+
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of keys and values one token takes over all layers."""
-        return self.num_layers * self.num_kv_heads * (self.key_dim + self.value_dim) * dtype.itemsize
+        heads, key_dim, value_dim = self.room
+        return self.num_layers * heads * (key_dim + value_dim) * dtype.itemsize
 
     def tables(self, deltas: Tensor, device: torch.device | str = "cpu") -> list[RotationTable]:
         """Return what moves keys by `deltas` positions, int64 ``[T]``, in every layer; equal layers share a table."""

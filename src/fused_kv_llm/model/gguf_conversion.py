@@ -29,11 +29,11 @@ __all__ = ["converted_gguf", "gguf_in"]
 # The names of model types that transformers spells otherwise.
 _MODEL_TYPES = {
     "gemma3": "gemma3_text",
-    "gemma4": "gemma4_text",
     "qwen2moe": "qwen2_moe",
     "qwen3moe": "qwen3_moe",
     "command-r": "cohere",
 }
+_LEFT_OUT = {"gemma4": "which shapes the KV of its layers has, and which of them share it"}
 _BLOCK = 2**20
 # Weights of rotations, which are no weights of the model.
 _NO_WEIGHTS = ("rope_freqs.weight",)
@@ -124,6 +124,12 @@ def _digest(path: Path) -> str:
 def _check_type(header: GGUFHeader, path: Path, trust_probe: bool) -> None:
     from transformers import AutoConfig
 
+    if header.architecture in _LEFT_OUT:
+        raise UnsupportedModelError(
+            f"The GGUF file {str(path)!r} is of the architecture {header.architecture!r}: what it says of "
+            f"{_LEFT_OUT[header.architecture]} is left out by transformers. Load the model from its original weights "
+            "(safetensors)."
+        )
     model_type = _MODEL_TYPES.get(header.architecture, header.architecture.replace("-", "_"))
     try:
         config = AutoConfig.for_model(model_type)

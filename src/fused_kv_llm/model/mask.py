@@ -34,6 +34,10 @@ class MaskRule:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
+    def __getitem__(self, rows: object) -> MaskRule:
+        """Return itself: a model that goes on with some of its rows cuts their mask out, and positions say the rest."""
+        return self
+
     def sees(self, rows: Tensor, keys: Tensor) -> Tensor:
         """Return whether rows see keys: bool, of positions int64 that broadcast."""
         zero = rows.new_zeros(())

@@ -51,10 +51,11 @@ class NarrowingPass(ForwardPass):
         self._next = rows
 
     def narrow(self, hidden: Tensor) -> Tensor:
-        """Return a layer's hidden states ``[1, rows of the last layer, hidden size]`` without the rows dropped."""
-        if self._next is None:
+        """Return a layer's hidden states ``[..., rows of the last layer, hidden size]`` without the rows dropped."""
+        # A model that went on with its last row alone has no others to drop.
+        if self._next is None or hidden.shape[-2] != self.rows.shape[0]:
             return hidden
-        hidden = hidden[:, self._next]
+        hidden = hidden.index_select(-2, self._next)
         self.rows, self._kept, self._next = self.rows[self._next], self._kept[self._next], None
         self.plan = RowPlan(self.rows, self.plan.num_keys)
         self._plans.clear()
@@ -102,4 +103,5 @@ def _narrow(
     if not isinstance(forward_pass, NarrowingPass):
         return None
     hidden = forward_pass.narrow(inputs[0])
-    return (hidden, *inputs[1:]), {name: forward_pass.of_rows(value) for name, value in options.items()}
+    others = (forward_pass.of_rows(value) for value in inputs[1:])
+    return (hidden, *others), {name: forward_pass.of_rows(value) for name, value in options.items()}

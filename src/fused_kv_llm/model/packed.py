@@ -78,10 +78,9 @@ class _PackedPass(KVPass):
         pieces = [(kv.keys, kv.values) for chunk in chunks for kv in chunk.context]
         tables = geometry.tables(torch.tensor(deltas, dtype=torch.int64), device)
         self.stack = ChunkStack(pieces, starts, tables)
-        self.keys, self.values = (
-            torch.empty(geometry.num_kv_heads, at, dim, dtype=dtype, device=device)
-            for dim in (geometry.key_dim, geometry.value_dim)
-        )
+        heads, *dims = geometry.room
+        self.keys, self.values = (torch.empty(heads, at, dim, dtype=dtype, device=device) for dim in dims)
+        self.shapes = geometry.shapes
 
     def _plans_of(self, mask: MaskRule) -> list[RowPlan]:
         """Return what each chunk's rows see of its stretch under a mask."""
@@ -97,13 +96,16 @@ class _PackedPass(KVPass):
         if layer_idx == self.last_layer:
             raise StopForwardError
         self.stack.place(layer_idx, self.keys, self.values)
+        shape = self.shapes[layer_idx]
+        keys, values = shape.of_keys(self.keys), shape.of_values(self.values)
+        before = shape.of_keys(self.prefix.keys[layer_idx]), shape.of_values(self.prefix.values[layer_idx])
         out = q.new_empty(*q.shape[:3], v.shape[3])
         for span, stretch, plan in zip(self.spans, self.stretches, self._plans_of(rule.mask), strict=True):
-            for whole, before, own in ((self.keys, self.prefix.keys, k), (self.values, self.prefix.values, v)):
-                whole[:, stretch.start : stretch.start + before.shape[2]] = before[layer_idx]
+            for whole, prefix, own in zip((keys, values), before, (k, v), strict=True):
+                whole[:, stretch.start : stretch.start + prefix.shape[1]] = prefix
                 whole[:, stretch.stop - plan.num_rows : stretch.stop] = own[0, :, span]
-            keys, values = self.keys[None, :, stretch], self.values[None, :, stretch]
-            out[:, :, span] = rule.attention(q[:, :, span], keys, values, plan)
+            seen = keys[None, :, stretch], values[None, :, stretch]
+            out[:, :, span] = rule.attention(q[:, :, span], *seen, plan)
         return out
 
 
@@ -130,7 +132,7 @@ def prefill_packed(loaded: LoadedModel, chunks: Sequence[PackedChunk], prefix: P
         return [_prefill_alone(loaded, chunk, prefix) for chunk in chunks]
     state = _PackedPass(chunks, prefix, geometry, loaded.dtype)
     ids = torch.tensor([[i for chunk in chunks for i in chunk.token_ids]], device=loaded.device)
-    cache = BatchCache(geometry.num_layers, swaps=geometry.swaps)
+    cache = BatchCache(geometry.num_layers, geometry.room, swaps=geometry.swaps)
     with torch.inference_mode():
         forward_kv(loaded, ids, state.positions, cache, state)
         check_numbers([(layer.keys, layer.values) for layer in cache.layers], loaded.model_id, loaded.dtype)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Protocol, TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -51,7 +52,8 @@ class LayerPass:
     """A forward through all layers of a model, whatever its rows are.
 
     The seam tells it of every layer, in order: that its keys are there (:meth:`enter_layer`), and that it attends
-    (:meth:`run_attention`). A layer that does anything else computes its attention elsewhere, which is an error.
+    (:meth:`run_attention`), to those or to what an earlier layer was given. A layer that does anything else computes
+    its attention elsewhere, which is an error.
 
     Attributes
     ----------
@@ -60,14 +62,19 @@ class LayerPass:
         layer makes of the others.
     num_rows : int
         Rows of the pass.
+    kv_layer : int
+        Whose keys and values the layer that attends sees: its own, or those of an earlier one.
     """
 
     final_rows: slice | Tensor | None = None
     num_rows: int
+    kv_layer: int
 
     def begin(self) -> None:
         """Expect the first layer."""
         self.next_layer, self._is_entered = 0, False
+        # Weak, since what a layer sees may be a copy, which would be kept for all layers.
+        self._given: list[ref[Tensor]] = []
 
     def enter_layer(self, layer_idx: int) -> None:
         """Note that a layer's keys and values are given to the cache.
@@ -81,6 +88,11 @@ class LayerPass:
             raise _unreached(self.next_layer)
         self._is_entered = True
 
+    def given(self, seen: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Note what a cache gives a layer, keys and values ``[B, Hkv, N, D]``, and return it."""
+        self._given.append(ref(seen[0]))
+        return seen
+
     def run_attention(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         """Attend, as :meth:`attend` does, and note that the layer did.
 
@@ -89,10 +101,15 @@ class LayerPass:
         UnsupportedModelError
             If the layer's keys are not those of the cache, or a layer was left out.
         """
-        if layer_idx != self.next_layer or not self._is_entered:
+        source = layer_idx if self._is_entered else self._layer_given(k)
+        if layer_idx != self.next_layer or source is None:
             raise _unreached(self.next_layer)
+        self.kv_layer = source
         self.next_layer, self._is_entered = layer_idx + 1, False
         return self.attend(layer_idx, q, k, v, rule)
+
+    def _layer_given(self, keys: Tensor) -> int | None:
+        return next((layer for layer, given in enumerate(self._given) if given() is keys), None)
 
     def check_complete(self, num_layers: int) -> None:
         """Make sure that every layer attended through the seam.
@@ -150,7 +167,7 @@ class ForwardPass(LayerPass):
         self.key_positions = key_positions if key_positions is not None or isinstance(visible, int) else visible
         self.begin()
         self._plans: dict[MaskRule, tuple[RowPlan, RowPlan]] = {}
-        self._flat: Tensor | None = None
+        self._flat: dict[int, Tensor] = {}
 
     def watch(self, layer_idx: int, keys: Tensor, values: Tensor) -> Tensor | None:
         """See a layer's fresh rows ``[1, Hkv, R, D]`` before they are written.
@@ -167,11 +184,13 @@ class ForwardPass(LayerPass):
         if isinstance(self.visible, int):
             return part[:, :, : self.visible]
         _, heads, capacity, dim = part.shape
-        if self._flat is None:
+        if not part.is_contiguous():
+            return part.index_select(2, self.visible)
+        if heads not in self._flat:
             # On CPUs, rows of one matrix are picked two to three times faster than positions within each head.
             first = torch.arange(heads, device=part.device)[:, None] * capacity
-            self._flat = (first + self.visible).flatten()
-        return part.view(heads * capacity, dim).index_select(0, self._flat).view(1, heads, -1, dim)
+            self._flat[heads] = (first + self.visible).flatten()
+        return part.view(heads * capacity, dim).index_select(0, self._flat[heads]).view(1, heads, -1, dim)
 
     def plans(self, mask: MaskRule) -> tuple[RowPlan, RowPlan]:
         """Return which keys all rows see under a mask, and which the last row sees."""
@@ -193,6 +212,9 @@ class ForwardPass(LayerPass):
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         """Return the attention output ``[B, Hq, R, Dv]`` of queries ``[B, Hq, R, D]``, or end the forward."""
         every, last = self.plans(rule.mask)
+        if q.shape[2] < every.num_rows:
+            # Behind the last layer with KV of its own some models go on with the last row, if no more is wanted.
+            return rule.attention(q, k, v, last)
         if layer_idx != self.final_layer:
             return rule.attention(q, k, v, every)
         output = q.new_zeros(*q.shape[:3], v.shape[3])
@@ -209,7 +231,7 @@ def _unreached(layer_idx: int) -> UnsupportedModelError:
 
 
 class KVPass(ForwardPass):
-    """A forward pass that is run for its keys and values only: it ends once the last layer's are there.
+    """A forward pass that is run for its keys and values only: it ends once those of the last layer that has any are.
 
     Parameters
     ----------

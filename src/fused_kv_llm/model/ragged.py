@@ -75,25 +75,26 @@ class _RaggedPass(LayerPass):
         self.num_rows = bounds[-1]
         if self.num_rows > len(parts):
             self.final_rows = torch.tensor(bounds[1:], device=parts[0].ids.device) - 1
-        self._seen: list[tuple[Tensor, Tensor]] = []
+        self._seen: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self.begin()
 
     def write(self, layer_idx: int, keys: Tensor, values: Tensor) -> None:
         """Give every request's cache its rows of a layer's keys and values ``[1, Hkv, R, D]``."""
         self.enter_layer(layer_idx)
-        self._seen = [
+        self._seen[layer_idx] = [
             _of_part(index, part.cache.layers[layer_idx].write, part.forward_pass, keys[:, :, span], values[:, :, span])
             for index, (part, span) in enumerate(zip(self.parts, self.spans, strict=True))
         ]
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         """Return the attention output ``[1, Hq, R, Dv]``; the keys and values are those of the caches."""
-        width = self._seen[0][1].shape[-1]
+        seen = self._seen[self.kv_layer]
+        width = seen[0][1].shape[-1]
         # Laid out as an output projection reads it.
         out = q.new_empty(1, self.num_rows, q.shape[1], width).transpose(1, 2)
         for index, (part, span) in enumerate(zip(self.parts, self.spans, strict=True)):
             attend = part.forward_pass.attend
-            out[:, :, span] = _of_part(index, attend, layer_idx, q[:, :, span], *self._seen[index], rule)
+            out[:, :, span] = _of_part(index, attend, layer_idx, q[:, :, span], *seen[index], rule)
         return out
 
 
@@ -119,8 +120,9 @@ class _RaggedLayer(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Hand the rows on; what is returned is not looked at."""
-        required_pass(_RaggedPass).write(self.layer_idx, key_states, value_states)
-        return key_states, value_states
+        forward_pass = required_pass(_RaggedPass)
+        forward_pass.write(self.layer_idx, key_states, value_states)
+        return forward_pass.given((key_states, value_states))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the key length a mask would need; fused passes use none."""

@@ -95,7 +95,7 @@ def _compute(loaded: LoadedModel, tokens: int) -> dict[str, Tensor]:
         )
     cache = FusedCache(loaded.geometry, tokens, CachePool(loaded.dtype, loaded.device))
     with torch.inference_mode():
-        last_layer = loaded.geometry.num_layers - 1
+        last_layer = loaded.geometry.last_layer
         logits = forward_rows(loaded, ids, rows, cache, ForwardPass(rows, tokens, final_layer=last_layer))
         found = {}
         for number, layer in enumerate(cache.layers):

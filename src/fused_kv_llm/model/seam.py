@@ -71,7 +71,7 @@ def run_decoder(model: Any, ids: Tensor, positions: Tensor, cache: Cache, forwar
             model.get_decoder()(**_inputs(ids, positions, cache))
         except StopForwardError:
             return
-    forward_pass.check_complete(len(cache.layers))
+    forward_pass.check_complete(_num_layers(model))
 
 
 def run_model(model: Any, ids: Tensor, positions: Tensor, cache: Cache, forward_pass: LayerPass) -> Tensor:
@@ -84,8 +84,12 @@ def run_model(model: Any, ids: Tensor, positions: Tensor, cache: Cache, forward_
     options: dict[str, Any] = {"logits_to_keep": 1 if isinstance(final, slice) else final} if takes else {}
     with running(forward_pass):
         logits: Tensor = model(**_inputs(ids, positions, cache), **options).logits
-    forward_pass.check_complete(len(cache.layers))
+    forward_pass.check_complete(_num_layers(model))
     return logits if final is None or takes else logits[:, final]
+
+
+def _num_layers(model: Any) -> int:
+    return int(model.config.get_text_config().num_hidden_layers)
 
 
 @lru_cache(maxsize=64)

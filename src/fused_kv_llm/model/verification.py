@@ -22,7 +22,7 @@ from fused_kv_llm.model.cache import BatchCache, FusedCache
 from fused_kv_llm.model.cache_pool import CachePool
 from fused_kv_llm.model.context_length import context_length
 from fused_kv_llm.model.deviation import deviation, tolerance
-from fused_kv_llm.model.geometry import Geometry, Rotation
+from fused_kv_llm.model.geometry import Geometry, KVShape, Rotation
 from fused_kv_llm.model.mask import MaskRule
 from fused_kv_llm.model.numbers import check_logits
 from fused_kv_llm.model.pass_context import ForwardPass
@@ -46,12 +46,12 @@ class _RulesPass(ForwardPass):
     def __init__(self, num_rows: int, device: torch.device) -> None:
         super().__init__(torch.arange(num_rows, device=device), num_rows)
         self.rules: list[AttentionRule] = []
-        self.shapes: set[tuple[int, ...]] = set()
+        self.shapes: set[tuple[int, int]] = set()
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         """Return the attention output."""
         self.rules.append(rule)
-        self.shapes |= {tuple(k.shape[1:]), tuple(v.shape[1:])}
+        self.shapes |= {(part.shape[1], part.shape[3]) for part in (k, v)}
         return super().attend(layer_idx, q, k, v, rule)
 
 
@@ -91,8 +91,7 @@ def _read(model: Any, model_id: str) -> Geometry:
     if starts[0] < 0 or len(starts) < 2:
         raise UnsupportedModelError(f"The model {model_id!r} is not supported: its context is {length} tokens long.")
     with torch.inference_mode():
-        probes, seen = _probe(model, starts, model_id)
-        rules = seen.rules
+        probes, shapes, seen = _probe(model, starts, model_id)
         rotations, swaps = find_rotations(model.get_decoder(), probes, model_id)
         for probe in probes[1:]:
             if float(deviation(probe.logits, probes[0].logits)) > tolerance(probe.keys.dtype):
@@ -100,22 +99,23 @@ def _read(model: Any, model_id: str) -> Geometry:
                     f"The model {model_id!r} is not supported: the same tokens give other logits at position "
                     f"{probe.start} than at the start, so chunks cannot be moved."
                 )
+        # What the layers behind those with KV of their own see decides no KV, and nobody scores a context by it.
+        rules = seen.rules[: len(shapes)]
         # Layers of one kind share a mask, and looking at one takes longer the longer the context is.
-        hiding = {mask for mask in {rule.mask for rule in rules} if mask.hides_from(length)}
+        hiding = {mask for mask in {rule.mask for rule in seen.rules} if mask.hides_from(length)}
         keys, values = probes[0].keys, probes[0].values
         if swaps:
             keys, values = values, keys
+            shapes = [KVShape(shape.heads, shape.value_dim, shape.key_dim) for shape in shapes]
         geometry = Geometry(
-            num_layers=keys.shape[0],
-            num_kv_heads=keys.shape[1],
-            key_dim=keys.shape[3],
-            value_dim=values.shape[3],
+            shapes=tuple(shapes),
+            last_layer=len(seen.rules) - 1,
             rotations=rotations,
-            rope_digest=_digest(rotations, rules, keys),
+            rope_digest=_digest(rotations, rules, shapes),
             context_length=length,
             global_layers=tuple(number for number, rule in enumerate(rules) if rule.mask not in hiding),
             swaps=swaps,
-            attends_cache=seen.shapes == {tuple(part.shape[1:]) for part in (keys, values)},
+            attends_cache=seen.shapes == {(heads, dim) for heads, *dims in shapes for dim in dims},
         )
         _check_rows(model, model_id, geometry, (keys, values))
     return geometry
@@ -127,7 +127,7 @@ def _ids(model: Any) -> Tensor:
     return torch.arange(1, _NUM_TOKENS + 1, device=model.device)[None] * 7919 % vocabulary
 
 
-def _probe(model: Any, starts: Sequence[int], model_id: str) -> tuple[list[ProbedKV], _RulesPass]:
+def _probe(model: Any, starts: Sequence[int], model_id: str) -> tuple[list[ProbedKV], list[KVShape], _RulesPass]:
     """Run the same tokens at several places, in one batch."""
     ids, device = _ids(model), model.device
     count = ids.shape[1]
@@ -135,18 +135,28 @@ def _probe(model: Any, starts: Sequence[int], model_id: str) -> tuple[list[Probe
     cache = BatchCache(model.config.get_text_config().num_hidden_layers)
     forward_pass = _RulesPass(count, device)
     logits = run_model(model, ids.expand(len(starts), -1), positions, cache, forward_pass)
+    cache.layers = _with_kv(cache.layers, model_id)
     layers = [(layer.keys, layer.values) for layer in cache.layers]
     check_logits(logits, layers, model_id, model.dtype, torch.arange(count, device=device))
-    shapes = {(tuple(keys.shape[1:]), tuple(values.shape[1:])) for keys, values in layers}
-    if len(shapes) > 1 or layers[0][0].shape[1] != layers[0][1].shape[1]:
-        raise UnsupportedModelError(
-            f"The model {model_id!r} is not supported: the KV of its layers is of several shapes {sorted(shapes)}."
-        )
-    keys, values = (torch.stack(parts) for parts in zip(*layers, strict=True))
+    shapes = [KVShape(keys.shape[1], keys.shape[3], values.shape[3]) for keys, values in layers]
+    cache.room = KVShape(*map(max, zip(*shapes, strict=True)))
     probes = [
-        ProbedKV(start, keys[:, place], values[:, place], logits[place].float()) for place, start in enumerate(starts)
+        ProbedKV(start, *cache.chunk(place, slice(0, count)), logits[place].float())
+        for place, start in enumerate(starts)
     ]
-    return probes, forward_pass
+    return probes, shapes, forward_pass
+
+
+def _with_kv(layers: Sequence[Any], model_id: str) -> list[Any]:
+    """Return the layers that cache KV: a model's first ones."""
+    found = [layer for layer in layers if layer.keys is not None]
+    fits = all(layer.keys.shape[1] == layer.values.shape[1] for layer in found)
+    if not found or not fits or list(layers[: len(found)]) != found:
+        raise UnsupportedModelError(
+            f"The model {model_id!r} is not supported: layers that use other layers' KV stand before layers with KV of "
+            "their own, or a layer has other numbers of keys than of values."
+        )
+    return found
 
 
 def _check_rows(model: Any, model_id: str, geometry: Geometry, stored: tuple[Tensor, Tensor]) -> None:
@@ -155,9 +165,9 @@ def _check_rows(model: Any, model_id: str, geometry: Geometry, stored: tuple[Ten
     positions = torch.arange(_NUM_TOKENS, device=ids.device)
     want = model(input_ids=ids, position_ids=positions[None], use_cache=False).logits[0, -1:].float()
     cache = FusedCache(geometry, _NUM_TOKENS, CachePool(model.dtype, ids.device))
-    cache.keys[:, 0], cache.values[:, 0] = stored
+    cache.keys[:, 0], cache.values[:, 0] = cache.padded(*stored)
     rows = torch.tensor(_SCATTERED, device=ids.device)
-    fused = ForwardPass(rows, _NUM_TOKENS, final_layer=geometry.num_layers - 1)
+    fused = ForwardPass(rows, _NUM_TOKENS, final_layer=geometry.last_layer)
     got = run_model(model, ids[:, rows], rows, cache, fused)[0].float()
     gap, limit = float(deviation(got, want)), tolerance(model.dtype)
     if not gap <= limit:
@@ -168,7 +178,7 @@ def _check_rows(model: Any, model_id: str, geometry: Geometry, stored: tuple[Ten
         )
 
 
-def _digest(rotations: tuple[Rotation, ...], rules: list[AttentionRule], keys: Tensor) -> str:
+def _digest(rotations: Sequence[Rotation], rules: Sequence[AttentionRule], shapes: Sequence[KVShape]) -> str:
     """Hash how keys are rotated and scaled, and what rows see: what the KV of the same weights depends on."""
     first_keys = {mask: _first_keys(mask) for mask in {rule.mask for rule in rules}}
     described = [
@@ -178,9 +188,9 @@ def _digest(rotations: tuple[Rotation, ...], rules: list[AttentionRule], keys: T
             "first_keys": first_keys[rule.mask],
             "softcap": rule.softcap,
             "scale": rule.scale,
-            "shape": list(layer.shape),
+            "shape": list(shape),
         }
-        for rotation, rule, layer in zip(rotations, rules, keys, strict=True)
+        for rotation, rule, shape in zip(rotations, rules, shapes, strict=True)
     ]
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 

@@ -107,7 +107,7 @@ class Ingestor:
 
     def _check_space(self, new: Sequence[PendingChunk]) -> None:
         geometry = self._loaded.geometry
-        shape = geometry.num_layers, geometry.num_kv_heads, geometry.key_dim, geometry.value_dim
+        shape = geometry.num_layers, *geometry.room
         storage = str(self._loaded.dtype).removeprefix("torch.") if self._store.kv_dtype == "auto" else None
         per_token = stored_bytes_per_token(storage or self._store.kv_dtype, *shape)
         if self._preprocessor is not None:

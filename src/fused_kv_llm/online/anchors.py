@@ -83,6 +83,8 @@ class ChunkAnchors:
                              device=cache.keys.device)  # fmt: skip
         # The operator wants values too; those of the scored keys go where the anchors are put next.
         unused = cache.values[:num_scored, 0, :, : available.shape[0]]
+        if unused.shape != scored.shape:
+            unused = torch.empty_like(scored)
         tables = [self.tables[layer] for layer in self.layers]
         self._place([(keys, keys) for keys in self.critical_keys], available, tables, scored, unused)
         below = max((keys.shape[0] for keys, _ in self.anchors), default=0)

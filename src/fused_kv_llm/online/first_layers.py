@@ -62,7 +62,7 @@ class FirstLayersPass(NarrowingPass):
     ) -> None:
         device = kv.cache.keys.device
         rows = (request.kind != -2).nonzero()[:, 0].to(device)
-        super().__init__(rows, request.num_tokens, kv.fillers, kv.cache.keys.shape[0] - 1)
+        super().__init__(rows, request.num_tokens, kv.fillers, kv.cache.geometry.last_layer)
         self.selected = probe.positions
         self.selected_at_s = 0.0
         self.selection_bytes = 0
@@ -83,7 +83,8 @@ class FirstLayersPass(NarrowingPass):
             return
         cache, chunk = self._kv.cache, self.selected.to(self.rows.device)
         stored = cache.keys[layer_idx, 0], cache.values[layer_idx, 0]
-        gaps = kv_deviation(keys[0], values[0], *stored, torch.searchsorted(self.rows, chunk), chunk).cpu()
+        fresh = cache.padded(keys[0], values[0])
+        gaps = kv_deviation(*fresh, *stored, torch.searchsorted(self.rows, chunk), chunk).cpu()
         deviation = torch.full(self._probe.positions.shape, -torch.inf)
         deviation[torch.searchsorted(self._probe.positions, self.selected)] = gaps
         self._probe = replace(self._seen_so_far(), deviation=deviation)
@@ -97,7 +98,7 @@ class FirstLayersPass(NarrowingPass):
         last = self._view.layers[-1]
         if layer_idx in self._view.attention:
             self._sums.add(self.plans(rule.mask)[0], q[0], k[0], rule)
-        if self._focus is not None and layer_idx != self.final_layer:
+        if self._focus is not None and layer_idx < len(self._kv.cache.layers) and layer_idx != self.final_layer:
             self._focus.add(self.plans(rule.mask)[0], q[0], k[0], rule)
         if layer_idx == last:
             self.selected_at_s, self.selection_bytes = time.perf_counter(), self._kv.bytes_read

@@ -193,7 +193,7 @@ class Fusion:
         selected = rows[request.kind[rows] >= 0]
         if strength and selected.shape[0] > 0 and self._reuses:
             return TransferPass(request, rows, selected, kv, geometry, strength)
-        return ForwardPass(rows.to(kv.cache.keys.device), int(rows[-1]) + 1, kv.fillers, geometry.num_layers - 1)
+        return ForwardPass(rows.to(kv.cache.keys.device), int(rows[-1]) + 1, kv.fillers, geometry.last_layer)
 
     def _part(self, forward_pass: ForwardPass) -> RaggedPart:
         device = self._kv.cache.keys.device

@@ -103,7 +103,8 @@ def _of_whole_layers(kv: RequestKV, view: View, available: Tensor) -> _Keys:
             return visible
         for filler in kv.fillers:
             filler.fill(layer_idx)
-        return kv.cache.keys[layer_idx, 0].index_select(1, available)
+        own: Tensor = kv.cache.layers[layer_idx].keys[0]
+        return own.index_select(1, available)
 
     return keys
 
@@ -112,7 +113,8 @@ def _of_sidecars(scored: Tensor, view: View, to: Tensor, at: Tensor) -> _Keys:
     """Return what gives the available keys of a layer: prefix and chunks are there, the question's rows are added."""
 
     def keys(layer_idx: int, visible: Tensor) -> Tensor:
-        layer = scored[view.layers.index(layer_idx)]
+        heads, _, dim = visible.shape
+        layer = scored[view.layers.index(layer_idx), :heads, :, :dim]
         return layer.index_copy_(1, to, visible.index_select(1, at))
 
     return keys

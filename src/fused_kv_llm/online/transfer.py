@@ -50,7 +50,7 @@ class TransferPass(ForwardPass):
         self, request: Request, rows: Tensor, selected: Tensor, kv: RequestKV, geometry: Geometry, strength: float
     ) -> None:
         device = kv.cache.keys.device
-        super().__init__(rows.to(device), int(rows[-1]) + 1, kv.fillers, geometry.num_layers - 1)
+        super().__init__(rows.to(device), int(rows[-1]) + 1, kv.fillers, geometry.last_layer)
         counts = torch.bincount(request.kind[selected], minlength=len(request.chunks))
         spans = torch.tensor([(chunk.segment.start, chunk.segment.stop) for chunk in request.chunks])
         self._tables = geometry.tables(torch.arange(request.num_tokens), device)
@@ -71,9 +71,9 @@ class TransferPass(ForwardPass):
         if layer_idx in self._corrected:
             return
         self._corrected.add(layer_idx)
-        fresh = keys[0], values[0]
+        cache = self._kv.cache
+        fresh = cache.padded(keys[0], values[0])
         if self._kv.shifts is not None:
             self._kv.shifts.refit(layer_idx, self._plan, SHRINKAGE_TOKENS, fresh)
-        cache = self._kv.cache
         layer = cache.keys[layer_idx, 0], cache.values[layer_idx, 0]
         transfer_deviation(self._plan, self._tables[layer_idx], *fresh, *layer)
