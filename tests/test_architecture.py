@@ -29,6 +29,7 @@ FLOORS = [
     {"store", "prompt", "model"},
     {"selectors", "decoding", "catalog", "kv"},
     {"offline", "online"},
+    {"serving"},
     {"engine"},
     {"adapter", "tuning"},
     {"demo"},

@@ -13,6 +13,11 @@
     │   └── UnsupportedModelError         its attention or its positions cannot be moved
     ├── PromptError (ValueError)
     │   └── PromptTooLongError            longer than the model's context
+    ├── RequestError                      a request was given up before its answer was complete
+    │   ├── QueueFullError                too many requests wait
+    │   ├── DeadlineError (TimeoutError)  it was not answered in the time it had
+    │   ├── RequestCancelledError         its caller cancelled it
+    │   └── EngineClosedError             its engine was closed
     └── StoreError
         ├── StoreUnavailableError         the folder cannot be used
         │   └── IndexDamagedError         its index is damaged, or another release's
@@ -29,6 +34,8 @@ __all__ = [
     "ChunkKeyError",
     "ConfigError",
     "CorpusError",
+    "DeadlineError",
+    "EngineClosedError",
     "FusedKVError",
     "FusedKVWarning",
     "IndexDamagedError",
@@ -39,6 +46,9 @@ __all__ = [
     "ModelNotFoundError",
     "PromptError",
     "PromptTooLongError",
+    "QueueFullError",
+    "RequestCancelledError",
+    "RequestError",
     "StoreError",
     "StoreFullError",
     "StoreUnavailableError",
@@ -105,6 +115,26 @@ class PromptError(FusedKVError, ValueError):
 
 class PromptTooLongError(PromptError):
     """The prompt does not fit in the model's context."""
+
+
+class RequestError(FusedKVError):
+    """A request was given up before its answer was complete."""
+
+
+class QueueFullError(RequestError):
+    """Too many requests wait; try again later."""
+
+
+class DeadlineError(RequestError, TimeoutError):
+    """A request was not answered in the time it had."""
+
+
+class RequestCancelledError(RequestError):
+    """A request was cancelled by its caller."""
+
+
+class EngineClosedError(RequestError):
+    """The engine of a request was closed."""
 
 
 class StoreError(FusedKVError):

@@ -87,7 +87,7 @@ def _flags(name: str, note: Option, kind: Any) -> tuple[str, ...]:
 def _kind(field: FieldInfo) -> tuple[Any, Callable[[str], Any] | None]:
     """Return the type in which an option is written, and what reads it where typer does not."""
     kinds = set(get_args(field.annotation)) or {field.annotation}
-    if kinds <= {bool, int}:
+    if kinds <= {bool, int, NoneType}:
         return field.annotation, None
     if float in kinds:
         return str, _number_or_word

@@ -91,6 +91,18 @@ def _neighbours(value: Any) -> Any:
     return value
 
 
+def _count(value: Any, info: ValidationInfo) -> Any:
+    if value is not None and (not is_whole(value) or value < 1):
+        raise ConfigError(f"{info.field_name}={value!r} is not a whole number of at least 1")
+    return value
+
+
+def _queued(value: Any) -> Any:
+    if not is_whole(value) or value < 0:
+        raise ConfigError(f"max_queued={value!r} is not a whole number of at least 0")
+    return value
+
+
 class EngineConfig(BaseModel):
     """The options of an engine, checked.
 
@@ -188,6 +200,27 @@ class EngineConfig(BaseModel):
     store_misses: bool = Field(default=True, frozen=True)
     """Whether retrieved chunks that a prompt contains and the store lacks are ingested after the request, in the
     background."""
+
+    max_num_seqs: Annotated[int | None, Option(unit="requests"), BeforeValidator(_count)] = Field(
+        default=None, frozen=True
+    )
+    """How many requests are computed at once; others wait. By default 16 on a CPU and 128 on a GPU."""
+
+    max_batched_rows: Annotated[int | None, Option(unit="rows"), BeforeValidator(_count)] = Field(
+        default=None, frozen=True
+    )
+    """How many rows a step computes while answers are being written, one for each answer and the rest for the next
+    prompt: more bring the next first token sooner, fewer let answers flow more evenly. By default 32 for each thread
+    of a CPU, 2048 on a GPU."""
+
+    kv_pool_bytes: Annotated[int | str | None, Option(unit="bytes"), BeforeValidator(_size)] = Field(
+        default=None, frozen=True
+    )
+    """How much KV the requests that are computed at once may take; others wait. By default a quarter of the memory that
+    is free."""
+
+    max_queued: Annotated[int, Option(unit="requests"), BeforeValidator(_queued)] = Field(default=1024, frozen=True)
+    """How many requests may wait; more are refused with ``QueueFullError``."""
 
     wrap_chat_template: Annotated[bool, Option(identity=True)] = Field(default=True, frozen=True)
     """Whether a prompt given as a string becomes one user message of the model's chat template."""

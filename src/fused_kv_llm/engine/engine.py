@@ -12,10 +12,11 @@ from fused_kv_llm.config import DEFAULT_MODEL, EngineConfig, GenerationConfig, c
 from fused_kv_llm.decoding import Constraint
 from fused_kv_llm.errors import ConfigError
 from fused_kv_llm.offline import GivenNeighbours, Preprocess
-from fused_kv_llm.online import FusedPrompt, Generation, PieceStream, Recipe, view_of
+from fused_kv_llm.online import FusedPrompt, Generation, Recipe, view_of
 from fused_kv_llm.prompt import ChatPrompt
 from fused_kv_llm.report import FusionReport, IngestReport
 from fused_kv_llm.selectors import Selector, resolve_selector
+from fused_kv_llm.serving import PieceStream, RequestHandle, Terms, limits_of
 
 from .calibration import read_calibration
 from .constructor import has_options, has_options_after_model, show_options
@@ -89,7 +90,7 @@ class FusedKVEngine:
             # First, since it may be refused: the corpus opens a file of its own.
             self.recompute_ratio, self._selector = self._chosen(config.recompute_ratio, config.selector)
             self.corpus = EngineCorpus(parts, similarity, store_misses=config.store_misses)
-            self.requests = RequestRunner(parts, self.corpus)
+            self.requests = RequestRunner(parts, self.corpus, limits_of(config, parts.loaded.device), config.tenant)
         except BaseException:
             self.store.close()
             raise
@@ -315,7 +316,7 @@ class FusedKVEngine:
         recipe = Recipe(chosen, ratio, check_seed(seed))
         return self.requests.prefill(prompt, recipe, max_tokens, report), report
 
-    def stream(
+    def submit(
         self,
         prompt: str | Messages | ChatPrompt,
         *,
@@ -327,8 +328,13 @@ class FusedKVEngine:
         recompute_ratio: float | Literal["auto"] | None = None,
         selector: str | Selector | None = None,
         constraint: Constraint | None = None,
-    ) -> PieceStream:
-        """Answer a prompt, token by token; closing or dropping the stream gives its memory back.
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> RequestHandle:
+        """Have a prompt answered beside others, and return at once.
+
+        Requests of all threads and engines of a model are computed together, step by step; none changes the answer of
+        another.
 
         Parameters
         ----------
@@ -341,29 +347,53 @@ class FusedKVEngine:
             Override the engine's for this call.
         constraint : callable or None
             Called before every choice with the answer's token ids so far and the logits ``[vocabulary]``;
-            returns the logits to choose from, for instance with all but the tokens of a grammar at -inf.
+            returns the logits to choose from, for instance with all but the tokens of a grammar at -inf. It is called
+            by the thread that computes for all requests, so it should be quick.
+        priority : int
+            Requests of a higher priority come first.
+        timeout_s : float or None
+            Seconds after which the request is given up with ``DeadlineError``.
 
         Returns
         -------
-        PieceStream
-            Of pieces, the last one with the finish reason and the report. The prompt has been prefilled.
+        RequestHandle
+            Its ``pieces()``, ``result()`` and their asynchronous likes raise what ends the request.
+
+        Raises
+        ------
+        ConfigError
+            If an option cannot work.
+        QueueFullError
+            If more requests wait than ``max_queued``.
         """
         config = GenerationConfig.create(
             max_tokens=max_tokens, temperature=temperature, top_p=top_p, stop=stop, seed=seed
         )
         ratio, chosen = self._chosen(recompute_ratio, selector)
-        return self.requests.stream(prompt, Recipe(chosen, ratio, config.seed or 0), config, constraint)
+        recipe, terms = Recipe(chosen, ratio, config.seed or 0), Terms(priority, timeout_s)
+        return self.requests.submit(prompt, recipe, config, constraint, terms)
+
+    def stream(self, prompt: str | Messages | ChatPrompt, **options: Any) -> PieceStream:
+        """Answer a prompt, token by token; closing or dropping the stream gives its memory back.
+
+        Parameters
+        ----------
+        prompt : str or list of messages
+        **options
+            Those of :meth:`submit`.
+
+        Returns
+        -------
+        PieceStream
+            Of pieces, the last one with the finish reason and the report. The first one is there.
+        """
+        handle = self.submit(prompt, **options)
+        handle.wait_for_first()
+        return PieceStream(handle)
 
     def generate(self, prompt: str | Messages | ChatPrompt, **options: Any) -> Generation:
-        """Answer a prompt; the options are those of :meth:`stream`."""
-        pieces = list(self.stream(prompt, **options))
-        last = pieces[-1]
-        return Generation(
-            text="".join(piece.text for piece in pieces),
-            token_ids=[piece.token_id for piece in pieces if piece.token_id is not None],
-            finish_reason=last.finish_reason or "length",
-            report=last.report or FusionReport(),
-        )
+        """Answer a prompt; the options are those of :meth:`submit`."""
+        return self.submit(prompt, **options).result()
 
     def token_ids(self, text: str) -> list[int]:
         """Return a text's ids, special-token text read as ordinary text."""
@@ -437,10 +467,10 @@ class FusedKVEngine:
         return self._closed
 
     def close(self) -> None:
-        """Finish the batch that is under way in the background and close the store; the model stays usable."""
+        """Give up unanswered requests, finish the batch in the background, close the store; the model stays usable."""
         self._closed = True
-        self.corpus.close()
         self.requests.close()
+        self.corpus.close()
         self.store.close()
 
     def __enter__(self) -> Self:

@@ -1,14 +1,13 @@
-"""The whole algorithm on one page: plan -> load -> select -> fuse -> generate.
+"""What an engine does with prompts: plan, and hand over to the step loop that all engines of a model share.
 
-The rooms that are imported do the work; requests of several threads are kept apart here.
+The algorithm is in the rooms below: :mod:`fused_kv_llm.online` takes one request from its prompt to its answer,
+:mod:`fused_kv_llm.serving` runs many of them beside each other.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -20,17 +19,17 @@ from fused_kv_llm.model import CachePool
 from fused_kv_llm.online import (
     FusedPrompt,
     FusionContext,
-    PieceStream,
     Recipe,
+    Request,
     RequestPlanner,
-    decode,
     fuse,
     layer_scores,
     reader_threads,
 )
 from fused_kv_llm.prompt import ChatPrompt
-from fused_kv_llm.report import FusionReport, RequestSpan, stage_span
+from fused_kv_llm.report import FusionReport, stage_span
 from fused_kv_llm.selectors import View
+from fused_kv_llm.serving import Limits, RequestHandle, ServedRequest, Terms, loop_of
 from fused_kv_llm.thread_pool import ThreadPool
 
 from .corpus import EngineCorpus
@@ -49,11 +48,15 @@ class RequestRunner:
     parts : EngineParts
     corpus : EngineCorpus
         Learns of chunks that are missing or damaged.
+    limits : Limits
+    tenant : str
+        Tenants take turns.
     """
 
-    def __init__(self, parts: EngineParts, corpus: EngineCorpus) -> None:
+    def __init__(self, parts: EngineParts, corpus: EngineCorpus, limits: Limits, tenant: str) -> None:
         self._loaded, self._store, self._corpus = parts.loaded, parts.store, corpus
         self._model_lock = parts.model_lock
+        self.limits, self.tenant, self.context_length = limits, tenant, parts.context_length
         self.planner = RequestPlanner(
             parts.renderer,
             parts.store,
@@ -70,58 +73,59 @@ class RequestRunner:
         self.context = FusionContext(
             parts.loaded, parts.prefix, pool, parts.store.sidecars, self._readers, parts.shift_name
         )
-        self._context_length = parts.context_length
+        self._loop = loop_of(parts.loaded.model)
 
-    def prefill(
-        self, prompt: str | Messages | ChatPrompt, recipe: Recipe, max_tokens: int, report: FusionReport
-    ) -> FusedPrompt:
-        """Do everything up to the first token's logits."""
-        report.recompute_ratio, report.selector = recipe.ratio, recipe.selector.name
-        while True:
-            started = time.perf_counter()
-            with stage_span("align"):
-                request = self.planner.plan(prompt, report)
-            report.seconds["align"] = report.seconds.get("align", 0.0) + time.perf_counter() - started
-            capacity = min(request.num_tokens + max_tokens, self._context_length)
-            try:
-                with request, self._model_lock:
-                    self._loaded.check_unchanged()
-                    return fuse(self.context, request, recipe, capacity, report)
-            except ChunkDamagedError as error:
-                # Planned again without the damaged chunk, which is computed as fresh text then.
-                self._corpus.expect(row.text for row in self._store.rows([error.key]).values())
-                self._store.discard(error.key, error.reason)
-                report.chunks_missed += 1
-                report.warnings.append(str(error))
-
-    def stream(
+    def submit(
         self,
         prompt: str | Messages | ChatPrompt,
         recipe: Recipe,
         config: GenerationConfig,
         constraint: Constraint | None,
-    ) -> PieceStream:
-        """Answer a prompt, token by token; closing or dropping the stream gives its memory back."""
-        started = time.perf_counter()
-        report, span = FusionReport(), RequestSpan(self._loaded.model_id)
-        try:
-            with span.stage("prefill"):
-                fused = self.prefill(prompt, recipe, config.max_tokens, report)
-        except BaseException:
-            span.end()
-            raise
-        # Last in, first out. Ingestion comes at the end: it takes turns with forwards and would delay this answer.
-        resources = ExitStack()
-        resources.callback(self._corpus.ingest_expected, fused.text)
-        resources.callback(lambda: span.end(report.to_dict()))
-        decoding = span.start("decode")
-        if decoding is not None:
-            resources.callback(decoding.end)
-        resources.callback(fused.cache.release)
-        room = fused.cache.get_max_length() - fused.cache.length
-        config = replace(config, max_tokens=min(room, config.max_tokens))
-        pieces = decode(self._loaded, fused, config, report, started, self._model_lock, constraint)
-        return PieceStream(pieces, resources)
+        terms: Terms,
+    ) -> RequestHandle:
+        """Have a prompt answered, beside the requests of others."""
+        request = ServedRequest(self, prompt, recipe, config, constraint, terms, self._loop.cancel)
+        self._loop.submit(request)
+        return request.handle
+
+    def prefill(
+        self, prompt: str | Messages | ChatPrompt, recipe: Recipe, max_tokens: int, report: FusionReport
+    ) -> FusedPrompt:
+        """Do everything up to the first token's logits, in the caller's thread."""
+        report.recompute_ratio, report.selector = recipe.ratio, recipe.selector.name
+        while True:
+            started = time.perf_counter()
+            with stage_span("align"):
+                request = self.plan(prompt, report)
+            report.seconds["align"] = report.seconds.get("align", 0.0) + time.perf_counter() - started
+            capacity = min(request.num_tokens + max_tokens, self.context_length)
+            try:
+                with request, self._model_lock:
+                    self.check_unchanged()
+                    return fuse(self.context, request, recipe, capacity, report)
+            except ChunkDamagedError as error:
+                self.discard(error, report)
+
+    # -- what the step loop asks for -------------------------------------------------------------------------
+
+    def plan(self, prompt: str | Messages | ChatPrompt, report: FusionReport) -> Request:
+        """Find and open the chunks of a prompt."""
+        return self.planner.plan(prompt, report)
+
+    def discard(self, error: ChunkDamagedError, report: FusionReport) -> None:
+        """Put a damaged chunk away; the next plan has it computed as fresh text."""
+        self._corpus.expect(row.text for row in self._store.rows([error.key]).values())
+        self._store.discard(error.key, error.reason)
+        report.chunks_missed += 1
+        report.warnings.append(str(error))
+
+    def check_unchanged(self) -> None:
+        """Make sure that the model is still the one whose KV is stored."""
+        self._loaded.check_unchanged()
+
+    def answered(self, prompt_text: str) -> None:
+        """Ingest chunks that the prompt had and the store lacks; earlier it would delay the answer."""
+        self._corpus.ingest_expected(prompt_text)
 
     def attention_by_layer(self, prompt: str | Messages, view: View) -> tuple[Tensor, Tensor]:
         """Score a prompt's chunk tokens by the question's attention, layer by layer, for profiling.
@@ -144,6 +148,7 @@ class RequestRunner:
             return request.chunk_positions, layer_scores(self.context, request, view)
 
     def close(self) -> None:
-        """Stop the threads that read ahead."""
+        """Give up the requests that are not answered yet, and stop the threads that read ahead."""
+        self._loop.close(self)
         if self._readers is not None:
             self._readers.close()

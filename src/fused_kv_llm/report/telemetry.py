@@ -6,7 +6,7 @@ Without the package, or without a tracer provider, every function here does next
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 try:
@@ -38,8 +38,8 @@ def stage_span(stage: str) -> Iterator[None]:
 class RequestSpan:
     """The span of one request, from the call to the last token.
 
-    A request streams: its span must not stay the current one while a piece is out, or the caller's own spans
-    would become its children. So it is current only inside :meth:`stage`.
+    A request is worked on by several threads and beside others, and streams: its span must not stay the current one, or
+    the spans of others would become its children. So its stages are current only inside :meth:`within`.
 
     Parameters
     ----------
@@ -53,16 +53,16 @@ class RequestSpan:
             self._span = _trace.get_tracer(_PREFIX).start_span(f"{_PREFIX}.request", attributes=attributes)
 
     @contextmanager
-    def stage(self, stage: str) -> Iterator[None]:
-        """Trace a stage as this request's child."""
-        if self._span is None or _trace is None:
+    def within(self, child: Any, stage: str | None = None) -> Iterator[None]:
+        """Make a child of :meth:`start` the current span of this block, or a stage of it."""
+        if child is None or _trace is None:
             yield
             return
-        with _trace.use_span(self._span, end_on_exit=False), stage_span(stage):
+        with _trace.use_span(child, end_on_exit=False), stage_span(stage) if stage else nullcontext():
             yield
 
     def start(self, stage: str) -> Any:
-        """Start a child that is never the current span; end it with its ``end()``. None without OpenTelemetry."""
+        """Start a child that is not the current span; end it with its ``end()``. None without OpenTelemetry."""
         if self._span is None or _trace is None:
             return None
         context = _trace.set_span_in_context(self._span)

@@ -1,0 +1,21 @@
+"""Requests that share a model: one thread owns it and computes for all of them, step by step."""
+
+from __future__ import annotations
+
+from .handle import PieceStream, RequestHandle
+from .limits import Limits, limits_of
+from .served_request import RequestHome, RequestState, ServedRequest, Terms
+from .step_loop import StepLoop, loop_of
+
+__all__ = [
+    "Limits",
+    "PieceStream",
+    "RequestHandle",
+    "RequestHome",
+    "RequestState",
+    "ServedRequest",
+    "StepLoop",
+    "Terms",
+    "limits_of",
+    "loop_of",
+]

@@ -1,0 +1,63 @@
+"""How much is computed at once; the defaults follow the machine."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from fused_kv_llm.config import EngineConfig
+
+__all__ = ["Limits", "limits_of"]
+
+_SHARE_OF_MEMORY = 0.25
+_SEQUENCES = {"cpu": 16, "cuda": 128}
+# On two cores 64 rows take about as long as two steps of eight answers.
+_ROWS_PER_CORE = 32
+_ROWS_ON_A_GPU = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much is computed at once.
+
+    Parameters
+    ----------
+    num_seqs : int
+        Requests whose KV is in memory.
+    batched_rows : int
+        Rows that a step computes while answers are being written; a chunk's recomputed tokens are not cut.
+    pool_bytes : int
+        KV of these requests. One request is always let in.
+    queued : int
+        Requests that wait.
+    """
+
+    num_seqs: int
+    batched_rows: int
+    pool_bytes: int
+    queued: int
+
+
+def limits_of(config: EngineConfig, device: torch.device) -> Limits:
+    """Return the limits of a configuration, those that it leaves open after the machine."""
+    on_gpu = device.type == "cuda"
+    given = None if config.kv_pool_bytes is None else int(config.kv_pool_bytes)
+    rows = _ROWS_ON_A_GPU if on_gpu else max(_ROWS_PER_CORE, _ROWS_PER_CORE * torch.get_num_threads())
+    return Limits(
+        num_seqs=config.max_num_seqs or _SEQUENCES["cuda" if on_gpu else "cpu"],
+        batched_rows=config.max_batched_rows or rows,
+        pool_bytes=int(_SHARE_OF_MEMORY * _free_bytes(device))
+        if config.kv_pool_bytes is None
+        else config.kv_pool_bytes,
+        queued=config.max_queued,
+    )
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    if hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return 4 * 2**30

@@ -1,0 +1,265 @@
+"""One request on its way through the engine: waiting, loading, fusing, decoding, done."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fused_kv_llm.config import GenerationConfig
+from fused_kv_llm.decoding import Constraint
+from fused_kv_llm.errors import ChunkDamagedError, ConfigError
+from fused_kv_llm.model import ForwardPass, RaggedPart
+from fused_kv_llm.online import AnswerWriter, FusedPrompt, Fusion, FusionContext, Recipe, Request
+from fused_kv_llm.prompt import ChatPrompt
+from fused_kv_llm.report import FusionReport, RequestSpan
+
+from .handle import RequestHandle
+from .limits import Limits
+
+__all__ = ["RequestHome", "RequestState", "ServedRequest", "Terms"]
+
+
+class RequestState(Enum):
+    """Where a request is."""
+
+    WAITING = "waiting"
+    LOADING = "loading"
+    FUSING = "fusing"
+    DECODING = "decoding"
+    DONE = "done"
+
+
+class RequestHome(Protocol):
+    """The engine that a request is of: its store, and what it learns from requests."""
+
+    context: FusionContext
+    limits: Limits
+    context_length: int
+    tenant: str
+
+    def plan(self, prompt: str | Sequence[dict[str, Any]] | ChatPrompt, report: FusionReport) -> Request:
+        """Find and open the chunks of a prompt."""
+
+    def discard(self, error: ChunkDamagedError, report: FusionReport) -> None:
+        """Put a damaged chunk away, so that the next plan does without it."""
+
+    def check_unchanged(self) -> None:
+        """Make sure that the model is still the one whose KV is stored."""
+
+    def answered(self, prompt_text: str) -> None:
+        """Learn that a prompt is being answered no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a caller asks for besides the answer.
+
+    Parameters
+    ----------
+    priority : int
+        Requests of a higher priority come first.
+    timeout_s : float or None
+        Seconds from submission after which the request is given up.
+
+    Raises
+    ------
+    ConfigError
+        If one of them is no number, or the seconds are not positive.
+    """
+
+    priority: int = 0
+    timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.priority, int) or isinstance(self.priority, bool):
+            raise ConfigError(f"priority={self.priority!r} is not a whole number")
+        if self.timeout_s is not None and not (isinstance(self.timeout_s, (int, float)) and self.timeout_s > 0):
+            raise ConfigError(f"timeout_s={self.timeout_s!r} is not a positive number of seconds, or None")
+
+
+class ServedRequest:
+    """One request; all but :meth:`plan` is called by the thread that owns the model.
+
+    Parameters
+    ----------
+    home : RequestHome
+    prompt : str or list of messages
+    recipe : Recipe
+    config : GenerationConfig
+    constraint : Constraint or None
+    terms : Terms
+    on_cancel : callable
+        Tells the step loop that this request was cancelled; see :class:`.handle.RequestHandle`.
+
+    Attributes
+    ----------
+    handle : RequestHandle
+    state : RequestState
+    max_tokens : int
+        Of the answer.
+    prompt_tokens, kv_nbytes : int
+        Tokens of the prompt, and bytes of its KV with room for the answer; 0 before it is planned.
+    """
+
+    def __init__(
+        self,
+        home: RequestHome,
+        prompt: str | Sequence[dict[str, Any]] | ChatPrompt,
+        recipe: Recipe,
+        config: GenerationConfig,
+        constraint: Constraint | None,
+        terms: Terms,
+        on_cancel: Callable[[ServedRequest], None],
+    ) -> None:
+        self.home, self.terms = home, terms
+        self.state = RequestState.WAITING
+        self.arrived_s = time.perf_counter()
+        self.handle = RequestHandle(lambda: on_cancel(self))
+        self.report = FusionReport(recompute_ratio=recipe.ratio, selector=recipe.selector.name)
+        self._prompt, self._recipe, self._config, self._constraint = prompt, recipe, config, constraint
+        self.max_tokens, self.prompt_tokens, self.kv_nbytes, self._capacity = config.max_tokens, 0, 0, 0
+        self._span = RequestSpan(home.context.loaded.model_id)
+        self._stage = self._span.start("prefill")
+        self._planned: Request | None = None
+        self._fusion: Fusion | None = None
+        self._fused: FusedPrompt | None = None
+        self._writer: AnswerWriter | None = None
+        self._first_token_s = 0.0
+
+    @property
+    def deadline_s(self) -> float:
+        """``time.perf_counter()`` at which the request is given up."""
+        return float("inf") if self.terms.timeout_s is None else self.arrived_s + self.terms.timeout_s
+
+    # -- stages ----------------------------------------------------------------------------------------------
+
+    def plan(self) -> None:
+        """Tokenise the prompt, find its chunks and open them; any thread may do it.
+
+        Raises
+        ------
+        PromptError, PromptTooLongError
+            If the prompt is empty or does not fit.
+        """
+        started_s = time.perf_counter()
+        self._add("queue", started_s - self.arrived_s if "queue" not in self.report.seconds else 0.0)
+        with self._span.within(self._stage, "align"):
+            self._planned = self.home.plan(self._prompt, self.report)
+        self._add("align", time.perf_counter() - started_s)
+        loaded, self.prompt_tokens = self.home.context.loaded, self._planned.num_tokens
+        self._capacity = min(self.prompt_tokens + self.max_tokens, self.home.context_length)
+        self.kv_nbytes = self._capacity * loaded.geometry.kv_bytes_per_token(loaded.dtype)
+
+    def begin(self) -> None:
+        """Choose what is recomputed.
+
+        Raises
+        ------
+        ChunkDamagedError
+            If a chunk's file turns out to be damaged; :meth:`plan_again` goes on without it.
+        """
+        if self._planned is None:
+            return
+        self.state = RequestState.FUSING
+        self.home.check_unchanged()
+        planned, self._planned = self._planned, None
+        with self._span.within(self._stage):
+            self._fusion = Fusion(self.home.context, planned, self._recipe, self._capacity, self.report)
+            self._fusion.begin()
+
+    def plan_again(self, error: ChunkDamagedError) -> None:
+        """Go back to planning, without a chunk that turned out to be damaged."""
+        self._close_fusion()
+        self.home.discard(error, self.report)
+        self.state = RequestState.WAITING
+
+    def part(self, max_rows: int | None) -> RaggedPart:
+        """Return what this request has computed next: a slice of its prompt, or its last token."""
+        if self._fusion is not None:
+            return self._fusion.next_slice(max_rows)
+        cache, device = self._prompt_kv.cache, self.home.context.loaded.device
+        at = torch.tensor([cache.length], device=device)
+        ids = torch.tensor(self._answer.token_ids[-1:], device=device)
+        return RaggedPart(ids, cache, ForwardPass(at, cache.length + 1))
+
+    def computed(self, logits: Tensor, seconds: float) -> None:
+        """Take the logits ``[vocabulary]`` after this request's last row, of a step that took `seconds`."""
+        if self._fusion is not None:
+            self._add("fuse", seconds)
+            self._fused = self._fusion.computed(logits)
+            if self._fused is None:
+                return
+            self._close_fusion()
+            self._begin_decoding()
+        else:
+            self._prompt_kv.cache.length += 1
+        self._write(logits)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Give back what the request holds; tell its caller why, unless its answer is complete."""
+        if self.state is RequestState.DONE:
+            return
+        self.state = RequestState.DONE
+        if self._planned is not None:
+            self._planned.close()
+            self._planned = None
+        self._close_fusion()
+        if self._fused is not None:
+            self._fused.cache.release()
+            self.home.answered(self._fused.text)
+        self._fused = None
+        if self._stage is not None:
+            self._stage.end()
+        self._span.end(self.report.to_dict())
+        if error is not None:
+            self.handle.put(error)
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    @property
+    def _prompt_kv(self) -> FusedPrompt:
+        if self._fused is None:
+            raise RuntimeError(f"a request that is {self.state.value} has no KV yet")
+        return self._fused
+
+    @property
+    def _answer(self) -> AnswerWriter:
+        if self._writer is None:
+            raise RuntimeError(f"a request that is {self.state.value} has no answer yet")
+        return self._writer
+
+    def _begin_decoding(self) -> None:
+        self.state = RequestState.DECODING
+        if self._stage is not None:
+            self._stage.end()
+        self._stage = self._span.start("decode")
+        cache = self._prompt_kv.cache
+        config = replace(self._config, max_tokens=min(cache.get_max_length() - cache.length, self._config.max_tokens))
+        loaded = self.home.context.loaded
+        self._writer = AnswerWriter(loaded, config, self.report, self.arrived_s, self._constraint)
+
+    def _write(self, logits: Tensor) -> None:
+        piece = self._answer.write(logits)
+        now_s, count = time.perf_counter(), len(self._answer.token_ids)
+        if count == 1:
+            self._first_token_s = now_s
+        else:
+            self.report.seconds["step"] = (now_s - self._first_token_s) / (count - 1)
+        if piece.finish_reason is not None:
+            # Given back before the caller learns that it is over.
+            self.end()
+        self.handle.put(piece)
+
+    def _close_fusion(self) -> None:
+        fusion, self._fusion = self._fusion, None
+        if fusion is not None:
+            fusion.close()
+
+    def _add(self, stage: str, seconds: float) -> None:
+        self.report.seconds[stage] = self.report.seconds.get(stage, 0.0) + seconds

@@ -1,0 +1,312 @@
+"""The step loop: one thread owns a model and computes, step by step, for all requests that it has."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from fused_kv_llm.errors import (
+    ChunkDamagedError,
+    DeadlineError,
+    EngineClosedError,
+    QueueFullError,
+    RequestCancelledError,
+)
+from fused_kv_llm.model import ModelLock, RaggedError, forward_ragged, lock_of
+from fused_kv_llm.thread_pool import ThreadPool
+
+from .served_request import RequestHome, RequestState, ServedRequest
+from .waiting import WaitingRequests
+
+__all__ = ["StepLoop", "loop_of"]
+
+_IDLE_S = 5.0
+# Chunks of so many requests are found and opened while others are computed.
+_PLANNED_AHEAD = 4
+
+
+class StepLoop:
+    """Serves the requests of all engines of one model.
+
+    Callers' threads only leave messages; everything else happens in the loop's own thread, which is there while there
+    are requests. Nothing here refers to the model, so that it is not kept alive.
+
+    Parameters
+    ----------
+    lock : ModelLock
+        Held during a forward.
+    """
+
+    def __init__(self, lock: ModelLock) -> None:
+        self._lock = lock
+        self._guard = threading.Lock()
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """Forget everything; a forked process has none of its parent's threads and answers none of its requests."""
+        # Reentrant: the collector may drop a stream, and so cancel its request, anywhere.
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._waiting = WaitingRequests()
+        self._loading: set[ServedRequest] = set()
+        self._given_up: dict[ServedRequest, BaseException] = {}
+        self._ready: deque[ServedRequest] = deque()
+        self._running: list[ServedRequest] = []
+        self._planners = ThreadPool(_PLANNED_AHEAD, "fused-kv-plan")
+        self._thread: threading.Thread | None = None
+        self._open = 0
+        self._pid = os.getpid()
+
+    # -- for callers' threads --------------------------------------------------------------------------------
+
+    def submit(self, request: ServedRequest) -> None:
+        """Take a request.
+
+        Raises
+        ------
+        QueueFullError
+            If too many wait already.
+        """
+        limits = request.home.limits
+        with self._guard:
+            if self._pid != os.getpid():
+                self._begin_anew()
+            if self._open >= limits.queued + limits.num_seqs:
+                raise QueueFullError(
+                    f"{self._open} requests are being answered or wait, of which {limits.num_seqs} run at once "
+                    f"(max_num_seqs) and {limits.queued} may wait (max_queued). Try again later, or raise max_queued."
+                )
+            self._open += 1
+            self._inbox.put(partial(self._waiting.add, request))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="fused-kv-steps", daemon=True)
+                self._thread.start()
+
+    def cancel(self, request: ServedRequest) -> None:
+        """Give a request up at the next step."""
+        error = RequestCancelledError("The request was cancelled before its answer was complete.")
+        self._inbox.put(partial(self._give_up, request, error))
+
+    def close(self, home: RequestHome | None = None) -> None:
+        """Give up the requests of an engine, or all, and return when they have ended."""
+        thread, done = self._thread, threading.Event()
+        if thread is None or self._pid != os.getpid() or not thread.is_alive():
+            return
+
+        def give_up() -> None:
+            error = EngineClosedError("The engine was closed before the answer was complete.")
+            for request in self._all():
+                if home is None or request.home is home:
+                    self._give_up(request, error)
+            done.set()
+
+        self._inbox.put(give_up)
+        # The collector may close an engine in the loop's own thread.
+        while thread is not threading.current_thread() and thread.is_alive() and not done.wait(0.1):
+            continue
+
+    # -- the loop --------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            try:
+                with torch.inference_mode():
+                    if not self._serve_once():
+                        return
+            except BaseException as error:
+                for request in self._all():
+                    self._end(request, error)
+
+    def _serve_once(self) -> bool:
+        """Take the messages, waiting for one if there is nothing to compute, and make a step; False at the end."""
+        if not self._has_work():
+            try:
+                self._inbox.get(timeout=self._patience_s())()
+            except Empty:
+                with self._guard:
+                    if self._open == 0 and self._inbox.empty():
+                        self._thread = None
+                        self._planners.close()
+                        return False
+        while True:
+            try:
+                self._inbox.get_nowait()()
+            except Empty:
+                break
+        self.step()
+        return True
+
+    def step(self) -> None:
+        """Do what is due: give up, plan ahead, let in, compute."""
+        self._give_up_overdue()
+        self._plan_ahead()
+        begun = self._let_in()
+        chosen = self._choose(begun)
+        if chosen:
+            self._compute(chosen)
+
+    def _give_up_overdue(self) -> None:
+        now_s = time.perf_counter()
+        for request in self._all():
+            if request.deadline_s <= now_s:
+                waited = f"{request.terms.timeout_s} s (timeout_s)"
+                self._give_up(request, DeadlineError(f"The request was not answered within {waited}; it was "
+                                                     f"{request.state.value} then."))  # fmt: skip
+
+    def _plan_ahead(self) -> None:
+        """Have the next requests' chunks found and opened."""
+        while len(self._loading) + len(self._ready) < _PLANNED_AHEAD:
+            request = self._waiting.take()
+            if request is None:
+                return
+            request.state = RequestState.LOADING
+            self._loading.add(request)
+            self._planners.executor().submit(self._plan, request)
+
+    def _plan(self, request: ServedRequest) -> None:
+        error = None
+        try:
+            request.plan()
+        except BaseException as found:
+            error = found
+        self._inbox.put(partial(self._planned, request, error))
+
+    def _planned(self, request: ServedRequest, error: BaseException | None) -> None:
+        self._loading.discard(request)
+        error = self._given_up.pop(request, error)
+        if error is None:
+            self._waiting.charge(request, request.prompt_tokens)
+            self._ready.append(request)
+        else:
+            self._end(request, error)
+
+    def _let_in(self) -> ServedRequest | None:
+        """Begin the next request if there is room and no other is being fused; return it."""
+        if not self._ready or any(request.state is RequestState.FUSING for request in self._running):
+            return None
+        request = self._ready[0]
+        limits, used = request.home.limits, sum(other.kv_nbytes for other in self._running)
+        room = len(self._running) < limits.num_seqs and used + request.kv_nbytes <= limits.pool_bytes
+        if self._running and not room:
+            return None
+        self._ready.popleft()
+        self._running.append(request)
+        self._guarded(request, self._begin, request)
+        return request
+
+    def _begin(self, request: ServedRequest) -> None:
+        with self._lock:
+            request.begin()
+
+    def _choose(self, begun: ServedRequest | None) -> list[tuple[ServedRequest, int | None]]:
+        """Return whose rows the step computes: every answer's next token, and as many of a prompt's as there is room.
+
+        A request that begins while others are answered waits a step for its first slice, since its probe was one.
+        """
+        decoding = [request for request in self._running if request.state is RequestState.DECODING]
+        fusing = [request for request in self._running if request.state is RequestState.FUSING]
+        chosen: list[tuple[ServedRequest, int | None]] = [(request, None) for request in decoding]
+        if fusing and not decoding:
+            chosen.append((fusing[0], None))
+        elif fusing and fusing[0] is not begun:
+            chosen.append((fusing[0], max(1, fusing[0].home.limits.batched_rows - len(decoding))))
+        return chosen
+
+    def _compute(self, chosen: list[tuple[ServedRequest, int | None]]) -> None:
+        started_s = time.perf_counter()
+        requests = [request for request, _ in chosen]
+        try:
+            with self._lock:
+                parts = [request.part(max_rows) for request, max_rows in chosen]
+                found = forward_ragged(requests[0].home.context.loaded, parts)
+        except RaggedError as error:
+            # The others' rows are computed again with the next step.
+            self._fail(requests[error.index], error.cause)
+            return
+        seconds = time.perf_counter() - started_s
+        for request, logits in zip(requests, found, strict=True):
+            self._guarded(request, request.computed, logits, seconds)
+
+    # -- ends ------------------------------------------------------------------------------------------------
+
+    def _guarded(self, request: ServedRequest, run: Callable[..., object], *args: Any) -> None:
+        """Do something for a request; what goes wrong is its own."""
+        try:
+            run(*args)
+        except BaseException as error:
+            self._fail(request, error)
+        else:
+            if request.state is RequestState.DONE:
+                self._end(request)
+
+    def _fail(self, request: ServedRequest, error: BaseException) -> None:
+        if not isinstance(error, ChunkDamagedError):
+            self._end(request, error)
+            return
+        self._running.remove(request)
+        self._guarded(request, request.plan_again, error)
+        if request.state is not RequestState.DONE:
+            request.state = RequestState.LOADING
+            self._loading.add(request)
+            self._planners.executor().submit(self._plan, request)
+
+    def _give_up(self, request: ServedRequest, error: BaseException) -> None:
+        if request in self._loading:
+            # Its chunks are being opened by another thread.
+            self._given_up[request] = error
+        elif request.state is not RequestState.DONE:
+            self._waiting.remove(request)
+            self._end(request, error)
+
+    def _end(self, request: ServedRequest, error: BaseException | None = None) -> None:
+        self._loading.discard(request)
+        self._waiting.remove(request)
+        for held in (self._ready, self._running):
+            if request in held:
+                held.remove(request)
+        try:
+            request.end(error)
+        finally:
+            with self._guard:
+                self._open -= 1
+
+    def _all(self) -> list[ServedRequest]:
+        return [*self._waiting, *self._loading, *self._ready, *self._running]
+
+    def _has_work(self) -> bool:
+        if self._running:
+            return True
+        if self._ready:
+            return True
+        return len(self._waiting) > 0 and len(self._loading) < _PLANNED_AHEAD
+
+    def _patience_s(self) -> float:
+        soonest_s = min((request.deadline_s for request in self._all()), default=float("inf"))
+        return max(0.0, min(_IDLE_S, soonest_s - time.perf_counter()))
+
+
+_loops: WeakKeyDictionary[Any, StepLoop] = WeakKeyDictionary()
+_finding = threading.Lock()
+
+
+def loop_of(model: Any) -> StepLoop:
+    """Return the step loop of a transformers model; engines that share its weights share it."""
+    with _finding:
+        if model not in _loops:
+            _loops[model] = StepLoop(lock_of(model))
+        return _loops[model]
+
+
+@atexit.register
+def _close_all() -> None:
+    for loop in list(_loops.values()):
+        loop.close()
