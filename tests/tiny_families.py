@@ -51,6 +51,9 @@ _SHARING: dict[str, Any] = {
     "hidden_size_per_layer_input": 16,
     "vocab_size_per_layer_input": 49152,
 }
+_GRANITE = {
+    "embedding_multiplier": 2.0, "attention_multiplier": 0.1, "residual_multiplier": 0.5, "logits_scaling": 2.0,
+}  # fmt: skip
 _WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 _LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
 
@@ -61,6 +64,28 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "dots1": {"n_shared_experts": 1},
     **dict.fromkeys(("gemma3_text", "laguna", "mellum"), _WINDOWS),
     "qwen2": {"use_sliding_window": False},
+    **dict.fromkeys(("granite", "granitemoe", "granitemoeshared", "granite_swa", "granitemoe_swa"), _GRANITE),
+    # As Granite 4.0 is without Mamba layers.
+    "granitemoehybrid": {
+        **_GRANITE,
+        "layer_types": ["full_attention"] * 4,
+        "position_embedding_type": "rope",
+        "shared_intermediate_size": 48,
+        "num_local_experts": 4,
+    },
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 2.0,
+            "original_max_position_embeddings": 1024,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
     "gemma3n_text": {**_SHARING, "laurel_rank": 8, "activation_sparsity_pattern": [0.5, 0.0] * 3},
     # All that Gemma 4 models have, in one: other heads and widths in full attention, whose values are its keys.
     "gemma4_text": {
@@ -72,6 +97,20 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "top_k_experts": 2,
         "use_double_wide_mlp": True,
         "final_logit_softcapping": 30.0,
+    },
+    "gemma4_unified_text": {
+        **{name: value for name, value in _SHARING.items() if "per_layer" not in name},
+        "global_head_dim": 32,
+        "use_double_wide_mlp": True,
+        "final_logit_softcapping": 30.0,
+    },
+    "cohere_compass_text": {
+        **_WINDOWS,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+            "full_attention": None,
+        },
+        "logit_scale": 2.0,
     },
     "mimo_v2_flash": {
         "layer_types": ["full_attention", "sliding_attention"] * 2,

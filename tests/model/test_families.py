@@ -11,7 +11,7 @@ import pytest
 import torch
 from corpus import SHORT, rag_prompt
 from models import smollm2_tokenizer
-from tiny_families import seeing_config, tiny_model
+from tiny_families import seeing_config, settings_of, tiny_model
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
@@ -224,6 +224,27 @@ def test_of_models_that_see_images_the_text_model_is_used(kind: str, text: str, 
         got = forward_rows(loaded, torch.tensor([IDS])[:, rows], rows, cache, fused)
         want = model(torch.tensor([IDS]), use_cache=False).logits[0, rows]
     close(got, want, "float32")
+
+
+def test_queries_scaled_by_position_are_those_of_their_own_rows() -> None:
+    """Ministral 3 scales them behind the original context: rows would be right there, moved chunks would not."""
+    rope = {**settings_of("ministral3")["rope_parameters"], "original_max_position_embeddings": 32}
+    model = tiny_model("ministral3", vocab_size=VOCABULARY, rope_parameters=rope)
+    loaded = load_model(model, tokenizer=smollm2_tokenizer())
+    assert loaded.geometry.context_length == 32
+    cache, rows = fill(loaded, IDS), torch.tensor([3, 31, 32, 63, 64, 79])
+    with torch.inference_mode():
+        got = forward_rows(loaded, torch.tensor([IDS])[:, rows], rows, cache, ForwardPass(rows, len(IDS)))
+    close(got, plain_logits(loaded, IDS)[rows], "float32")
+    loaded.model.config.rope_parameters["llama_4_scaling_beta"] = 0.0
+    assert (plain_logits(loaded, IDS)[rows] - got).abs().amax(-1)[2:].min() > 1e-3, "the scale shows"
+
+
+def test_a_type_that_may_keep_a_state_is_refused_if_a_layer_does() -> None:
+    model = tiny_model("granitemoehybrid", vocab_size=VOCABULARY)
+    model.config.layer_types = ["linear_attention", *model.config.layer_types[1:]]
+    with pytest.raises(UnsupportedModelError, match="'linear_attention', is not supported: some of its layers keep"):
+        load_model(model, tokenizer=smollm2_tokenizer())
 
 
 def test_no_type_is_on_both_lists() -> None:

@@ -12,7 +12,7 @@ import pytest
 from hub_server import served_hub, use_hub
 from models import smollm2_tokenizer, tiny_model
 
-from fused_kv_llm.errors import ModelNotFoundError
+from fused_kv_llm.errors import ModelNotFoundError, UnsupportedModelError
 from fused_kv_llm.model import load_model
 
 
@@ -51,6 +51,17 @@ def test_an_unknown_id_is_refused_at_once_without_a_network(monkeypatch: pytest.
             load_model("no/such-model")
         with pytest.raises(ModelNotFoundError, match=r"'no/such-tokenizer' on this machine.*cannot be reached"):
             load_model(tiny_model(), tokenizer="no/such-tokenizer")
+
+
+def test_a_package_that_a_part_of_a_model_needs_is_named(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 3n's vision tower needs one, also where only the text model is used."""
+
+    def read(*args: object, **options: object) -> None:
+        raise ImportError("\nTimmWrapperModel requires the timm library but it was not found in your environment.")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", read)
+    with pytest.raises(UnsupportedModelError, match=r"parts that need a package .* requires the timm library"):
+        load_model(files)
 
 
 def test_a_path_that_is_not_there_is_no_matter_of_the_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""How long a prompt may be: a model's context, within one regime of its rotation."""
+"""How long a prompt may be: a model's context, within one regime of its rotation and its queries."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ __all__ = ["context_length"]
 
 # Their frequencies change once a prompt is longer than the original context; keys of both kinds do not mix.
 _CHANGING = ("longrope", "dynamic")
+# Queries that stand behind the original context are scaled, so what layers make of a chunk depends on its place.
+_SCALES_QUERIES = "llama_4_scaling_beta"
 
 
 def context_length(config: Any, model_id: str) -> int:
@@ -26,7 +28,8 @@ def context_length(config: Any, model_id: str) -> int:
     Returns
     -------
     int
-        At most the original context where the rotation changes beyond it (LongRoPE, dynamic NTK).
+        At most the original context where the rotation changes beyond it (LongRoPE, dynamic NTK), or queries are
+        scaled beyond it (Ministral 3).
 
     Raises
     ------
@@ -40,7 +43,7 @@ def context_length(config: Any, model_id: str) -> int:
             "the length of a context."
         )
     for rope in _parameters(getattr(config, "rope_parameters", None)):
-        if rope.get("rope_type") in _CHANGING:
+        if rope.get("rope_type") in _CHANGING or rope.get(_SCALES_QUERIES):
             original = rope.get("original_max_position_embeddings")
             original = original or getattr(config, "original_max_position_embeddings", None) or length
             length = min(length, int(original))

@@ -45,11 +45,13 @@ FAMILIES = (
             "gemma",
             "gpt_neox",
             "granite",
+            "granitemoehybrid",
             "hyperclovax",
             "internlm3",
             "iquestcoder",
             "jais2",
             "llama",
+            "ministral3",
             "mistral",
             "nanochat",
             "nemotron",
@@ -64,7 +66,8 @@ FAMILIES = (
             "stablelm",
             "starcoder2",
         ),
-        "Llama 2 and 3, SmolLM2, Qwen 2.5 and 3, Mistral 7B, Phi-4, OLMo 2, Granite 3, Gemma, Seed-OSS, Pythia",
+        "Llama 2 and 3, SmolLM2, Qwen 2.5 and 3, Mistral 7B, Ministral 3, Phi-4, OLMo 2, Granite 3, Granite 4.0 "
+        "without Mamba layers, Gemma, Seed-OSS, Pythia",
     ),
     Family(
         "mixtures of experts",
@@ -100,6 +103,7 @@ FAMILIES = (
             "beam",
             "cohere2",
             "cohere2_moe",
+            "cohere_compass_text",
             "cwm",
             "exaone4",
             "exaone_moe",
@@ -115,11 +119,12 @@ FAMILIES = (
             "olmo3",
             "vaultgemma",
         ),
-        "Gemma 2 and 3, gpt-oss, Command R7B, EXAONE 4, OLMo 3, Ministral; Mistral and Phi-3 with a window",
+        "Gemma 2 and 3, gpt-oss, Command R7B, North Micro Vision, EXAONE 4, OLMo 3, Ministral; Mistral and Phi-3 with "
+        "a window",
     ),
     Family(
         "layers whose KV differs in shape, or is shared",
-        ("gemma3n_text", "gemma4_text", "mimo_v2_flash"),
+        ("gemma3n_text", "gemma4_text", "gemma4_unified_text", "mimo_v2_flash"),
         "Gemma 3n, Gemma 4, MiMo-V2-Flash",
     ),
     Family(
@@ -140,13 +145,14 @@ _STATE = (
     "some of its layers keep a state that needs every earlier token in order, so a chunk has no KV of its own; use a "
     "model with attention in every layer"
 )
+# Layers that keep one, as configurations call them, in types that also come without.
+_STATEFUL = {"linear_attention", "mamba", "mamba2", "conv", "recurrent"}
 _LEARNED = "its positions are learned or added and not rotated, so that KV cannot be moved"
 
 REFUSED: dict[str, str] = {
     **dict.fromkeys(
         (
-            "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba",
-            "granitemoehybrid", "inkling2_text", "inkling_text", "jamba",
+            "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "inkling2_text", "inkling_text", "jamba",
             "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid",
             "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "rwkv",
             "xlstm", "zamba", "zamba2",
@@ -155,15 +161,19 @@ REFUSED: dict[str, str] = {
     ),
     **dict.fromkeys(("biogpt", "bloom", "ctrl", "gpt2", "gpt_bigcode", "gpt_neo", "mpt", "opt", "xglm"), _LEARNED),
     **dict.fromkeys(
-        ("deepseek_v32", "deepseek_v4", "glm_moe_dsa"),
+        (
+            "axk2", "deepseek_v32", "deepseek_v4", "dots3_note", "dots3_note_text", "glm5_next", "glm5_next_text",
+            "glm_moe_dsa", "hy_v4", "mistral_large4", "mistral_large4_text", "qwen4_exp", "qwen4_exp_text",
+        ),
         "an indexer of its own picks the keys that a token sees; use a model of the same family with full attention",
     ),
     **dict.fromkeys(
         ("hunyuan_v1_dense", "hunyuan_v1_moe"), "it normalises keys behind the rotation, so that they cannot be moved"
     ),
     **dict.fromkeys(
-        ("llama4", "llama4_text", "ministral3"),
-        "it scales queries by their position, so that what a chunk's layers compute depends on where it stands",
+        ("llama4", "llama4_text"),
+        "it scales queries by a count of the rows behind those in the cache and not by their positions, so that rows "
+        "recomputed here and there, or for several requests at once, would be scaled wrongly",
     ),
     "diffllama": "its layers compute two attentions by themselves",
     "paligemma": "the tokens of its prompts see what comes after them",
@@ -173,7 +183,7 @@ REFUSED: dict[str, str] = {
 
 
 def refuse_known(config: Any, model_id: str) -> None:
-    """Refuse a type that is known not to work.
+    """Refuse a type that is known not to work, or a model with layers that keep a state.
 
     Parameters
     ----------
@@ -188,6 +198,11 @@ def refuse_known(config: Any, model_id: str) -> None:
     for name in (config.model_type, config.get_text_config().model_type):
         if name in REFUSED:
             raise UnsupportedModelError(f"The model {model_id!r}, of type {name!r}, is not supported: {REFUSED[name]}.")
+    layers = _STATEFUL & set(getattr(config.get_text_config(), "layer_types", None) or ())
+    if layers:
+        raise UnsupportedModelError(
+            f"The model {model_id!r}, with layers of type {sorted(layers)[0]!r}, is not supported: {_STATE}."
+        )
 
 
 def check_model_type(config: Any, model_id: str, *, trust_probe: bool = False) -> None:

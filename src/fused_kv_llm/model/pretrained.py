@@ -112,7 +112,7 @@ def read_model(
     except SafetensorError as error:
         raise ModelFileError(f"The weights of {model_id!r} are damaged ({error}): get them again.") from error
     except FAILURES as error:
-        if method is None and not isinstance(error, (OSError, ValueError, RuntimeError)):
+        if method is None and not isinstance(error, (ImportError, OSError, ValueError, RuntimeError)):
             raise
         raise _unreadable(model_id, method, error) from error
     return network if method is not None else network.to(device)
@@ -123,6 +123,10 @@ def _unreadable(model_id: str, method: str | None, error: Exception) -> ModelErr
         return UnsupportedModelError(
             f"The weights of {model_id!r} are quantised by {method!r} and cannot be read here: {str(error)[:300]}. Use "
             "weights of another kind, such as plain ones with dtype='bfloat16', or a package version that reads them."
+        )
+    if isinstance(error, ImportError):
+        return UnsupportedModelError(
+            f"The model {model_id!r} has parts that need a package which is not installed: {str(error).strip()}"
         )
     if isinstance(error, (OSError, ValueError)):
         return _not_found(model_id, error)
