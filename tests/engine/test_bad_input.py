@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from fused_kv_llm.errors import (
     PromptTooLongError,
     StoreUnavailableError,
 )
-from fused_kv_llm.model import forward
+from fused_kv_llm.model import ragged
 from fused_kv_llm.selectors import Probe, View
 from fused_kv_llm.store import KVStore, StoredKV
 
@@ -319,18 +320,22 @@ def test_a_damaged_chunk_is_prefilled_again_in_the_background(tmp_path: Path) ->
 def test_ctrl_c_in_generation_leaves_the_engine_usable(engine: FusedKVEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = rag_prompt(SHORT[:4])
     want = engine.generate(prompt, max_tokens=6).token_ids
-    run_model = forward.run_model
+    run_model = ragged.run_model
     calls = []
 
     def interrupted(*args: object) -> object:
         calls.append(1)
         if len(calls) == 3:
-            raise KeyboardInterrupt
+            _thread.interrupt_main()
         return run_model(*args)
 
-    monkeypatch.setattr(forward, "run_model", interrupted)
+    monkeypatch.setattr(ragged, "run_model", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        engine.generate(prompt, max_tokens=6)
+        engine.generate(prompt, max_tokens=200)
+    # The step that was under way is the last one: a prompt and its first token take no pass of several requests.
+    stopped = len(calls)
+    assert engine.generate(prompt, max_tokens=1).report.completion_tokens == 1
+    assert len(calls) <= stopped + 1
     monkeypatch.undo()
     assert not engine.model_lock.locked()
     assert engine.generate(prompt, max_tokens=6).token_ids == want

@@ -12,6 +12,7 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from waiting import wait_until
 
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.errors import PromptError
@@ -64,7 +65,7 @@ def test_a_stream_leaves_the_callers_span_alone(engine: FusedKVEngine, spans: In
         next(stream)
         assert trace.get_current_span() is outside
         stream.close()
-    assert {"request", "decode"} <= set(_by_name(spans))
+    wait_until(lambda: {"request", "decode"} <= set(_by_name(spans)))
 
 
 def test_a_request_that_fails_ends_its_span(engine: FusedKVEngine, spans: InMemorySpanExporter) -> None:

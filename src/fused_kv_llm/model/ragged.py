@@ -6,20 +6,22 @@ by true position in their own cache, so what a request gets does not depend on t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, takewhile
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from fused_kv_kernels import DecodeCaches, decode_attention
 from fused_kv_llm.model.attention import check_attached
 from fused_kv_llm.model.attention_rule import AttentionRule
 from fused_kv_llm.model.cache import FusedCache
 from fused_kv_llm.model.forward import forward_rows
 from fused_kv_llm.model.loading import LoadedModel
+from fused_kv_llm.model.mask import MaskRule
 from fused_kv_llm.model.narrowing import NarrowingPass
 from fused_kv_llm.model.numbers import check_logits
 from fused_kv_llm.model.pass_context import ForwardPass, LayerPass, required_pass
@@ -41,11 +43,20 @@ class RaggedPart:
     cache : FusedCache
     forward_pass : ForwardPass
         Over that cache. Of several rows, only the last one's logits are wanted.
+
+    Notes
+    -----
+    Parts of one row that come before all others, the next tokens of answers, are attended together.
     """
 
     ids: Tensor
     cache: FusedCache
     forward_pass: ForwardPass
+
+    @property
+    def position(self) -> int:
+        """Where its first row stands."""
+        return int(self.forward_pass.rows[0])
 
 
 class RaggedError(Exception):
@@ -66,7 +77,7 @@ class RaggedError(Exception):
 
 
 class _RaggedPass(LayerPass):
-    """Hands every request its rows."""
+    """Hands every request its rows; the answers' next tokens, which come first, are attended in one call a layer."""
 
     def __init__(self, parts: Sequence[RaggedPart]) -> None:
         self.parts = parts
@@ -75,27 +86,75 @@ class _RaggedPass(LayerPass):
         self.num_rows = bounds[-1]
         if self.num_rows > len(parts):
             self.final_rows = torch.tensor(bounds[1:], device=parts[0].ids.device) - 1
+        decoding = list(takewhile(_is_decoding, parts))
+        self._num_decoding = len(decoding)
+        self._caches = DecodeCaches(
+            [(part.cache.keys, part.cache.values) for part in decoding], [part.position for part in decoding]
+        )
+        self._windows: dict[MaskRule, Tensor | None] = {}
+        self._fresh: tuple[Tensor, Tensor] | None = None
         self._seen: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self.begin()
 
     def write(self, layer_idx: int, keys: Tensor, values: Tensor) -> None:
         """Give every request's cache its rows of a layer's keys and values ``[1, Hkv, R, D]``."""
         self.enter_layer(layer_idx)
+        count = self._num_decoding
+        if count:
+            self._fresh = keys[:, :, :count], values[:, :, :count]
         self._seen[layer_idx] = [
             _of_part(index, part.cache.layers[layer_idx].write, part.forward_pass, keys[:, :, span], values[:, :, span])
-            for index, (part, span) in enumerate(zip(self.parts, self.spans, strict=True))
+            for index, part, span in self._other_parts()
         ]
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         """Return the attention output ``[1, Hq, R, Dv]``; the keys and values are those of the caches."""
+        decoded = self._attend_decoding(layer_idx, q, rule) if self._num_decoding else None
+        if decoded is not None and self._num_decoding == len(self.parts):
+            return decoded
         seen = self._seen[self.kv_layer]
-        width = seen[0][1].shape[-1]
         # Laid out as an output projection reads it.
-        out = q.new_empty(1, self.num_rows, q.shape[1], width).transpose(1, 2)
-        for index, (part, span) in enumerate(zip(self.parts, self.spans, strict=True)):
+        out = q.new_empty(1, self.num_rows, q.shape[1], seen[0][1].shape[-1]).transpose(1, 2)
+        if decoded is not None:
+            out[:, :, : self._num_decoding] = decoded
+        for (index, part, span), pair in zip(self._other_parts(), seen, strict=True):
             attend = part.forward_pass.attend
-            out[:, :, span] = _of_part(index, attend, layer_idx, q[:, :, span], *seen[index], rule)
+            out[:, :, span] = _of_part(index, attend, layer_idx, q[:, :, span], *pair, rule)
         return out
+
+    def _attend_decoding(self, layer_idx: int, q: Tensor, rule: AttentionRule) -> Tensor:
+        if self._fresh is None:
+            raise RuntimeError(f"layer {layer_idx} attends before its keys and values were given")
+        count = self._num_decoding
+        if rule.mask not in self._windows:
+            self._windows[rule.mask] = _first_keys(self.parts[:count], rule.mask)
+        return decode_attention(
+            q[:, :, :count], *self._fresh, self._caches, layer_idx, rule.scale,
+            softcap=rule.softcap, sinks=rule.sinks, first_keys=self._windows[rule.mask],
+        )  # fmt: skip
+
+    def _other_parts(self) -> Iterator[tuple[int, RaggedPart, slice]]:
+        """Yield the parts that are not attended together, with their index and their rows."""
+        for index in range(self._num_decoding, len(self.parts)):
+            yield index, self.parts[index], self.spans[index]
+
+
+def _is_decoding(part: RaggedPart) -> bool:
+    """Return whether a part is an answer's next token, in a cache that is laid out as decode attention takes it."""
+    geometry, forward_pass = part.cache.geometry, part.forward_pass
+    alike = all(shape == geometry.room for shape in geometry.shapes) and not geometry.swaps
+    own_kv = geometry.last_layer == geometry.num_layers - 1
+    whole = type(forward_pass) is ForwardPass and not forward_pass.fillers and forward_pass.key_positions is None
+    sees_all = isinstance(forward_pass.visible, int) and forward_pass.visible == part.position + 1
+    return alike and own_kv and whole and sees_all and part.ids.shape[0] == 1
+
+
+def _first_keys(parts: Sequence[RaggedPart], mask: MaskRule) -> Tensor | None:
+    """Return the first key that each part's row sees, int64; None if all see the first one."""
+    firsts = [part.forward_pass.plans(mask)[0].first_keys for part in parts]
+    if all(first is None for first in firsts):
+        return None
+    return torch.tensor([0 if first is None else int(first[0]) for first in firsts], device=parts[0].ids.device)
 
 
 def _of_part(index: int, run: Callable[..., _T], *args: object) -> _T:
@@ -158,7 +217,7 @@ def forward_ragged(loaded: LoadedModel, parts: Sequence[RaggedPart]) -> list[Ten
         As :func:`forward_rows`.
     """
     alone = not loaded.geometry.attends_cache or any(isinstance(p.forward_pass, NarrowingPass) for p in parts)
-    if alone or len(parts) == 1:
+    if alone or (len(parts) == 1 and not _is_decoding(parts[0])):
         return [_of_part(index, _forward_alone, loaded, part) for index, part in enumerate(parts)]
     check_attached(loaded.model, loaded.model_id)
     forward_pass = _RaggedPass(parts)

@@ -61,11 +61,14 @@ class RequestSpan:
         with _trace.use_span(child, end_on_exit=False), stage_span(stage) if stage else nullcontext():
             yield
 
-    def start(self, stage: str) -> Any:
-        """Start a child that is not the current span; end it with its ``end()``. None without OpenTelemetry."""
+    def start(self, stage: str, parent: Any = None) -> Any:
+        """Start a child, of this span or of another child, that is not the current span; end it with its ``end()``.
+
+        None without OpenTelemetry.
+        """
         if self._span is None or _trace is None:
             return None
-        context = _trace.set_span_in_context(self._span)
+        context = _trace.set_span_in_context(parent or self._span)
         return _trace.get_tracer(_PREFIX).start_span(f"{_PREFIX}.{stage}", context=context)
 
     def end(self, report: dict[str, Any] | None = None) -> None:

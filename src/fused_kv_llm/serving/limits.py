@@ -48,9 +48,7 @@ def limits_of(config: EngineConfig, device: torch.device) -> Limits:
     return Limits(
         num_seqs=config.max_num_seqs or _SEQUENCES["cuda" if on_gpu else "cpu"],
         batched_rows=config.max_batched_rows or rows,
-        pool_bytes=int(_SHARE_OF_MEMORY * _free_bytes(device))
-        if config.kv_pool_bytes is None
-        else config.kv_pool_bytes,
+        pool_bytes=int(_SHARE_OF_MEMORY * _free_bytes(device)) if given is None else given,
         queued=config.max_queued,
     )
 

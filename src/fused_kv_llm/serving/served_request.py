@@ -125,7 +125,7 @@ class ServedRequest:
         self._prompt, self._recipe, self._config, self._constraint = prompt, recipe, config, constraint
         self.max_tokens, self.prompt_tokens, self.kv_nbytes, self._capacity = config.max_tokens, 0, 0, 0
         self._span = RequestSpan(home.context.loaded.model_id)
-        self._stage = self._span.start("prefill")
+        self._stage, self._slice_span = self._span.start("prefill"), None
         self._planned: Request | None = None
         self._fusion: Fusion | None = None
         self._fused: FusedPrompt | None = None
@@ -182,6 +182,8 @@ class ServedRequest:
     def part(self, max_rows: int | None) -> RaggedPart:
         """Return what this request has computed next: a slice of its prompt, or its last token."""
         if self._fusion is not None:
+            if self._slice_span is None:
+                self._slice_span = self._span.start("fuse", self._stage)
             return self._fusion.next_slice(max_rows)
         cache, device = self._prompt_kv.cache, self.home.context.loaded.device
         at = torch.tensor([cache.length], device=device)
@@ -192,6 +194,7 @@ class ServedRequest:
         """Take the logits ``[vocabulary]`` after this request's last row, of a step that took `seconds`."""
         if self._fusion is not None:
             self._add("fuse", seconds)
+            self._end_slice()
             self._fused = self._fusion.computed(logits)
             if self._fused is None:
                 return
@@ -214,6 +217,7 @@ class ServedRequest:
             self._fused.cache.release()
             self.home.answered(self._fused.text)
         self._fused = None
+        self._end_slice()
         if self._stage is not None:
             self._stage.end()
         self._span.end(self.report.to_dict())
@@ -255,6 +259,11 @@ class ServedRequest:
             # Given back before the caller learns that it is over.
             self.end()
         self.handle.put(piece)
+
+    def _end_slice(self) -> None:
+        span, self._slice_span = self._slice_span, None
+        if span is not None:
+            span.end()
 
     def _close_fusion(self) -> None:
         fusion, self._fusion = self._fusion, None
