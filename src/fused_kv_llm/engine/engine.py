@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, get_args, overload
 from fused_kv_llm.chunk import chunk_text
 from fused_kv_llm.config import DEFAULT_MODEL, EngineConfig, GenerationConfig, check_ratio, check_seed
 from fused_kv_llm.decoding import Constraint
-from fused_kv_llm.errors import ConfigError
+from fused_kv_llm.errors import ConfigError, EngineClosedError
 from fused_kv_llm.offline import GivenNeighbours, Preprocess
 from fused_kv_llm.online import FusedPrompt, Generation, Recipe, view_of
 from fused_kv_llm.prompt import ChatPrompt
@@ -365,7 +365,11 @@ class FusedKVEngine:
             If an option cannot work.
         QueueFullError
             If more requests wait than ``max_queued``.
+        EngineClosedError
+            If the engine was closed.
         """
+        if self._closed:
+            raise EngineClosedError("The engine was closed: make a new one, which finds what is stored.")
         config = GenerationConfig.create(
             max_tokens=max_tokens, temperature=temperature, top_p=top_p, stop=stop, seed=seed
         )
