@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from corpus import SHORT, rag_prompt
 from models import smollm2_tokenizer
 from tiny_families import tiny_model
 from torch import Tensor
@@ -26,6 +27,7 @@ from fused_kv_llm.model import (
     load_model,
     verification,
 )
+from fused_kv_llm.selectors import QCFUSE, SELECTORS
 
 SHARING = ("gemma3n_text", "gemma4_text")
 
@@ -158,3 +160,19 @@ def test_answers_go_on_as_transformers_do(kind: str, tmp_path: Path) -> None:
             for _ in range(6):
                 want.append(int(engine.model(torch.tensor([want]), use_cache=False).logits[0, -1].argmax()))
         assert got == want[len(ids) :]
+
+
+@pytest.mark.parametrize("kind", [*SHARING, "mimo_v2_flash"])
+def test_every_selector_works(kind: str, tmp_path: Path) -> None:
+    """Also those that look at anchors, at the first layers, or drop rows on the way; with context shifts."""
+    options: dict[str, Any] = {"tokenizer": smollm2_tokenizer(), "kv_dir": tmp_path, "store_misses": False}
+    with FusedKVEngine(tiny_model(kind), **options) as engine:
+        engine.build_kv_cache(SHORT[:4], progress=False, preprocess="wait")
+        assert engine.build_anchors(SHORT[:4], selector=QCFUSE, progress=False) == 4
+        prompt = rag_prompt(SHORT[:4])
+        for name in SELECTORS:
+            fused, report = engine.prefill(prompt, recompute_ratio=0.4, selector=name)
+            assert report.chunks_found == 4
+            assert bool(fused.logits.isfinite().all()), name
+            assert report.recomputed_tokens <= 0.4 * (report.recomputed_tokens + report.reused_tokens) + 1
+        assert engine.generate(prompt, max_tokens=4, recompute_ratio=0.4).report.completion_tokens > 0
