@@ -111,8 +111,13 @@ def test_a_pass_for_kv_ends_with_the_last_layer_that_has_any(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", SHARING)
 def test_the_last_row_alone_is_that_of_all(kind: str) -> None:
-    """Gemma 4 goes on with it alone behind the layers that have KV."""
+    """It goes on alone behind the layers that have KV: nothing uses the others."""
     loaded = load(kind)
+    seen = []
+    for layer in loaded.model.model.layers:
+        layer.self_attn.q_proj.register_forward_hook(lambda module, inputs, output: seen.append(output.shape[1]))
+    run(loaded, loaded.geometry.last_layer)
+    assert seen == [6, 6, 6, 6, 1, 1]
     torch.testing.assert_close(run(loaded, loaded.geometry.last_layer), run(loaded)[-1:], atol=1e-5, rtol=1e-5)
 
 

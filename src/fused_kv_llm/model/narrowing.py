@@ -1,7 +1,8 @@
 """Rows that leave a forward pass between two layers.
 
 transformers runs all layers over the rows it began with. A hook before each layer takes those rows out of the hidden
-states and of the rotation's tables that the pass has dropped, so that from there on they cost nothing.
+states and of the rotation's tables that the pass has dropped, so that from there on they cost nothing. Where only the
+last row's logits are wanted, that row goes on alone behind the last layer with KV of its own.
 """
 
 from __future__ import annotations
@@ -37,7 +38,6 @@ class NarrowingPass(ForwardPass):
         super().__init__(rows, num_tokens, fillers, final_layer)
         self._kept = torch.arange(rows.shape[0], device=rows.device)
         self._next: Tensor | None = None
-        self._begun_with = rows.shape[0]
         self._narrowed: dict[int, tuple[Any, Any]] = {}
 
     def keep(self, rows: Tensor) -> None:
@@ -72,15 +72,21 @@ class NarrowingPass(ForwardPass):
         """
         if isinstance(value, tuple):
             return tuple(self.of_rows(part) for part in value)
-        if not isinstance(value, Tensor) or self._kept.shape[0] == self._begun_with:
-            return value
-        axis = -2 if value.is_floating_point() or value.is_complex() else -1
-        if value.dim() < -axis or value.shape[axis] != self._begun_with:
+        axis = None if self._kept.shape[0] == self.num_rows else _axis_of_rows(value, self.num_rows)
+        if axis is None:
             return value
         # Layers share their tables.
         if id(value) not in self._narrowed:
             self._narrowed[id(value)] = value, value.index_select(axis, self._kept)
         return self._narrowed[id(value)][1]
+
+
+def _axis_of_rows(value: Any, rows: int) -> int | None:
+    """Return along which axis a value is of `rows` rows: positions ``[..., R]``, tables ``[..., R, D]``."""
+    if not isinstance(value, Tensor):
+        return None
+    axis = -2 if value.is_floating_point() or value.is_complex() else -1
+    return axis if value.dim() >= -axis and value.shape[axis] == rows else None
 
 
 def attach_narrowing(model: Any) -> None:
@@ -100,8 +106,26 @@ def _narrow(
     module: Any, inputs: tuple[Tensor, ...], options: dict[str, Any]
 ) -> tuple[tuple[Tensor, ...], dict[str, Any]] | None:
     forward_pass = current_pass()
+    if isinstance(forward_pass, ForwardPass) and forward_pass.final_layer is not None and _has_no_kv(module):
+        rows = forward_pass.num_rows
+        others = tuple(_last_of(value, rows) for value in inputs[1:])
+        cut = {name: _last_of(value, rows) for name, value in options.items()}
+        return (inputs[0][..., -1:, :], *others), cut
     if not isinstance(forward_pass, NarrowingPass):
         return None
     hidden = forward_pass.narrow(inputs[0])
-    others = (forward_pass.of_rows(value) for value in inputs[1:])
+    others = tuple(forward_pass.of_rows(value) for value in inputs[1:])
     return (hidden, *others), {name: forward_pass.of_rows(value) for name, value in options.items()}
+
+
+def _has_no_kv(layer: Any) -> bool:
+    # transformers' name for it. Layers that call it otherwise compute all rows, which takes longer and gives the same.
+    return bool(getattr(getattr(layer, "self_attn", None), "is_kv_shared_layer", False))
+
+
+def _last_of(value: Any, rows: int) -> Any:
+    """Return what a layer is told of `rows` rows for the last one."""
+    if isinstance(value, tuple):
+        return tuple(_last_of(part, rows) for part in value)
+    axis = _axis_of_rows(value, rows)
+    return value if axis is None else value.narrow(axis, -1, 1)

@@ -61,7 +61,7 @@ class LayerPass:
         Rows whose logits are wanted: the last one, those listed (int64), or all (None). Nothing uses what the last
         layer makes of the others.
     num_rows : int
-        Rows of the pass.
+        Rows that the pass begins with.
     kv_layer : int
         Whose keys and values the layer that attends sees: its own, or those of an earlier one.
     """
