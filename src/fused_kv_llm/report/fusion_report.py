@@ -47,7 +47,7 @@ class FusionReport:
     selection_bytes : int
         Bytes of stored KV and sidecars that the selector had to see before recomputation could begin.
     seconds : dict of str to float
-        Seconds by stage: align, load, probe, select, fuse, first_token.
+        Seconds by stage: queue, align, load, probe, select, fuse, first_token, and step, the mean from token to token.
     ttft_s : float
         Seconds from the call to the first token.
     warnings : list of str
