@@ -5,9 +5,9 @@
 
 A closed loop has so many users at once, each with the next question as soon as the last is answered. An open loop
 (``--rate``, requests a second) lets them come as a Poisson process, whether or not the last ones are answered. Every
-question has ten passages, about 1,650 tokens with the wording; answers end by themselves, at the latest after 64
-tokens. "Plain" is transformers' ``generate`` with SDPA, one request at a time. Systems are measured in one process, one
-after another, each after a request that is not counted.
+question has ten passages, about 1,650 tokens with the wording; every answer has 64 tokens. "Plain" is transformers'
+``generate`` with SDPA, one request at a time. Systems are measured in one process, one after another, each after a
+request that is not counted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM
 
 from fused_kv_llm import FusedKVEngine
+from fused_kv_llm.decoding import end_token_ids
 from fused_kv_llm.model.pretrained import locate
 
 mpl.use("Agg")
@@ -112,10 +113,14 @@ def percentile(values: list[float], share: int) -> float:
 
 
 def of_engine(engine: FusedKVEngine, max_tokens: int) -> Answer:
-    """Return how the engine answers."""
+    """Return how the engine answers, without ending by itself."""
+    ends = torch.tensor(sorted(end_token_ids(engine.loaded)))
+
+    def go_on(token_ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+        return logits.index_fill_(0, ends, -torch.inf)
 
     def answer(prompt: str) -> Iterator[int]:
-        for piece in engine.submit(prompt, max_tokens=max_tokens).pieces():
+        for piece in engine.submit(prompt, max_tokens=max_tokens, constraint=go_on).pieces():
             if piece.token_id is not None:
                 yield piece.token_id
 
@@ -140,7 +145,7 @@ class _Streamed:
         self._queue: SimpleQueue[int | None] = SimpleQueue()
         self._is_prompt = True
         ids = torch.tensor([engine.encode(prompt)])
-        options = {"max_new_tokens": max_tokens, "do_sample": False, "streamer": self}
+        options = {"max_new_tokens": max_tokens, "min_new_tokens": max_tokens, "do_sample": False, "streamer": self}
         self._thread = threading.Thread(target=plain.generate, args=(ids,), kwargs=options)
         self._thread.start()
 
