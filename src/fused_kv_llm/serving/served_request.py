@@ -139,8 +139,14 @@ class ServedRequest:
 
     # -- stages ----------------------------------------------------------------------------------------------
 
-    def plan(self) -> None:
+    def plan(self, *, ahead: bool = False) -> None:
         """Tokenise the prompt, find its chunks and open them; any thread may do it.
+
+        Parameters
+        ----------
+        ahead : bool
+            Whether others are computed meanwhile, so that the system may read all that is on the disk. A request that
+            is next is read layer by layer, as its layers are needed.
 
         Raises
         ------
@@ -152,6 +158,9 @@ class ServedRequest:
         with self._span.within(self._stage, "align"):
             self._planned = self.home.plan(self._prompt, self.report)
         self._add("align", time.perf_counter() - started_s)
+        for chunk in self._planned.chunks if ahead else ():
+            if chunk.stored.tier != "memory":
+                chunk.stored.announce_layers(0, self.home.context.loaded.geometry.num_layers)
         loaded, self.prompt_tokens = self.home.context.loaded, self._planned.num_tokens
         self._capacity = min(self.prompt_tokens + self.max_tokens, self.home.context_length)
         self.kv_nbytes = self._capacity * loaded.geometry.kv_bytes_per_token(loaded.dtype)

@@ -170,12 +170,12 @@ class StepLoop:
                 return
             request.state = RequestState.LOADING
             self._loading.add(request)
-            self._planners.executor().submit(self._plan, request)
+            self._planners.executor().submit(self._plan, request, bool(self._running))
 
-    def _plan(self, request: ServedRequest) -> None:
+    def _plan(self, request: ServedRequest, ahead: bool) -> None:
         error = None
         try:
-            request.plan()
+            request.plan(ahead=ahead)
         except BaseException as found:
             error = found
         self._inbox.put(partial(self._planned, request, error))
@@ -257,7 +257,7 @@ class StepLoop:
         if request.state is not RequestState.DONE:
             request.state = RequestState.LOADING
             self._loading.add(request)
-            self._planners.executor().submit(self._plan, request)
+            self._planners.executor().submit(self._plan, request, bool(self._running))
 
     def _give_up(self, request: ServedRequest, error: BaseException) -> None:
         if request in self._loading:
