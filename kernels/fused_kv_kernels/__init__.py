@@ -8,7 +8,9 @@ against it.
 from __future__ import annotations
 
 from .batched_rows import batched_row_attention
+from .chunk_views import ChunkView, LayerRotations, SequenceView, SharedChunk
 from .decode_attention import DecodeCaches, decode_attention
+from .decode_views import DecodeViews, decode_views
 from .decoder_layer import few_row_heads, few_row_mlp
 from .dispatch import UnsupportedOperandsError
 from .elementwise import gated_silu, rms_norm, rotate_rows_
@@ -24,21 +26,28 @@ from .row_attention import row_attention
 from .row_plan import RowPlan
 from .shift_chunks import ChunkShift, ShiftStack, shift_chunks
 from .token_scores import token_scores
-from .transfer import TransferPlan, transfer_deviation
+from .transfer import TransferPlan, deviation_vectors, transfer_deviation
 
 __all__ = [
     "ChunkShift",
     "ChunkStack",
+    "ChunkView",
     "DecodeCaches",
+    "DecodeViews",
+    "LayerRotations",
     "PageTable",
     "RotationTable",
     "RowPlan",
+    "SequenceView",
+    "SharedChunk",
     "SharedPages",
     "ShiftStack",
     "TransferPlan",
     "UnsupportedOperandsError",
     "batched_row_attention",
     "decode_attention",
+    "decode_views",
+    "deviation_vectors",
     "few_row_heads",
     "few_row_linears",
     "few_row_mlp",

@@ -76,6 +76,35 @@ class DecodeCaches:
             msg = "a cache is named twice: a sequence has one new token, and keys and values have memory of their own"
             raise ValueError(msg)
 
+    def check(self, q: Tensor, k: Tensor, v: Tensor, layer_idx: int) -> None:
+        """Refuse rows that do not fit the caches, by whose shapes memory is then read and written.
+
+        Raises
+        ------
+        ValueError
+            If the shapes, dtypes or devices do not fit together, or there is no such layer.
+        """
+        one, q_heads, rows, dim = q.shape
+        fits = k.shape[:3] == v.shape[:3] == (1, k.shape[1], rows) and (one, k.shape[3]) == (1, dim)
+        fits = fits and k.shape[1] > 0 and q_heads % k.shape[1] == 0
+        if not fits or rows != self.num_rows:
+            msg = (
+                f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit together or not the "
+                f"{self.num_rows} sequences that the caches are of"
+            )
+            raise ValueError(msg)
+        if not rows:
+            return
+        keys, values = self.caches[0]
+        same = {(x.dtype, x.device) for x in (q, k, v, keys, values)}
+        if len(same) > 1 or (keys.shape[2], keys.shape[4], values.shape[4]) != (k.shape[1], dim, v.shape[3]):
+            described = [f"{x.dtype} {list(x.shape)} on {x.device}" for x in (q, k, v, keys, values)]
+            msg = f"q, k and v do not fit the caches' keys and values ({', '.join(described)})"
+            raise ValueError(msg)
+        if not 0 <= layer_idx < keys.shape[0]:
+            msg = f"the caches have no layer {layer_idx}: they are counted from 0, and there are {keys.shape[0]}"
+            raise ValueError(msg)
+
     def checked_window(self, first_keys: Tensor | None) -> Tensor | None:
         """Return the first key that each row sees, int64 and dense; looked at once a step.
 
@@ -172,7 +201,7 @@ def decode_attention(
     elsewhere row by row :func:`fused_kv_kernels.row_attention`.
     """
     scoring = Scoring(scale, softcap, sinks)
-    _check(q, k, v, caches, layer_idx)
+    caches.check(q, k, v, layer_idx)
     scoring.check(q.shape[1], q.device)
     if caches.num_rows == 0:
         return q.new_empty(*q.shape[:3], v.shape[3])
@@ -182,30 +211,6 @@ def decode_attention(
         scratch = caches.scratch(q.shape[1])
         return native_decode_attention(q, k, v, caches.entries, layer_idx, first_keys, scoring, scratch)
     return _row_by_row(q, k, v, caches, layer_idx, scoring, first_keys)
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor, caches: DecodeCaches, layer_idx: int) -> None:
-    # What runs then reads and writes memory by these shapes.
-    one, q_heads, rows, dim = q.shape
-    fits = k.shape[:3] == v.shape[:3] == (1, k.shape[1], rows) and (one, k.shape[3]) == (1, dim)
-    fits = fits and k.shape[1] > 0 and q_heads % k.shape[1] == 0
-    if not fits or rows != caches.num_rows:
-        msg = (
-            f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit together or not the "
-            f"{caches.num_rows} sequences that the caches are of"
-        )
-        raise ValueError(msg)
-    if not rows:
-        return
-    keys, values = caches.caches[0]
-    same = {(x.dtype, x.device) for x in (q, k, v, keys, values)}
-    if len(same) > 1 or (keys.shape[2], keys.shape[4], values.shape[4]) != (k.shape[1], dim, v.shape[3]):
-        described = [f"{x.dtype} {list(x.shape)} on {x.device}" for x in (q, k, v, keys, values)]
-        msg = f"q, k and v do not fit the caches' keys and values ({', '.join(described)})"
-        raise ValueError(msg)
-    if not 0 <= layer_idx < keys.shape[0]:
-        msg = f"the caches have no layer {layer_idx}: they are counted from 0, and there are {keys.shape[0]}"
-        raise ValueError(msg)
 
 
 def _row_by_row(

@@ -11,7 +11,7 @@ from .dispatch import triton_op, use_triton
 from .native import native_transfer, supports, supports_rows
 from .rotate import RotationTable, rotate_in_torch
 
-__all__ = ["TransferPlan", "check_fresh_rows", "transfer_deviation"]
+__all__ = ["TransferPlan", "check_fresh_rows", "deviation_vectors", "transfer_deviation"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,33 @@ def _in_torch(
     plan: TransferPlan, table: RotationTable, fresh: tuple[Tensor, Tensor], stored: tuple[Tensor, Tensor]
 ) -> None:
     layer_keys, layer_values = stored
+    keys, values = deviation_vectors(plan, table, fresh, stored)
+    for chunk, (start, stop) in enumerate(plan.spans.tolist()):
+        span = table.rows(slice(start, stop))
+        moved = keys[:, chunk : chunk + 1].expand(-1, stop - start, -1)
+        turned = rotate_in_torch(moved, span.cos, span.sin, span.interleaved)
+        layer_keys[:, start:stop] += turned.to(layer_keys.dtype)
+        layer_values[:, start:stop] += values[:, chunk : chunk + 1].to(layer_values.dtype)
+
+
+def deviation_vectors(
+    plan: TransferPlan, table: RotationTable, fresh: tuple[Tensor, Tensor], stored: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return what :func:`transfer_deviation` adds to each chunk, in torch and without adding it.
+
+    Parameters
+    ----------
+    plan : TransferPlan
+    table : RotationTable
+        The layer's, a row for each position of the prompt.
+    fresh, stored : tuple of Tensor
+        Keys and values of the pass's rows ``[H, R, D]``, and of the layer ``[H, N, D]``.
+
+    Returns
+    -------
+    tuple of Tensor
+        float32 ``[Hk, K, Dk]``, to be rotated to a token's position and added to its key, and ``[Hv, K, Dv]``.
+    """
     counts = plan.bounds.diff()
     chunk_of = torch.repeat_interleave(torch.arange(counts.shape[0], device=counts.device), counts)
 
@@ -103,18 +130,12 @@ def _in_torch(
         total = torch.zeros(deviation.shape[0], counts.shape[0], deviation.shape[2], device=deviation.device)
         return total.index_add_(1, chunk_of, deviation) * plan.weights[None, :, None]
 
-    def deviation(fresh: Tensor, layer: Tensor) -> Tensor:
-        return fresh.index_select(1, plan.fresh_rows).float() - layer.index_select(1, plan.selected).float()
+    def deviation(new: Tensor, layer: Tensor) -> Tensor:
+        return new.index_select(1, plan.fresh_rows).float() - layer.index_select(1, plan.selected).float()
 
-    def turned_by(angles: RotationTable, keys: Tensor) -> Tensor:
-        return rotate_in_torch(keys, angles.cos, angles.sin, angles.interleaved)
-
-    keys = summed(turned_by(table.rows(plan.selected).inverse(), deviation(fresh[0], layer_keys)))
-    values = summed(deviation(fresh[1], layer_values))
-    for chunk, (start, stop) in enumerate(plan.spans.tolist()):
-        turned = turned_by(table.rows(slice(start, stop)), keys[:, chunk : chunk + 1].expand(-1, stop - start, -1))
-        layer_keys[:, start:stop] += turned.to(layer_keys.dtype)
-        layer_values[:, start:stop] += values[:, chunk : chunk + 1].to(layer_values.dtype)
+    back = table.rows(plan.selected).inverse()
+    keys = rotate_in_torch(deviation(fresh[0], stored[0]), back.cos, back.sin, back.interleaved)
+    return summed(keys), summed(deviation(fresh[1], stored[1]))
 
 
 def check_fresh_rows(

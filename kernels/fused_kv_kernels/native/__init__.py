@@ -25,9 +25,11 @@ from .moving import (
     shift_table,
 )
 from .operands import supports, supports_int8_rows, supports_rows
+from .views import ViewTables, native_decode_views, view_tables
 
 __all__ = [
     "Table",
+    "ViewTables",
     "cache_table",
     "chunk_table",
     "decode_attention_scratch",
@@ -35,6 +37,7 @@ __all__ = [
     "is_dense_as",
     "most_linear_rows",
     "native_decode_attention",
+    "native_decode_views",
     "native_fit_sums",
     "native_gated_mlp",
     "native_gated_silu",
@@ -55,5 +58,6 @@ __all__ = [
     "supports_rows",
     "takes_linears",
     "takes_rows",
+    "view_tables",
     "why_not_native",
 ]

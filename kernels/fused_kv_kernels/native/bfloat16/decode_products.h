@@ -1,7 +1,7 @@
 // Products of a few query rows with keys and values that are read in place, on AVX512-BF16.
 //
-// A key is read once for up to kMostQueries queries: both are walked along their dimensions, and the lanes of a register
-// are added up at the end. Values are taken two rows at a time, whose numbers are interleaved to pairs.
+// A key is read once for up to kMostQueries queries: both are walked along their dimensions, and the lanes of a
+// register are added up at the end. Values are taken two rows at a time, whose numbers are interleaved to pairs.
 #pragma once
 
 #include "element.h"
@@ -20,15 +20,16 @@ inline __m512bh load_step(const uint16_t *from, __mmask32 here) {
     return (__m512bh)_mm512_maskz_loadu_epi16(here, from);
 }
 
-// Scores of `Queries` rows [queries][step of whole registers] for four keys.
-template <int Queries>
-inline void score_four(const uint16_t *queries, int64_t query_step, const uint16_t *const (&keys)[4], int64_t dim,
-                       float *scores, int64_t score_step) {
+// Scores of `Queries` rows for four keys, each of which is `Parts` rows of `dim` numbers in different places. A query
+// has the parts side by side, filled up to whole registers with zeros.
+template <int Queries, int Parts>
+inline void score_four(const uint16_t *queries, int64_t query_step, const uint16_t *const (&keys)[Parts][4],
+                       int64_t dim, float *scores, int64_t score_step) {
     Lanes sums[Queries][4] = {};
-    const auto add = [&](int64_t at, __mmask32 here) __attribute__((always_inline)) {
+    const auto add = [&](const uint16_t *const (&four)[4], int64_t at, __mmask32 here) __attribute__((always_inline)) {
         __m512bh right[4];
 #pragma GCC unroll 4
-        for (int key = 0; key < 4; ++key) right[key] = load_step(keys[key] + at, here);
+        for (int key = 0; key < 4; ++key) right[key] = load_step(four[key] + at, here);
 #pragma GCC unroll 8
         for (int query = 0; query < Queries; ++query) {
             const __m512bh left = (__m512bh)_mm512_loadu_si512(queries + query * query_step + at);
@@ -36,9 +37,11 @@ inline void score_four(const uint16_t *queries, int64_t query_step, const uint16
             for (int key = 0; key < 4; ++key) sums[query][key] = _mm512_dpbf16_ps(sums[query][key], left, right[key]);
         }
     };
-    int64_t at = 0;
-    for (; at + kStep <= dim; at += kStep) add(at, 0xffffffffu);
-    if (at < dim) add(at, first_of_step(dim - at));
+    for (int part = 0; part < Parts; ++part, queries += round_up(dim, kStep)) {
+        int64_t at = 0;
+        for (; at + kStep <= dim; at += kStep) add(keys[part], at, 0xffffffffu);
+        if (at < dim) add(keys[part], at, first_of_step(dim - at));
+    }
 #pragma GCC unroll 8
     for (int query = 0; query < Queries; ++query)
         _mm_storeu_ps(scores + query * score_step, sum_of_each(sums[query]));

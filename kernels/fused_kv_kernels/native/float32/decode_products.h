@@ -1,7 +1,7 @@
 // Products of a few query rows with keys and values that are read in place, in float32.
 //
-// A key is read once for up to kMostQueries queries: both are walked along their dimensions, and the lanes of a register
-// are added up at the end.
+// A key is read once for up to kMostQueries queries: both are walked along their dimensions, and the lanes of a
+// register are added up at the end.
 #pragma once
 
 #include "element.h"
@@ -17,24 +17,29 @@ constexpr int kMostQueries = 3;
 constexpr int64_t kStep = kLanes;
 constexpr int64_t kColumns = kLanes; // sums of values are kept in a multiple of so many
 
-template <int Queries>
-inline void score_four(const float *queries, int64_t query_step, const float *const (&keys)[4], int64_t dim,
+// Scores of `Queries` rows for four keys, each of which is `Parts` rows of `dim` numbers in different places. A query
+// has the parts side by side, filled up to whole registers with zeros.
+template <int Queries, int Parts>
+inline void score_four(const float *queries, int64_t query_step, const float *const (&keys)[Parts][4], int64_t dim,
                        float *scores, int64_t score_step) {
     Lanes sums[Queries][4] = {};
-    const auto add = [&](int64_t at, const auto &load_key) __attribute__((always_inline)) {
+    const auto add = [&](int part, int64_t at, const auto &load_key) __attribute__((always_inline)) {
         Lanes left[Queries];
 #pragma GCC unroll 8
         for (int query = 0; query < Queries; ++query) left[query] = load_floats(queries + query * query_step + at);
 #pragma GCC unroll 4
         for (int key = 0; key < 4; ++key) {
-            const Lanes right = load_key(keys[key] + at);
+            const Lanes right = load_key(keys[part][key] + at);
 #pragma GCC unroll 8
             for (int query = 0; query < Queries; ++query) sums[query][key] += left[query] * right;
         }
     };
-    int64_t at = 0;
-    for (; at + kStep <= dim; at += kStep) add(at, [](const float *from) { return load_floats(from); });
-    if (at < dim) add(at, [here = first_lanes(dim - at)](const float *from) { return load_floats(from, here); });
+    for (int part = 0; part < Parts; ++part, queries += round_up(dim, kStep)) {
+        int64_t at = 0;
+        for (; at + kStep <= dim; at += kStep) add(part, at, [](const float *from) { return load_floats(from); });
+        if (at < dim)
+            add(part, at, [here = first_lanes(dim - at)](const float *from) { return load_floats(from, here); });
+    }
 #pragma GCC unroll 8
     for (int query = 0; query < Queries; ++query)
         _mm_storeu_ps(scores + query * score_step, sum_of_each(sums[query]));

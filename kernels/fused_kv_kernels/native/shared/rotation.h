@@ -23,6 +23,8 @@ struct Angles {
 
     Angles(const float *cosines, const float *sines, int64_t row, const Layer &layer)
         : cosine(cosines + row * layer.half), sine(sines + row * layer.half), half(layer.half), dim(layer.key_dim) {}
+    Angles(const float *cosine, const float *sine, int64_t half, int64_t dim)
+        : cosine(cosine), sine(sine), half(half), dim(dim) {}
 };
 
 // Calls take(column, lanes, number of them) for all dimensions of a key that is turned, or turned back. read(column,
