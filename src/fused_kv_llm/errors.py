@@ -17,7 +17,7 @@
     │   ├── QueueFullError                too many requests wait
     │   ├── DeadlineError (TimeoutError)  it was not answered in the time it had
     │   ├── RequestCancelledError         its caller cancelled it
-    │   └── EngineClosedError             its engine was closed
+    │   └── EngineClosedError (StoreError) its engine was closed
     └── StoreError
         ├── StoreUnavailableError         the folder cannot be used
         │   └── IndexDamagedError         its index is damaged, or another release's
@@ -133,12 +133,12 @@ class RequestCancelledError(RequestError):
     """A request was cancelled by its caller."""
 
 
-class EngineClosedError(RequestError):
-    """The engine of a request was closed."""
-
-
 class StoreError(FusedKVError):
     """Base class of the errors about a chunk-KV store."""
+
+
+class EngineClosedError(RequestError, StoreError):
+    """The engine of a request was closed, and with it its store."""
 
 
 class StoreUnavailableError(StoreError):
