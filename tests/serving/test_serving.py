@@ -90,6 +90,12 @@ def test_rows_of_several_requests_are_computed_in_one_pass(
     assert any(row > 8 for row in rows)
 
 
+def test_an_answer_of_one_token_is_streamed(engine: FusedKVEngine) -> None:
+    want = engine.generate(prompts(1)[0], max_tokens=1).token_ids
+    assert [piece.token_id for piece in engine.stream(prompts(1)[0], max_tokens=1)] == want
+    assert len(want) == 1
+
+
 def test_a_stop_string_and_a_constraint_end_only_their_own_answer(engine: FusedKVEngine) -> None:
     plain = engine.generate(prompts(3)[0], max_tokens=20)
     stop = plain.text[8:11]

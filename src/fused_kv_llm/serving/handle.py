@@ -75,7 +75,11 @@ class RequestHandle:
         """
         if self._first is None and not self._ended:
             try:
-                self._first = self._take(self._next())
+                item = self._items.get()
+                if isinstance(item, BaseException):
+                    self._take(item)
+                else:
+                    self._first = item
             except BaseException:
                 self.cancel()
                 raise
