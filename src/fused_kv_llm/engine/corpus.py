@@ -21,6 +21,7 @@ from fused_kv_llm.offline import (
 )
 from fused_kv_llm.report import IngestReport
 from fused_kv_llm.selectors import View, sidecar_name
+from fused_kv_llm.thread_pool import release_openmp_workers
 
 from .parts import EngineParts
 
@@ -71,7 +72,10 @@ class EngineCorpus:
 
     def ingest(self, texts: Iterable[str], neighbours: GivenNeighbours | None, *, progress: bool) -> IngestReport:
         """Prefill every chunk once and store its KV."""
-        return self._ingestor.run(chunk_texts(texts), neighbours=neighbours, progress=progress)
+        try:
+            return self._ingestor.run(chunk_texts(texts), neighbours=neighbours, progress=progress)
+        finally:
+            release_openmp_workers()
 
     def preprocess(self, report: IngestReport, when: Preprocess, *, refresh: bool, progress: bool) -> None:
         """Preprocess what is stored and is not preprocessed yet, or have it done in the background."""

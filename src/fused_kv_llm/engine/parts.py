@@ -13,6 +13,7 @@ from fused_kv_llm.context_shift import shift_name
 from fused_kv_llm.model import LoadedModel, ModelLock, PrefixKV, compute_prefix, load_model, lock_of
 from fused_kv_llm.prompt import PromptRenderer
 from fused_kv_llm.store import KVStore
+from fused_kv_llm.thread_pool import release_openmp_workers
 
 from .reference import check_reference
 
@@ -91,6 +92,7 @@ def open_parts(config: EngineConfig) -> EngineParts:
         prefix = compute_prefix(loaded, tuple(renderer.header_ids))
         catalog = ChunkCatalog(store, identity)
         shifts = shift_name(config.num_neighbours) if config.preprocessing == "similar" else None
+        release_openmp_workers()
         return EngineParts(loaded, store, renderer, identity, prefix, catalog, lock_of(loaded.model), shifts)
     except BaseException:
         store.close()

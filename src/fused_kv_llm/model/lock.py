@@ -10,6 +10,8 @@ from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from fused_kv_llm.thread_pool import release_openmp_workers
+
 __all__ = ["ModelLock", "StoppedError", "lock_of"]
 
 _QUIET_S = 0.1
@@ -76,6 +78,8 @@ class ModelLock:
         try:
             yield
         finally:
+            # They would make those of the thread that answers requests sleep whenever they wait.
+            release_openmp_workers()
             self._lock.release()
 
     def wait(self, stopped: Callable[[], bool]) -> None:

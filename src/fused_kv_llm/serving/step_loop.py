@@ -23,7 +23,7 @@ from fused_kv_llm.errors import (
     RequestCancelledError,
 )
 from fused_kv_llm.model import ModelLock, RaggedError, forward_ragged, lock_of
-from fused_kv_llm.thread_pool import ThreadPool
+from fused_kv_llm.thread_pool import ThreadPool, release_openmp_workers
 
 from .served_request import RequestHome, RequestState, ServedRequest
 from .waiting import WaitingRequests
@@ -77,6 +77,8 @@ class StepLoop:
             If too many wait already.
         """
         limits = request.home.limits
+        # The caller has embedded a question or loaded a model, perhaps; from now on the loop computes.
+        release_openmp_workers()
         with self._guard:
             if self._pid != os.getpid():
                 self._begin_anew()
