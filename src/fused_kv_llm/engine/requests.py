@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 from torch import Tensor
@@ -55,7 +56,7 @@ class RequestRunner:
 
     def __init__(self, parts: EngineParts, corpus: EngineCorpus, limits: Limits, tenant: str) -> None:
         self._loaded, self._store, self._corpus = parts.loaded, parts.store, corpus
-        self._model_lock = parts.model_lock
+        self._model_lock, self.closed = parts.model_lock, False
         self.limits, self.tenant, self.context_length = limits, tenant, parts.context_length
         self.planner = RequestPlanner(
             parts.renderer,
@@ -84,8 +85,14 @@ class RequestRunner:
         terms: Terms,
     ) -> RequestHandle:
         """Have a prompt answered, beside the requests of others."""
+        # Planned later: the caller's messages may be others by then.
+        prompt = prompt if isinstance(prompt, str) else deepcopy(prompt)
         request = ServedRequest(self, prompt, recipe, config, constraint, terms, self._loop.cancel)
-        self._loop.submit(request)
+        try:
+            self._loop.submit(request)
+        except BaseException:
+            request.end()
+            raise
         return request.handle
 
     def prefill(
@@ -149,6 +156,7 @@ class RequestRunner:
 
     def close(self) -> None:
         """Give up the requests that are not answered yet, and stop the threads that read ahead."""
+        self.closed = True
         self._loop.close(self)
         if self._readers is not None:
             self._readers.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +32,10 @@ class ModelLock:
     """
 
     def __init__(self) -> None:
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Let nobody hold it or wait for it: who did is not there in a forked process."""
         self._lock = threading.Lock()
         self._counting = threading.Lock()
         self._waiting = 0
@@ -108,3 +113,14 @@ def lock_of(model: Any) -> ModelLock:
     """
     with _finding:
         return _locks.setdefault(model, ModelLock())
+
+
+def _after_fork() -> None:
+    global _finding  # noqa: PLW0603 - a lock that was held cannot be let go here
+    _finding = threading.Lock()
+    for lock in list(_locks.values()):
+        lock.begin_anew()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

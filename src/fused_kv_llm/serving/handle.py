@@ -8,6 +8,7 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from types import TracebackType
 
+from fused_kv_llm.errors import FusedKVError
 from fused_kv_llm.online import Generation, Piece
 
 __all__ = ["PieceStream", "RequestHandle"]
@@ -32,6 +33,8 @@ class RequestHandle:
         self._wake: Callable[[], None] | None = None
         self._first: Piece | None = None
         self._ended = False
+        self._whole: Generation | None = None
+        self._error: BaseException | None = None
         self.done = False
 
     # -- for callers -----------------------------------------------------------------------------------------
@@ -56,14 +59,16 @@ class RequestHandle:
             self.cancel()
 
     def result(self) -> Generation:
-        """Return the whole answer.
+        """Return the whole answer; again when it is called again.
 
         Raises
         ------
         FusedKVError
-            What ended the request.
+            What ended the request; or if its pieces were taken already.
         """
-        return Generation.of(list(self.pieces()))
+        if self._whole is None:
+            self._whole = self._of(list(self.pieces()))
+        return self._whole
 
     def wait_for_first(self) -> None:
         """Return when the first piece is there, which is still to be taken.
@@ -109,7 +114,9 @@ class RequestHandle:
 
     async def result_async(self) -> Generation:
         """Return the whole answer without blocking the event loop; see :meth:`result`."""
-        return Generation.of([piece async for piece in self.pieces_async()])
+        if self._whole is None:
+            self._whole = self._of([piece async for piece in self.pieces_async()])
+        return self._whole
 
     def cancel(self) -> None:
         """End the request at the engine's next step; one that has ended stays as it is."""
@@ -126,13 +133,20 @@ class RequestHandle:
         if wake is not None:
             wake()
 
+    def _of(self, pieces: list[Piece]) -> Generation:
+        if self._error is not None:
+            raise self._error
+        if not pieces:
+            raise FusedKVError("The pieces of this answer were taken already: join their texts, or call result() only.")
+        return Generation.of(pieces)
+
     def _next(self) -> Piece | BaseException:
         return self._first or self._items.get()
 
     def _take(self, item: Piece | BaseException) -> Piece:
         self._first = None
         if isinstance(item, BaseException):
-            self._ended = True
+            self._ended, self._error = True, item
             raise item
         self._ended = item.finish_reason is not None
         return item

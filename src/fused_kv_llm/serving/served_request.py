@@ -42,6 +42,7 @@ class RequestHome(Protocol):
     limits: Limits
     context_length: int
     tenant: str
+    closed: bool
 
     def plan(self, prompt: str | Sequence[dict[str, Any]] | ChatPrompt, report: FusionReport) -> Request:
         """Find and open the chunks of a prompt."""
@@ -133,6 +134,11 @@ class ServedRequest:
         self._first_token_s = 0.0
 
     @property
+    def is_done(self) -> bool:
+        """Whether it has ended, and holds nothing."""
+        return self.state is RequestState.DONE
+
+    @property
     def deadline_s(self) -> float:
         """``time.perf_counter()`` at which the request is given up."""
         return float("inf") if self.terms.timeout_s is None else self.arrived_s + self.terms.timeout_s
@@ -177,9 +183,10 @@ class ServedRequest:
             return
         self.state = RequestState.FUSING
         self.home.check_unchanged()
-        planned, self._planned = self._planned, None
         with self._span.within(self._stage):
-            self._fusion = Fusion(self.home.context, planned, self._recipe, self._capacity, self.report)
+            self._fusion = Fusion(self.home.context, self._planned, self._recipe, self._capacity, self.report)
+            # Whose chunks are the fusion's from here on.
+            self._planned = None
             self._fusion.begin()
 
     def plan_again(self, error: ChunkDamagedError) -> None:
@@ -218,6 +225,15 @@ class ServedRequest:
         if self.state is RequestState.DONE:
             return
         self.state = RequestState.DONE
+        try:
+            self._give_back()
+        finally:
+            if error is not None:
+                self.handle.put(error)
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def _give_back(self) -> None:
         if self._planned is not None:
             self._planned.close()
             self._planned = None
@@ -230,10 +246,6 @@ class ServedRequest:
         if self._stage is not None:
             self._stage.end()
         self._span.end(self.report.to_dict())
-        if error is not None:
-            self.handle.put(error)
-
-    # -- inside ----------------------------------------------------------------------------------------------
 
     @property
     def _prompt_kv(self) -> FusedPrompt:
@@ -266,7 +278,11 @@ class ServedRequest:
             self.report.seconds["step"] = (now_s - self._first_token_s) / (count - 1)
         if piece.finish_reason is not None:
             # Given back before the caller learns that it is over.
-            self.end()
+            try:
+                self.end()
+            finally:
+                self.handle.put(piece)
+            return
         self.handle.put(piece)
 
     def _end_slice(self) -> None:

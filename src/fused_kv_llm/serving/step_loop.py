@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -19,6 +21,7 @@ from fused_kv_llm.errors import (
     ChunkDamagedError,
     DeadlineError,
     EngineClosedError,
+    FusedKVError,
     QueueFullError,
     RequestCancelledError,
 )
@@ -29,6 +32,8 @@ from .served_request import RequestHome, RequestState, ServedRequest
 from .waiting import WaitingRequests
 
 __all__ = ["StepLoop", "loop_of"]
+
+_log = logging.getLogger(__name__)
 
 _IDLE_S = 5.0
 # Chunks of so many requests are found and opened while others are computed.
@@ -63,8 +68,8 @@ class StepLoop:
         self._running: list[ServedRequest] = []
         self._planners = ThreadPool(_PLANNED_AHEAD, "fused-kv-plan")
         self._thread: threading.Thread | None = None
+        self._closing: list[tuple[RequestHome | None, threading.Event]] = []
         self._open = 0
-        self._pid = os.getpid()
 
     # -- for callers' threads --------------------------------------------------------------------------------
 
@@ -75,13 +80,21 @@ class StepLoop:
         ------
         QueueFullError
             If too many wait already.
+        EngineClosedError
+            If the engine was closed.
+        FusedKVError
+            If a constraint asks: the thread that computes would wait for itself.
         """
         limits = request.home.limits
+        if threading.current_thread() is self._thread:
+            raise FusedKVError(
+                "A constraint cannot ask the model that it is called for: nobody would compute the answer."
+            )
         # The caller has embedded a question or loaded a model, perhaps; from now on the loop computes.
         release_openmp_workers()
         with self._guard:
-            if self._pid != os.getpid():
-                self._begin_anew()
+            if request.home.closed:
+                raise EngineClosedError("The engine was closed: make a new one, which finds what is stored.")
             if self._open >= limits.queued + limits.num_seqs:
                 raise QueueFullError(
                     f"{self._open} requests are being answered or wait, of which {limits.num_seqs} run at once "
@@ -99,9 +112,15 @@ class StepLoop:
         self._inbox.put(partial(self._give_up, request, error))
 
     def close(self, home: RequestHome | None = None) -> None:
-        """Give up the requests of an engine, or all, and return when they have ended."""
-        thread, done = self._thread, threading.Event()
-        if thread is None or self._pid != os.getpid() or not thread.is_alive():
+        """Give up the requests of an engine, or all, and return when they have ended.
+
+        The engine is marked as closed before, so that none is submitted after its requests were given up.
+        """
+        done, is_own = threading.Event(), threading.current_thread() is self._thread
+        # Another thread may just be submitting; the loop's own never is.
+        with nullcontext() if is_own else self._guard:
+            thread = self._thread
+        if thread is None:
             return
 
         def give_up() -> None:
@@ -109,11 +128,11 @@ class StepLoop:
             for request in self._all():
                 if home is None or request.home is home:
                     self._give_up(request, error)
-            done.set()
+            self._closing.append((home, done))
 
         self._inbox.put(give_up)
-        # The collector may close an engine in the loop's own thread.
-        while thread is not threading.current_thread() and thread.is_alive() and not done.wait(0.1):
+        # A constraint may close an engine in the loop's own thread.
+        while not is_own and thread.is_alive() and not done.wait(0.1):
             continue
 
     # -- the loop --------------------------------------------------------------------------------------------
@@ -126,7 +145,7 @@ class StepLoop:
                         return
             except BaseException as error:
                 for request in self._all():
-                    self._end(request, error)
+                    self._give_up(request, error)
 
     def _serve_once(self) -> bool:
         """Take the messages, waiting for one if there is nothing to compute, and make a step; False at the end."""
@@ -144,8 +163,16 @@ class StepLoop:
                 self._inbox.get_nowait()()
             except Empty:
                 break
+        self._tell_closed()
         self.step()
         return True
+
+    def _tell_closed(self) -> None:
+        """Tell those who close an engine whose requests have all ended."""
+        for home, done in self._closing:
+            if not any(home is None or request.home is home for request in self._all()):
+                done.set()
+        self._closing = [one for one in self._closing if not one[1].is_set()]
 
     def step(self) -> None:
         """Do what is due: give up, plan ahead, let in, compute."""
@@ -159,7 +186,7 @@ class StepLoop:
     def _give_up_overdue(self) -> None:
         now_s = time.perf_counter()
         for request in self._all():
-            if request.deadline_s <= now_s:
+            if request.deadline_s <= now_s and request not in self._given_up:
                 waited = f"{request.terms.timeout_s} s (timeout_s)"
                 self._give_up(request, DeadlineError(f"The request was not answered within {waited}; it was "
                                                      f"{request.state.value} then."))  # fmt: skip
@@ -170,9 +197,12 @@ class StepLoop:
             request = self._waiting.take()
             if request is None:
                 return
-            request.state = RequestState.LOADING
-            self._loading.add(request)
-            self._planners.executor().submit(self._plan, request, bool(self._running))
+            self._guarded(request, self._load, request)
+
+    def _load(self, request: ServedRequest) -> None:
+        self._planners.executor().submit(self._plan, request, bool(self._running))
+        request.state = RequestState.LOADING
+        self._loading.add(request)
 
     def _plan(self, request: ServedRequest, ahead: bool) -> None:
         error = None
@@ -234,6 +264,11 @@ class StepLoop:
             # The others' rows are computed again with the next step.
             self._fail(requests[error.index], error.cause)
             return
+        except BaseException as error:
+            # Nobody knows whose fault it is. Those that wait go on.
+            for request in requests:
+                self._fail(request, error)
+            return
         seconds = time.perf_counter() - started_s
         for request, logits in zip(requests, found, strict=True):
             self._guarded(request, request.computed, logits, seconds)
@@ -247,25 +282,26 @@ class StepLoop:
         except BaseException as error:
             self._fail(request, error)
         else:
-            if request.state is RequestState.DONE:
+            if request.is_done:
                 self._end(request)
 
     def _fail(self, request: ServedRequest, error: BaseException) -> None:
-        if not isinstance(error, ChunkDamagedError):
+        if request.is_done:
+            # Its caller has the answer already.
+            _log.warning("What a request held could not be given back: %s", error)
+        if request.is_done or not isinstance(error, ChunkDamagedError):
             self._end(request, error)
             return
         self._running.remove(request)
         self._guarded(request, request.plan_again, error)
-        if request.state is not RequestState.DONE:
-            request.state = RequestState.LOADING
-            self._loading.add(request)
-            self._planners.executor().submit(self._plan, request, bool(self._running))
+        if not request.is_done:
+            self._guarded(request, self._load, request)
 
     def _give_up(self, request: ServedRequest, error: BaseException) -> None:
         if request in self._loading:
             # Its chunks are being opened by another thread.
             self._given_up[request] = error
-        elif request.state is not RequestState.DONE:
+        elif not request.is_done:
             self._waiting.remove(request)
             self._end(request, error)
 
@@ -277,6 +313,9 @@ class StepLoop:
                 held.remove(request)
         try:
             request.end(error)
+        except Exception as failure:
+            # Its caller knows why it ended. The others go on.
+            _log.warning("What a request held could not be given back: %s", failure)
         finally:
             with self._guard:
                 self._open -= 1
@@ -292,7 +331,8 @@ class StepLoop:
         return len(self._waiting) > 0 and len(self._loading) < _PLANNED_AHEAD
 
     def _patience_s(self) -> float:
-        soonest_s = min((request.deadline_s for request in self._all()), default=float("inf"))
+        waiting = (request.deadline_s for request in self._all() if request not in self._given_up)
+        soonest_s = min(waiting, default=float("inf"))
         return max(0.0, min(_IDLE_S, soonest_s - time.perf_counter()))
 
 
@@ -306,6 +346,19 @@ def loop_of(model: Any) -> StepLoop:
         if model not in _loops:
             _loops[model] = StepLoop(lock_of(model))
         return _loops[model]
+
+
+def _after_fork() -> None:
+    """Begin anew in a forked process, where the thread is missing that may have held what guards a loop."""
+    global _finding  # noqa: PLW0603 - a lock that was held cannot be let go here
+    _finding = threading.Lock()
+    for loop in list(_loops.values()):
+        loop._guard = threading.Lock()
+        loop._begin_anew()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 @atexit.register

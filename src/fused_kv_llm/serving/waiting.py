@@ -14,20 +14,20 @@ class WaitingRequests:
     """Requests in the order in which they are served; used by one thread.
 
     Higher priorities come first. Among equals, tenants take turns by the tokens that they have been served (a virtual
-    counter, as fair queueing has it), and a tenant's requests keep their order. A tenant that comes back after a pause
-    starts level with the others: what it did not use is not saved up.
+    counter, as fair queueing has it), and a tenant's requests keep their order. A tenant that comes anew or after a
+    pause starts where the one stood that was served last: what it did not use is not saved up.
     """
 
     def __init__(self) -> None:
         self._requests: list[ServedRequest] = []
         self._served: Counter[str] = Counter()
+        self._level = 0
 
     def add(self, request: ServedRequest) -> None:
         """Append a request."""
-        tenants = {other.home.tenant for other in self._requests}
-        if request.home.tenant not in tenants and tenants:
-            level = min(self._served[tenant] for tenant in tenants)
-            self._served[request.home.tenant] = max(self._served[request.home.tenant], level)
+        tenant = request.home.tenant
+        if all(other.home.tenant != tenant for other in self._requests):
+            self._served[tenant] = max(self._served[tenant], self._level)
         self._requests.append(request)
 
     def take(self) -> ServedRequest | None:
@@ -35,6 +35,7 @@ class WaitingRequests:
         request = min(self._requests, key=self._rank, default=None)
         if request is not None:
             self._requests.remove(request)
+            self._level = max(self._level, self._served[request.home.tenant])
             self.charge(request, request.max_tokens)
         return request
 
