@@ -6,10 +6,9 @@ import ctypes
 import functools
 import os
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-__all__ = ["ThreadPool", "available_cores", "release_openmp_workers"]
+__all__ = ["ThreadPool", "available_cores", "loaded_openmp", "release_openmp_workers"]
 
 
 def available_cores() -> int:
@@ -25,23 +24,22 @@ def release_openmp_workers() -> None:
     that made decoding 1.6 times slower in one thread after another thread had computed. Does nothing with another
     OpenMP.
     """
-    pause = _pause_resource_all()
-    if pause is not None:
-        pause(_PAUSE_SOFT)
+    library = loaded_openmp()
+    if library is not None:
+        library.omp_pause_resource_all(_PAUSE_SOFT)
 
 
 _PAUSE_SOFT = 1
 
 
 @functools.lru_cache(maxsize=1)
-def _pause_resource_all() -> Callable[[int], int] | None:
-    """Return the function of the libgomp that is loaded already, torch's; None if there is none."""
+def loaded_openmp() -> ctypes.CDLL | None:
+    """Return GNU's OpenMP if that is what torch has loaded; None otherwise."""
     try:
         library = ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-        pause: Callable[[int], int] = library.omp_pause_resource_all
     except (AttributeError, OSError):
         return None
-    return pause
+    return library if hasattr(library, "omp_pause_resource_all") and hasattr(library, "GOMP_parallel") else None
 
 
 class ThreadPool:

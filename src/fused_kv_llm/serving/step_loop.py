@@ -28,6 +28,7 @@ from fused_kv_llm.errors import (
 from fused_kv_llm.model import ModelLock, RaggedError, forward_ragged, lock_of
 from fused_kv_llm.thread_pool import ThreadPool, release_openmp_workers
 
+from .crowding import CrowdedCores
 from .served_request import RequestHome, RequestState, ServedRequest
 from .waiting import WaitingRequests
 
@@ -67,6 +68,7 @@ class StepLoop:
         self._ready: deque[ServedRequest] = deque()
         self._running: list[ServedRequest] = []
         self._planners = ThreadPool(_PLANNED_AHEAD, "fused-kv-plan")
+        self._cores = CrowdedCores()
         self._thread: threading.Thread | None = None
         self._closing: list[tuple[RequestHome | None, threading.Event]] = []
         self._open = 0
@@ -157,6 +159,7 @@ class StepLoop:
                     if self._open == 0 and self._inbox.empty():
                         self._thread = None
                         self._planners.close()
+                        self._cores.end()
                         return False
         while True:
             try:
@@ -178,6 +181,7 @@ class StepLoop:
         """Do what is due: give up, plan ahead, let in, compute."""
         self._give_up_overdue()
         self._plan_ahead()
+        self._cores.look()
         begun = self._let_in()
         chosen = self._choose(begun)
         if chosen:
