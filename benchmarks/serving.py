@@ -227,11 +227,13 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default=None)
     parser.add_argument("--kv-dir", type=Path, default=None, help="kept between runs; a temporary folder without it")
+    parser.add_argument("--max-batched-rows", type=int, default=None, help="the engine's; by default after the machine")
     parser.add_argument("--no-plain", action="store_true", help="leave plain transformers out")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "serving_cpu")
     args = parser.parse_args()
     kv_dir = args.kv_dir or Path(tempfile.mkdtemp(prefix="fused-kv-bench-"))
-    with FusedKVEngine(args.model, kv_dir=kv_dir, dtype=args.dtype, memory_bytes=4 * 2**30) as engine:
+    options = {"kv_dir": kv_dir, "dtype": args.dtype, "memory_bytes": 4 * 2**30}
+    with FusedKVEngine(args.model, max_batched_rows=args.max_batched_rows, **options) as engine:
         prompts = [question.prompt("instruct") for question in read_questions(args.data, args.requests, 10)]
         used = [text for text in read_corpus(args.data) if any(text in prompt for prompt in prompts)]
         print(engine.build_kv_cache(used, preprocess="wait").summary())

@@ -210,7 +210,7 @@ class EngineConfig(BaseModel):
         default=None, frozen=True
     )
     """How many rows a step computes while answers are being written, one for each answer and the rest for the next
-    prompt: more bring the next first token sooner, fewer let answers flow more evenly. By default 32 for each thread
+    prompt: more bring the next first token sooner, fewer let answers flow more evenly. By default 48 for each thread
     of a CPU, 2048 on a GPU."""
 
     kv_pool_bytes: Annotated[int | str | None, Option(unit="bytes"), BeforeValidator(_size)] = Field(

@@ -13,8 +13,8 @@ __all__ = ["Limits", "limits_of"]
 
 _SHARE_OF_MEMORY = 0.25
 _SEQUENCES = {"cpu": 16, "cuda": 128}
-# On two cores 64 rows take about as long as two steps of eight answers.
-_ROWS_PER_CORE = 32
+# With few rows, the weights are read once for little; with many, answers that are being written wait long for a step.
+_ROWS_PER_CORE = 48
 _ROWS_ON_A_GPU = 2048
 
 
