@@ -51,7 +51,7 @@ def test_others_that_want_the_cores_are_noticed(monkeypatch: pytest.MonkeyPatch)
 def _of(monkeypatch: pytest.MonkeyPatch, *readings: tuple[float, float, float, float]) -> CrowdedCores:
     made = iter(readings)
     monkeypatch.setattr(CrowdedCores, "_now", staticmethod(lambda: next(made)))
-    monkeypatch.setattr(crowding, "_IdleWorkers", lambda: type("_", (), {"end": lambda self: None})())
+    monkeypatch.setattr(crowding, "_IdleWorkers", type("_", (), {"end": lambda self: None}))
     monkeypatch.setattr(crowding.time, "monotonic", lambda: 1e9)
     return CrowdedCores()
 
