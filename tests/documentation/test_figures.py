@@ -250,3 +250,21 @@ def test_first_ask() -> None:
     assert f"{found['files']} Markdown files ({found['chunks']} chunks, {found['tokens']:,} tokens)" in text
     assert f"{found['askable_s']:.1f} s after" in text
     assert f"{found['bare_whole_s']:.1f} s to start" in text
+
+
+def test_requests_at_once() -> None:
+    found = record("serving_cpu.json")
+    rate = {(row["system"], row["at_once"]): f"{row['tokens_per_s']:.0f}" for row in found["rows"]}
+    text = " ".join((ROOT / "docs" / "serving.md").read_text(encoding="utf-8").split())
+    assert rate["fused", 8] == rate["fused", 16]
+    assert f"{min(found['prompt_tokens']):,} to {max(found['prompt_tokens']):,} tokens" in text
+    assert f"at {rate['fused', 1]} answer tokens a second one after another, and at {rate['fused', 8]} with 8" in text
+    assert f"one after another, at {rate['plain', 1]} (" in text
+
+
+def test_the_second_model_is_sooner() -> None:
+    rows = {row["what"]: row for row in record("ttft_gemma_cpu.json")["rows"]}
+    row, text = rows["fused 0.15 warm"], (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
+    want = f"{row['ttft_s']:.2f} s at 0.15, {times(row['speedup'])} times sooner than plain transformers'"
+    assert want in text
+    assert f"{row['operators']:.1f} times by operators and {row['reuse']:.1f} times by reuse" in text
