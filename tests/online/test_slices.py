@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,8 @@ def fused(
     """Fuse a prompt in slices beside a second request, whose part of the first pass breaks and is left out."""
     report, slices = FusionReport(), list[Tensor]()
     request = engine.requests.planner.plan(rag_prompt(SHORT[:6]), report)
-    with torch.inference_mode(), Fusion(engine.requests.context, request, recipe, request.num_tokens, report) as fusion:
+    whole_prompt = Fusion(engine.requests.context, request, recipe, request.num_tokens, report)
+    with torch.inference_mode(), closing(whole_prompt) as fusion:
         fusion.begin()
         prompt = None
         while prompt is None:
@@ -101,7 +103,8 @@ def test_a_slice_that_is_run_again_corrects_its_chunks_once(engine: FusedKVEngin
     whole, _, _ = fused(engine, recipe, None)
     report = FusionReport()
     request = engine.requests.planner.plan(rag_prompt(SHORT[:6]), report)
-    with torch.inference_mode(), Fusion(engine.requests.context, request, recipe, request.num_tokens, report) as fusion:
+    whole_prompt = Fusion(engine.requests.context, request, recipe, request.num_tokens, report)
+    with torch.inference_mode(), closing(whole_prompt) as fusion:
         fusion.begin()
         part: RaggedPart = fusion.next_slice()
         forward_ragged(engine.loaded, [part])

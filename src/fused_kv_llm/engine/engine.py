@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, get_args, overload
 from fused_kv_llm.chunk import chunk_text
 from fused_kv_llm.config import DEFAULT_MODEL, EngineConfig, GenerationConfig, check_ratio, check_seed
 from fused_kv_llm.decoding import Constraint
-from fused_kv_llm.errors import ConfigError, EngineClosedError
+from fused_kv_llm.errors import ConfigError
 from fused_kv_llm.offline import GivenNeighbours, Preprocess
 from fused_kv_llm.online import FusedPrompt, Generation, Recipe, view_of
 from fused_kv_llm.prompt import ChatPrompt
@@ -85,7 +85,7 @@ class FusedKVEngine:
         parts = open_parts(config)
         self.loaded, self.store, self.renderer = parts.loaded, parts.store, parts.renderer
         self.identity, self.model_lock = parts.identity, parts.model_lock
-        self._parts, self._closed = parts, False
+        self._parts = parts
         try:
             # First, since it may be refused: the corpus opens a file of its own.
             self.recompute_ratio, self._selector = self._chosen(config.recompute_ratio, config.selector)
@@ -368,8 +368,6 @@ class FusedKVEngine:
         EngineClosedError
             If the engine was closed.
         """
-        if self._closed:
-            raise EngineClosedError("The engine was closed: make a new one, which finds what is stored.")
         config = GenerationConfig.create(
             max_tokens=max_tokens, temperature=temperature, top_p=top_p, stop=stop, seed=seed
         )
@@ -468,11 +466,10 @@ class FusedKVEngine:
     @property
     def closed(self) -> bool:
         """Whether the engine was closed."""
-        return self._closed
+        return self.requests.closed
 
     def close(self) -> None:
         """Give up unanswered requests, finish the batch in the background, close the store; the model stays usable."""
-        self._closed = True
         self.requests.close()
         self.corpus.close()
         self.store.close()

@@ -6,9 +6,8 @@ load -> probe -> select -> recompute the selected and the fresh tokens by true p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -176,16 +175,6 @@ class Fusion:
         self._kv.close(keep=self._released)
         self._request.close()
 
-    def __enter__(self) -> Self:
-        """Return itself."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close it."""
-        self.close()
-
     def _pass_of(self, rows: Tensor) -> ForwardPass:
         request, kv, geometry = self._request, self._kv, self._context.loaded.geometry
         selector = self._recipe.selector
@@ -235,7 +224,7 @@ def fuse(context: FusionContext, request: Request, recipe: Recipe, capacity: int
         If a chunk's file turns out to be damaged while it is read. Nothing has been returned then, and the request can
         be planned again without it.
     """
-    with torch.inference_mode(), Fusion(context, request, recipe, capacity, report) as fusion:
+    with torch.inference_mode(), closing(Fusion(context, request, recipe, capacity, report)) as fusion:
         fusion.begin()
         part = fusion.next_slice()
         with timed(report, "fuse"):

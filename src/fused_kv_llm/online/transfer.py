@@ -55,7 +55,6 @@ class TransferPass(ForwardPass):
         spans = torch.tensor([(chunk.segment.start, chunk.segment.stop) for chunk in request.chunks])
         self._tables = geometry.tables(torch.arange(request.num_tokens), device)
         self._kv = kv
-        self._corrected: set[int] = set()
         self._plan = TransferPlan(
             selected=selected.to(device),
             fresh_rows=torch.searchsorted(rows, selected).to(device),
@@ -66,11 +65,9 @@ class TransferPass(ForwardPass):
     def watch(self, layer_idx: int, keys: Tensor, values: Tensor) -> None:
         """Correct one layer by its fresh rows ``[1, Hkv, R, D]`` before they replace the stored ones.
 
-        A pass that another request in it has broken is run again: a layer is corrected once.
+        A pass that another request in it has broken is run again. A layer that was corrected then stays as it is: its
+        fresh rows are there already and deviate from nothing.
         """
-        if layer_idx in self._corrected:
-            return
-        self._corrected.add(layer_idx)
         cache = self._kv.cache
         fresh = cache.padded(keys[0], values[0])
         if self._kv.shifts is not None:
