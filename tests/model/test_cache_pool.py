@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 from corpus import SHORT, rag_prompt
+from hypothesis import given
+from hypothesis import strategies as st
 from models import smollm2_tokenizer, tiny_model
 
 from fused_kv_llm import FusedKVEngine
@@ -21,7 +23,29 @@ def test_a_buffer_is_reused_when_it_fits() -> None:
     pool.give_back(first)
     assert pool.take(20).numel() == 20, "a much larger buffer is not held by a small request"
     pool.give_back(torch.empty(2000))
-    assert pool.take(1500).numel() == 1500, "buffers above the limit are not kept"
+    assert pool.kept_nbytes() == first.nbytes, "buffers above the limit are not kept"
+
+
+def test_requests_that_run_at_once_find_their_buffers_again() -> None:
+    """Each of several users' next requests takes the memory of a former one, the smallest that it fits into."""
+    pool = CachePool(torch.float32, torch.device("cpu"), max_bytes=4 * 3700)
+    held = [pool.take(numel) for numel in (1000, 1200, 1400)]
+    places = {buffer.data_ptr() for buffer in held}
+    for buffer in held:
+        pool.give_back(buffer)
+    assert pool.take(1100).data_ptr() == held[1].data_ptr()
+    pool.give_back(held[1])
+    assert {pool.take(numel).data_ptr() for numel in (990, 1190, 1390)} == places
+    for buffer in held:
+        pool.give_back(buffer)
+    pool.give_back(torch.empty(1300))
+    assert pool.kept_nbytes() == 4 * (1408 + 1300), "the smallest go where there is no room for all"
+
+
+@given(numel=st.integers(min_value=1, max_value=10**7))
+def test_a_buffer_is_hardly_larger_than_asked_for(numel: int) -> None:
+    pool = CachePool(torch.float32, torch.device("meta"))
+    assert numel <= pool.take(numel).numel() <= numel + numel // 16 + 1
 
 
 def test_what_a_former_request_left_changes_nothing(tmp_path: Path) -> None:

@@ -1,8 +1,7 @@
 """The memory of requests' caches, handed from one request to the next.
 
-Mapping fresh pages for tens of megabytes of KV measured as long as filling them. One buffer is kept; concurrent
-requests allocate their own. Nothing reads what the last request left in it, since a pass attends only to positions that
-the present request has written.
+Mapping fresh pages for tens of megabytes of KV measured as long as filling them. Nothing reads what the last request
+left in a buffer, since a pass attends only to positions that the present request has written.
 """
 
 from __future__ import annotations
@@ -14,39 +13,54 @@ from torch import Tensor
 
 __all__ = ["CachePool"]
 
+# Sizes are rounded up to one of so many between a power of two and the next: requests of similar length share buffers.
+_SIZES = 16
+
 
 class CachePool:
-    """Keeps the last released buffer for the next request that fits into it; thread-safe.
+    """Keeps released buffers for the next requests that fit into them; thread-safe.
 
     Parameters
     ----------
     dtype : torch.dtype
     device : torch.device
     max_bytes : int
-        Larger buffers are not kept.
+        Most bytes that are kept while nobody uses them.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, max_bytes: int = 2**30) -> None:
         self._dtype = dtype
         self._device = device
         self._max_bytes = max_bytes
-        self._kept: Tensor | None = None
+        self._kept: list[Tensor] = []
         # Reentrant: the collector may end a dropped stream, which gives its buffer back, while this thread holds it.
         self._lock = threading.RLock()
 
     def take(self, numel: int) -> Tensor:
         """Return a flat buffer of at least `numel` elements with undefined content."""
         with self._lock:
-            kept, self._kept = self._kept, None
-        # A much larger one would keep memory that this request does not need.
-        if kept is not None and numel <= kept.numel() <= 4 * numel:
-            return kept
-        return torch.empty(numel, dtype=self._dtype, device=self._device)
+            # A much larger one would keep memory that this request does not need.
+            fitting = [at for at, kept in enumerate(self._kept) if numel <= kept.numel() <= 4 * numel]
+            if fitting:
+                return self._kept.pop(min(fitting, key=lambda at: self._kept[at].numel()))
+        return torch.empty(_rounded(numel), dtype=self._dtype, device=self._device)
 
     def give_back(self, buffer: Tensor) -> None:
-        """Keep a buffer that nobody uses any more; of two the larger stays."""
+        """Keep a buffer that nobody uses any more; where there are too many, the smallest go."""
         if buffer.nbytes > self._max_bytes:
             return
         with self._lock:
-            if self._kept is None or self._kept.numel() < buffer.numel():
-                self._kept = buffer
+            self._kept.append(buffer)
+            self._kept.sort(key=Tensor.numel, reverse=True)
+            while self.kept_nbytes() > self._max_bytes:
+                self._kept.pop()
+
+    def kept_nbytes(self) -> int:
+        """Return the bytes that are kept and that nobody uses."""
+        with self._lock:
+            return sum(buffer.nbytes for buffer in self._kept)
+
+
+def _rounded(numel: int) -> int:
+    step = max(1, (1 << numel.bit_length()) // 2 // _SIZES)
+    return -(-numel // step) * step
