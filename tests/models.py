@@ -21,7 +21,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from fused_kv_llm.engine import parts
 from fused_kv_llm.model.embedded import embedded_model_folder
+from fused_kv_llm.prompt import PromptRenderer
 
 ARCHITECTURES: dict[str, tuple[type, type]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -86,5 +88,22 @@ def tiny_model(architecture: str = "llama", rope: str = "default", seed: int = 0
 
 @cache
 def smollm2_tokenizer() -> Any:
-    """Return SmolLM2's tokenizer."""
-    return AutoTokenizer.from_pretrained(embedded_model_folder("smollm2-135m"))
+    """Return SmolLM2's tokenizer, whose copy for engines is made once; nobody is to change it."""
+    tokenizer = AutoTokenizer.from_pretrained(embedded_model_folder("smollm2-135m"))
+    _share_renderers_of(tokenizer)
+    return tokenizer
+
+
+def _share_renderers_of(tokenizer: Any) -> None:
+    """Let engines with this tokenizer share a renderer, which is never changed: to make one takes half a second."""
+
+    @cache
+    def shared(template: str, wrap_chat_template: bool) -> PromptRenderer:
+        return PromptRenderer(tokenizer, wrap_chat_template=wrap_chat_template)
+
+    def renderer(of: Any, *, wrap_chat_template: bool) -> PromptRenderer:
+        if of is tokenizer:
+            return shared(tokenizer.chat_template, wrap_chat_template)
+        return PromptRenderer(of, wrap_chat_template=wrap_chat_template)
+
+    parts.PromptRenderer = renderer  # type: ignore[attr-defined, assignment]
