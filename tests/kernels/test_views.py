@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from ctypes import CDLL
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +30,7 @@ from fused_kv_kernels import (
     transfer_deviation,
     why_not_native,
 )
-from fused_kv_kernels.native import library, views
+from fused_kv_kernels.native import views
 from fused_kv_kernels.reference import row_attention_reference
 from fused_kv_kernels.reference_views import view_attention_reference
 from fused_kv_kernels.scoring import Scoring
@@ -254,10 +254,10 @@ def test_a_row_is_the_same_whatever_its_company(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.skipif(why_not_native(torch.float32) is not None, reason="no native operators of float32")
-def test_processors_without_avx512_equal_the_private_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("FUSED_KV_CACHE", str(tmp_path))
-    narrow = library.opened("float32", "-mno-avx512f")
-    monkeypatch.setattr(views, "loaded_library", lambda _: narrow)
+def test_processors_without_avx512_equal_the_private_caches(
+    float32_without_avx512: CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(views, "loaded_library", lambda _: float32_without_avx512)
     for model in (Model((9, 3)), Model((5, 1), (36, 20), 12, interleaved=True)):
         torch.manual_seed(2)
         requests, q, scoring = shared_batch(model), queries(model, 4), Scoring(0.125)
