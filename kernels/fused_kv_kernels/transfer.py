@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from .rotate import RotationTable, rotate_in_torch
 __all__ = ["TransferPlan", "check_fresh_rows", "deviation_vectors", "transfer_deviation"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TransferPlan:
     """What is the same in all layers of one forward pass.
 
@@ -35,6 +36,12 @@ class TransferPlan:
     fresh_rows: Tensor
     spans: Tensor
     weights: Tensor
+
+    @cached_property
+    def extents(self) -> tuple[tuple[int, int] | None, ...]:
+        """Smallest and largest of `selected`, `fresh_rows` and `spans`; None where there are none."""
+        parts = (self.selected, self.fresh_rows, self.spans)
+        return tuple((int(part.min()), int(part.max())) if part.numel() else None for part in parts)
 
     @property
     def bounds(self) -> Tensor:
@@ -164,8 +171,8 @@ def check_fresh_rows(
     # On a GPU, looking at positions would wait for it.
     most = min(length, positions)
     inside = stored[0].device.type != "cpu" or all(
-        part.numel() == 0 or (int(part.min()) >= 0 and int(part.max()) <= last)
-        for part, last in ((plan.selected, most - 1), (plan.fresh_rows, rows - 1), (plan.spans, most))
+        extent is None or (extent[0] >= 0 and extent[1] <= last)
+        for extent, last in zip(plan.extents, (most - 1, rows - 1, most), strict=True)
     )
     if not fits or not inside:
         shapes = [[list(part.shape) for part in pair] for pair in (fresh, stored)]
