@@ -12,6 +12,7 @@ from .chunk_views import ChunkView, LayerRotations, SequenceView, SharedChunk
 from .decode_attention import DecodeCaches, decode_attention
 from .decode_views import DecodeViews, decode_views
 from .decoder_layer import few_row_heads, few_row_mlp
+from .decoder_stack import LayerWeights, decode_layers
 from .dispatch import UnsupportedOperandsError
 from .elementwise import gated_silu, rms_norm, rotate_rows_
 from .fit_shifts import fit_shifts
@@ -35,6 +36,7 @@ __all__ = [
     "DecodeCaches",
     "DecodeViews",
     "LayerRotations",
+    "LayerWeights",
     "PageTable",
     "RotationTable",
     "RowPlan",
@@ -46,6 +48,7 @@ __all__ = [
     "UnsupportedOperandsError",
     "batched_row_attention",
     "decode_attention",
+    "decode_layers",
     "decode_views",
     "deviation_vectors",
     "few_row_heads",

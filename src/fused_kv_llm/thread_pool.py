@@ -70,9 +70,9 @@ class ThreadPool:
                 self._pid = os.getpid()
             return self._executor
 
-    def close(self) -> None:
-        """Drop what has not begun, and wait for what has; closing twice is harmless."""
+    def close(self, *, wait: bool = True) -> None:
+        """Drop what has not begun, and wait for what has unless told not to; closing twice is harmless."""
         with self._lock:
             executor, self._executor = self._executor, None
         if executor is not None and self._pid == os.getpid():
-            executor.shutdown(wait=True, cancel_futures=True)
+            executor.shutdown(wait=wait, cancel_futures=True)

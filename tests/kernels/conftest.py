@@ -1,8 +1,9 @@
-"""The device that kernels are tested on."""
+"""The device that kernels are tested on, and native operators for an older processor than this."""
 
 from __future__ import annotations
 
 import os
+from ctypes import CDLL
 
 import pytest
 import torch
@@ -24,3 +25,13 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
 
     monkeypatch.setattr(torch, "empty", poisoned)
     return torch.device("cuda" if request.param == "cuda" else "cpu")
+
+
+@pytest.fixture(scope="session")
+def float32_without_avx512(tmp_path_factory: pytest.TempPathFactory) -> CDLL:
+    """Compile the float32 operators once for all tests of processors without AVX-512."""
+    from fused_kv_kernels.native import library
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FUSED_KV_CACHE", str(tmp_path_factory.mktemp("without_avx512")))
+        return library.opened("float32", "-mno-avx512f")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Sequence
+from ctypes import CDLL
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from tolerance import assert_near
 from torch import Tensor
 
 from fused_kv_kernels import DecodeCaches, decode_attention, why_not_native
-from fused_kv_kernels.native import decoding, library
+from fused_kv_kernels.native import decoding
 from fused_kv_kernels.reference import row_attention_reference
 
 decode_module = importlib.import_module("fused_kv_kernels.decode_attention")
@@ -188,10 +188,10 @@ def test_the_native_operator_runs_where_there_is_one(dtype: torch.dtype, monkeyp
 
 
 @needs_native
-def test_processors_without_avx512_equal_the_reference(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("FUSED_KV_CACHE", str(tmp_path))
-    narrow = library.opened("float32", "-mno-avx512f")
-    monkeypatch.setattr(decoding, "loaded_library", lambda _: narrow)
+def test_processors_without_avx512_equal_the_reference(
+    float32_without_avx512: CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoding, "loaded_library", lambda _: float32_without_avx512)
     for heads, dims in (((9, 3), (64, 64)), ((7, 1), (80, 52)), ((5, 5), (34, 98))):
         sinks = torch.linspace(-2.0, 2.0, heads[0])
         for options in ({}, {"softcap": 4.0, "sinks": sinks}):

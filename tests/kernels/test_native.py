@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from ctypes import CDLL
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tolerance import assert_near
 
 from fused_kv_kernels import RowPlan, place_chunks, rotation_table, row_attention, token_scores, why_not_native
 from fused_kv_kernels.native import attention, library, moving, native_library, row_attention_scratch, supports
+from fused_kv_kernels.native.build import build
 from fused_kv_kernels.native.processor import processor_features
 from fused_kv_kernels.reference import place_chunks_reference, row_attention_reference, token_scores_reference
 from fused_kv_kernels.scoring import Scoring
@@ -37,6 +39,23 @@ needs_float32 = pytest.mark.skipif(
 needs_processor = pytest.mark.skipif(
     "avx512_bf16" not in processor_features(), reason="the processor lacks avx512_bf16, so no library is ever built"
 )
+
+
+# Compiling takes ten seconds; what happens to files and between processes shows with a library that was made before.
+COPYING_COMPILER = """#!/bin/sh
+[ "$1" = --version ] && exec c++ --version
+for target; do :; done
+head -c 4096 '{built}' > "$target"; sleep 2; cp '{built}' "$target"
+"""
+
+
+@pytest.fixture
+def copying_compiler(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Give a compiler that writes half of a library, waits, and writes all of it: the one that was built before."""
+    compiler = tmp_path_factory.mktemp("compiler") / "copying"
+    compiler.write_text(COPYING_COMPILER.format(built=build("bfloat16")))
+    compiler.chmod(0o755)
+    return str(compiler)
 
 
 def _run(**environment: str) -> str:
@@ -85,22 +104,22 @@ def test_a_c_compiler_under_cxx_links_the_library_of_cpp(tmp_path: Path) -> None
 
 
 @needs_native
-def test_processes_that_build_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
-    """One of them finds what is no library under the name, and makes it again."""
-    environment = {**os.environ, "FUSED_KV_CACHE": str(tmp_path)}
+def test_processes_that_build_at_once_do_not_disturb_each_other(tmp_path: Path, copying_compiler: str) -> None:
+    """Another finds what is no library under the name, and makes it again."""
+    environment = {**os.environ, "FUSED_KV_CACHE": str(tmp_path), "CXX": copying_compiler}
     call = [sys.executable, "-c", SCRIPT]
     running = [subprocess.Popen(call, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(2)]
     assert [process.communicate()[0].splitlines()[:2] for process in running] == [["None", "0"]] * 2
     (built,) = (tmp_path / "native").iterdir()
     built.write_bytes(b"no library")
-    assert _run(FUSED_KV_CACHE=str(tmp_path)).splitlines()[:2] == ["None", "0"]
+    assert _run(FUSED_KV_CACHE=str(tmp_path), CXX=copying_compiler).splitlines()[:2] == ["None", "0"]
     assert built.stat().st_size > 1000
 
 
 @needs_native
-def test_a_folder_that_cannot_be_written_is_told_and_does_without(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_told_and_does_without(tmp_path: Path, copying_compiler: str) -> None:
     (tmp_path / "native").write_text("a file where the folder is to be")
-    output = _run(FUSED_KV_CACHE=str(tmp_path), TMPDIR=str(tmp_path))
+    output = _run(FUSED_KV_CACHE=str(tmp_path), TMPDIR=str(tmp_path), CXX=copying_compiler)
     assert output.splitlines()[0] == "None"
     assert "\n1 " in output
     assert "Set FUSED_KV_CACHE" in output
@@ -163,12 +182,10 @@ def test_the_blocking_of_matrix_tiles_equals_the_reference(monkeypatch: pytest.M
 
 @needs_float32
 def test_the_float32_operators_of_processors_without_avx512_equal_the_reference(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    float32_without_avx512: CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FUSED_KV_CACHE", str(tmp_path))
-    narrow = library.opened("float32", "-mno-avx512f")
-    monkeypatch.setattr(attention, "loaded_library", lambda dtype: narrow)
-    monkeypatch.setattr(moving, "loaded_library", lambda dtype: narrow)
+    monkeypatch.setattr(attention, "loaded_library", lambda dtype: float32_without_avx512)
+    monkeypatch.setattr(moving, "loaded_library", lambda dtype: float32_without_avx512)
     for shape, scoring in product((*SHAPES, (4, 4, 130, 130, 70, 70, None)), SCORINGS):
         q, k, v, plan = _rows(shape, torch.float32)
         options = _options(scoring, q.shape[1], plan)

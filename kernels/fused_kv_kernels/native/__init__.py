@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .attention import native_row_attention, native_token_scores, row_attention_scratch
+from .decoder_stack import native_decode_layers
 from .decoding import cache_table, decode_attention_scratch, native_decode_attention
 from .elementwise import native_gated_silu, native_rms_norm, native_rotate_rows, takes_rows
 from .library import native_library, why_not_native
@@ -37,6 +38,7 @@ __all__ = [
     "is_dense_as",
     "most_linear_rows",
     "native_decode_attention",
+    "native_decode_layers",
     "native_decode_views",
     "native_fit_sums",
     "native_gated_mlp",

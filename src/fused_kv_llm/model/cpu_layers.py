@@ -24,6 +24,7 @@ from fused_kv_kernels import (
 )
 from fused_kv_llm.model.attention import rule_of
 from fused_kv_llm.model.cpu_linear import linear_in_onednn, onednn_is_faster
+from fused_kv_llm.model.decoder_stack import layers_alike, note_first_layer
 from fused_kv_llm.model.fast_forward import FastForward, has_known_gate, is_plain, own_parts
 from fused_kv_llm.model.own_code import is_library_class, patches
 from fused_kv_llm.model.pass_context import LayerPass, required_pass
@@ -62,6 +63,7 @@ def attach_cpu_layers(model: Any) -> list[Any]:
         if way is not None and has_known_gate(module):
             module.forward = FastForward(module, way)
             attached.append(module)
+    note_first_layer(model.get_decoder(), _decoder_layer)
     return attached
 
 
@@ -148,10 +150,17 @@ def _decoder_layer(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any
         whole: Tensor = type(module).forward(module, hidden_states, *args, **kwargs)
         return whole
     attention, (cos, sin) = module.self_attn, kwargs["position_embeddings"]
+    forward_pass = required_pass(LayerPass)
+    if forward_pass.next_layer > attention.layer_idx:
+        # Computed with the layers before it.
+        return hidden_states
+    rule = rule_of(attention, kwargs["attention_mask"], attention.scaling, attention.head_dim)
+    stack = layers_alike(module) if forward_pass.decodes else []
+    if len(stack) > 1:
+        return forward_pass.run_layers(hidden_states, stack, cos, sin, rule)
     q, k, v = few_row_heads(hidden_states, *parts.norm, parts.heads, cos, sin, attention.head_dim, parts.head_norms)
     k, v = kwargs["past_key_values"].update(k, v, attention.layer_idx)
-    rule = rule_of(attention, kwargs["attention_mask"], attention.scaling, attention.head_dim)
-    attended = required_pass(LayerPass).run_attention(attention.layer_idx, q, k, v, rule)
+    attended = forward_pass.run_attention(attention.layer_idx, q, k, v, rule)
     attended = attended.transpose(1, 2).flatten(2)
     return few_row_mlp(hidden_states, *parts.mlp_norm, *parts.mlp, (attended, parts.output))
 

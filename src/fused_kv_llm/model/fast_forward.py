@@ -9,7 +9,6 @@ depends on, and holds while the snapshot does.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from operator import is_
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,9 +18,10 @@ from torch import Tensor
 from torch.nn.modules import module as _all_modules
 from transformers.activations import ACT2FN
 
+from fused_kv_kernels import LayerWeights
 from fused_kv_llm.model.pass_context import current_pass
 
-__all__ = ["FastForward", "LayerParts", "has_known_gate", "is_ours", "is_plain", "own_parts"]
+__all__ = ["FastForward", "has_known_gate", "is_ours", "is_plain", "own_parts"]
 
 # What a snapshot of a part records, beside its own parts and parameters.
 _WATCHED = ("forward", "_forward_hooks", "_forward_pre_hooks", "variance_epsilon")
@@ -47,6 +47,8 @@ class FastForward:
         self.kind = type(module)
         # A copy of the module, or one that was pickled, still knows what its class's forward was.
         self.of_class = self.kind.forward
+        # The decoder whose first layer this is, where all its layers are alike.
+        self.decoder: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
@@ -60,12 +62,15 @@ class FastForward:
         return kind is self.kind and kind.forward is self.of_class
 
 
-def is_ours(module: Any) -> bool:
-    """Return whether a module's forward is the fast one of its class, and nobody has wrapped, hooked or patched it."""
+def is_ours(module: Any, *own_hooks: Callable[..., Any]) -> bool:
+    """Return whether a module's forward is the fast one of its class, and nobody has wrapped, hooked or patched it.
+
+    Hooks before it that are among `own_hooks` are nobody's.
+    """
     forward = vars(module).get("forward")
     same = type(forward) is FastForward and forward.stands_for(type(module))
-    hooks = _all_modules._global_forward_pre_hooks or _all_modules._global_forward_hooks
-    return same and not (hooks or module._forward_pre_hooks or module._forward_hooks)
+    hooks = _all_modules._global_forward_pre_hooks or _all_modules._global_forward_hooks or module._forward_hooks
+    return same and not hooks and all(hook in own_hooks for hook in module._forward_pre_hooks.values())
 
 
 def is_plain(module: Any) -> bool:
@@ -81,32 +86,6 @@ def has_known_gate(module: Any) -> bool:
     if gate is None:
         gate = getattr(module, "act_fn", getattr(module, "activation_fn", None))
     return gate is None or (isinstance(gate, _SILU) and not (gate._forward_pre_hooks or gate._forward_hooks))
-
-
-@dataclass(frozen=True, slots=True)
-class LayerParts:
-    """Weights of a decoder layer that may be computed without calling its parts.
-
-    Parameters
-    ----------
-    norm, mlp_norm : tuple of (Tensor, float)
-        Weight and epsilon of the norms before attention and before the MLP.
-    heads : list of (Tensor, Tensor or None)
-        Weight and bias of the projections to queries, keys and values.
-    head_norms : tuple of (Tensor, Tensor, float) or None
-        Weights of the norms of each head's queries and keys, and their common epsilon.
-    output : tuple of (Tensor, Tensor or None)
-        The projection behind attention.
-    mlp : tuple of (Tensor, Tensor or None)
-        Gate, up and down.
-    """
-
-    norm: _Norm
-    heads: list[_Linear]
-    head_norms: tuple[Tensor, Tensor, float] | None
-    output: _Linear
-    mlp_norm: _Norm
-    mlp: tuple[_Linear, _Linear, _Linear]
 
 
 class _Snapshot:
@@ -143,10 +122,10 @@ class _Snapshot:
 
 
 # By module: a copy of a module is another key, since its parts are others.
-_kept: WeakKeyDictionary[Any, tuple[_Snapshot, LayerParts]] = WeakKeyDictionary()
+_kept: WeakKeyDictionary[Any, tuple[_Snapshot, LayerWeights]] = WeakKeyDictionary()
 
 
-def own_parts(layer: Any) -> LayerParts | None:
+def own_parts(layer: Any) -> LayerWeights | None:
     """Return the weights of a decoder layer, or None if somebody has wrapped, hooked or changed a part of it.
 
     Parameters
@@ -163,7 +142,7 @@ def own_parts(layer: Any) -> LayerParts | None:
     return found
 
 
-def _look_up(layer: Any) -> LayerParts | None:
+def _look_up(layer: Any) -> LayerWeights | None:
     attention, mlp = layer._modules["self_attn"], layer._modules["mlp"]
     if not (is_ours(attention) and is_ours(mlp) and has_known_gate(mlp)):
         return None
@@ -178,7 +157,7 @@ def _look_up(layer: Any) -> LayerParts | None:
         if not of_heads or of_heads[0][1] != of_heads[1][1]:
             return None
         head_norms = (of_heads[0][0], *of_heads[1])
-    return LayerParts(norms[0], linears[:3], head_norms, linears[3], norms[1], (of_mlp[0], of_mlp[1], of_mlp[2]))
+    return LayerWeights(norms[0], linears[:3], head_norms, linears[3], norms[1], (of_mlp[0], of_mlp[1], of_mlp[2]))
 
 
 def _linears(module: Any, names: tuple[str, ...]) -> list[_Linear]:

@@ -17,7 +17,7 @@ from fused_kv_kernels import RowPlan
 from fused_kv_llm.model.pass_context import ForwardPass, LayerFiller, current_pass
 from fused_kv_llm.model.seam import decoder_layers
 
-__all__ = ["NarrowingPass", "attach_narrowing"]
+__all__ = ["NarrowingPass", "attach_narrowing", "narrow_rows"]
 
 
 class NarrowingPass(ForwardPass):
@@ -98,13 +98,17 @@ def attach_narrowing(model: Any) -> None:
         Of a verified architecture. Attaching it again changes nothing.
     """
     for layer in decoder_layers(model):
-        if _narrow not in layer._forward_pre_hooks.values():
-            layer.register_forward_pre_hook(_narrow, with_kwargs=True)
+        if narrow_rows not in layer._forward_pre_hooks.values():
+            layer.register_forward_pre_hook(narrow_rows, with_kwargs=True)
 
 
-def _narrow(
+def narrow_rows(
     module: Any, inputs: tuple[Tensor, ...], options: dict[str, Any]
 ) -> tuple[tuple[Tensor, ...], dict[str, Any]] | None:
+    """Take the rows that the pass has dropped out of what a layer is given; None leaves it as it is.
+
+    The hook before every layer. It does nothing in passes that drop no rows.
+    """
     forward_pass = current_pass()
     if isinstance(forward_pass, ForwardPass) and forward_pass.final_layer is not None and _has_no_kv(module):
         rows = forward_pass.num_rows

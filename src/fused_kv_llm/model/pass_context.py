@@ -16,7 +16,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from fused_kv_kernels import RowPlan
+from fused_kv_kernels import LayerWeights, RowPlan
 from fused_kv_llm.errors import FusedKVError, UnsupportedModelError
 from fused_kv_llm.model.attention_rule import AttentionRule
 from fused_kv_llm.model.mask import MaskRule
@@ -64,11 +64,14 @@ class LayerPass:
         Rows that the pass begins with.
     kv_layer : int
         Whose keys and values the layer that attends sees: its own, or those of an earlier one.
+    decodes : bool
+        Whether :meth:`run_layers` may run several layers at once.
     """
 
     final_rows: slice | Tensor | None = None
     num_rows: int
     kv_layer: int
+    decodes: bool = False
 
     def begin(self) -> None:
         """Expect the first layer."""
@@ -108,6 +111,32 @@ class LayerPass:
         self.next_layer, self._is_entered = layer_idx + 1, False
         return self.attend(layer_idx, q, k, v, rule)
 
+    def run_layers(
+        self, hidden: Tensor, layers: Sequence[LayerWeights], cos: Tensor, sin: Tensor, rule: AttentionRule
+    ) -> Tensor:
+        """Run the next layers, attention included, and note that they attended.
+
+        Parameters
+        ----------
+        hidden : Tensor
+            ``[1, R, H]``.
+        layers : sequence of LayerWeights
+        cos, sin : Tensor
+            ``[1, R, rotary]``.
+        rule : AttentionRule
+            Of all of them.
+
+        Returns
+        -------
+        Tensor
+            ``[1, R, H]``.
+        """
+        if self._is_entered:
+            raise _unreached(self.next_layer)
+        left = self.decode(hidden, layers, cos, sin, rule)
+        self.next_layer += len(layers)
+        return left
+
     def _layer_given(self, keys: Tensor) -> int | None:
         return next((layer for layer, given in enumerate(self._given) if given() is keys), None)
 
@@ -124,6 +153,12 @@ class LayerPass:
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         """Return the attention output ``[B, Hq, R, Dv]`` of queries ``[B, Hq, R, D]``, or end the forward."""
+        raise NotImplementedError
+
+    def decode(
+        self, hidden: Tensor, layers: Sequence[LayerWeights], cos: Tensor, sin: Tensor, rule: AttentionRule
+    ) -> Tensor:
+        """Return what :meth:`run_layers` returns, where the pass decodes."""
         raise NotImplementedError
 
 

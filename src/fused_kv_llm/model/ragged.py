@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from fused_kv_kernels import DecodeCaches, decode_attention
+from fused_kv_kernels import DecodeCaches, LayerWeights, decode_attention, decode_layers
 from fused_kv_llm.model.attention import check_attached
 from fused_kv_llm.model.attention_rule import AttentionRule
 from fused_kv_llm.model.cache import FusedCache
@@ -91,6 +91,7 @@ class _RaggedPass(LayerPass):
         self._caches = DecodeCaches(
             [(part.cache.keys, part.cache.values) for part in decoding], [part.position for part in decoding]
         )
+        self.decodes = len(decoding) == len(parts)
         self._windows: dict[MaskRule, Tensor | None] = {}
         self._fresh: tuple[Tensor, Tensor] | None = None
         self._seen: dict[int, list[tuple[Tensor, Tensor]]] = {}
@@ -122,16 +123,25 @@ class _RaggedPass(LayerPass):
             out[:, :, span] = _of_part(index, attend, layer_idx, q[:, :, span], *pair, rule)
         return out
 
+    def decode(
+        self, hidden: Tensor, layers: Sequence[LayerWeights], cos: Tensor, sin: Tensor, rule: AttentionRule
+    ) -> Tensor:
+        """Run decoder layers without softcap and sinks on the answers' next tokens."""
+        first_keys = self._window(rule.mask)
+        return decode_layers(hidden, layers, self._caches, self.next_layer, cos, sin, rule.scale, first_keys=first_keys)
+
     def _attend_decoding(self, layer_idx: int, q: Tensor, rule: AttentionRule) -> Tensor:
         if self._fresh is None:
             raise RuntimeError(f"layer {layer_idx} attends before its keys and values were given")
-        count = self._num_decoding
-        if rule.mask not in self._windows:
-            self._windows[rule.mask] = _first_keys(self.parts[:count], rule.mask)
         return decode_attention(
-            q[:, :, :count], *self._fresh, self._caches, layer_idx, rule.scale,
-            softcap=rule.softcap, sinks=rule.sinks, first_keys=self._windows[rule.mask],
+            q[:, :, : self._num_decoding], *self._fresh, self._caches, layer_idx, rule.scale,
+            softcap=rule.softcap, sinks=rule.sinks, first_keys=self._window(rule.mask),
         )  # fmt: skip
+
+    def _window(self, mask: MaskRule) -> Tensor | None:
+        if mask not in self._windows:
+            self._windows[mask] = _first_keys(self.parts[: self._num_decoding], mask)
+        return self._windows[mask]
 
     def _other_parts(self) -> Iterator[tuple[int, RaggedPart, slice]]:
         """Yield the parts that are not attended together, with their index and their rows."""

@@ -8,6 +8,7 @@ score the context. The probe then never reads the chunk's KV itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -18,7 +19,6 @@ from fused_kv_llm.model import (
     ForwardPass,
     FusedCache,
     LoadedModel,
-    ModelOwner,
     PrefixKV,
     StopForwardError,
     attention_weights,
@@ -109,8 +109,8 @@ class AnchorBuilder:
     prefix : PrefixKV
     encode : callable
         Text to stand-alone token ids.
-    owner : ModelOwner
-        Computes the forwards.
+    lock : context manager
+        Held during a forward.
     """
 
     def __init__(
@@ -119,9 +119,9 @@ class AnchorBuilder:
         store: KVStore,
         prefix: PrefixKV,
         encode: Callable[[str], list[int]],
-        owner: ModelOwner,
+        lock: AbstractContextManager[object],
     ) -> None:
-        self._loaded, self._store, self._prefix, self._owner = loaded, store, prefix, owner
+        self._loaded, self._store, self._prefix, self._lock = loaded, store, prefix, lock
         self._encode = encode
         self._sidecars = store.sidecars
         self._pool = CachePool(loaded.dtype, loaded.device)
@@ -159,14 +159,10 @@ class AnchorBuilder:
             return sink_scores(stored.num_tokens)
         if anchors.rule == "knorm":
             return knorm_scores(stored.read_layers(0, stored.num_layers)[0])
-        ids = [*self._encode(_REPEAT), *token_ids]
-
-        def compute() -> Tensor:
-            with torch.inference_mode():
-                self._loaded.check_unchanged()
-                return kvzip_scores(self._loaded, self._prefix, stored, ids, self._pool)
-
-        return self._owner.run(compute)
+        with self._lock, torch.inference_mode():
+            self._loaded.check_unchanged()
+            ids = [*self._encode(_REPEAT), *token_ids]
+            return kvzip_scores(self._loaded, self._prefix, stored, ids, self._pool)
 
     def _derive(
         self, stored: StoredKV, token_ids: Sequence[int], anchors: Anchors, layers: Sequence[int]

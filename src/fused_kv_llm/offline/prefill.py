@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 
 from fused_kv_llm.chunk import ChunkKV
 from fused_kv_llm.errors import StoreFullError
-from fused_kv_llm.model import LoadedModel, ModelOwner, PackedChunk, PrefixKV, prefill_packed
+from fused_kv_llm.model import LoadedModel, PackedChunk, PrefixKV, prefill_packed
 from fused_kv_llm.prompt import content_hash
 from fused_kv_llm.report import IngestReport
 from fused_kv_llm.store import KVStore, stored_bytes_per_token
@@ -41,8 +42,8 @@ class Ingestor:
         What stands before every chunk.
     planner : CorpusPlanner
         Says which chunks are new.
-    owner : ModelOwner
-        Computes the batches, between those of requests.
+    lock : context manager
+        Held during a batch's forward, so that requests run between batches.
     preprocessor : Preprocessor or None
         Does the second pass; here it is only told of a caller's neighbours.
     """
@@ -54,7 +55,7 @@ class Ingestor:
         identity: str,
         prefix: PrefixKV,
         planner: CorpusPlanner,
-        owner: ModelOwner,
+        lock: AbstractContextManager[object],
         preprocessor: Preprocessor | None,
     ) -> None:
         self._loaded = loaded
@@ -62,7 +63,7 @@ class Ingestor:
         self._identity = identity
         self._prefix = prefix
         self._planner = planner
-        self._owner = owner
+        self._lock = lock
         self._preprocessor = preprocessor
 
     def run(
@@ -131,7 +132,7 @@ class Ingestor:
 
         writer = BackgroundWriter(write)
         try:
-            for batch in batches(new, lambda: self._owner.piece_tokens(BATCH_TOKENS), {}, 0):
+            for batch in batches(new, BATCH_TOKENS, {}, 0):
                 for item in zip(batch, self._prefill(batch), strict=True):
                     writer.submit(item)
         finally:
@@ -139,8 +140,6 @@ class Ingestor:
             writer.close()
 
     def _prefill(self, batch: Sequence[PendingChunk]) -> list[ChunkKV]:
-        def compute() -> list[ChunkKV]:
+        with self._lock:
             self._loaded.check_unchanged()
             return prefill_packed(self._loaded, [PackedChunk(chunk.token_ids) for chunk in batch], self._prefix)
-
-        return self._owner.run(compute, sum(len(chunk.token_ids) for chunk in batch))

@@ -5,24 +5,33 @@ from __future__ import annotations
 from .context import FusionContext, Recipe
 from .fusion import FusedPrompt, Fusion, fuse
 from .generation import AnswerWriter, FinishReason, Generation, Piece
+from .load_ahead import STUCK_S, LayerRead, LoadAhead
+from .loading_depth import MovingAverage, loading_depth
 from .planning import RequestPlanner
 from .read_ahead import reader_threads
 from .request import Request
+from .request_loading import RequestLoading
 from .selection import layer_scores, view_of
 
 __all__ = [
+    "STUCK_S",
     "AnswerWriter",
     "FinishReason",
     "FusedPrompt",
     "Fusion",
     "FusionContext",
     "Generation",
+    "LayerRead",
+    "LoadAhead",
+    "MovingAverage",
     "Piece",
     "Recipe",
     "Request",
+    "RequestLoading",
     "RequestPlanner",
     "fuse",
     "layer_scores",
+    "loading_depth",
     "reader_threads",
     "view_of",
 ]

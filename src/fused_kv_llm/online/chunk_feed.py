@@ -6,6 +6,7 @@ need the layers, a little ahead of them (:mod:`.read_ahead`), so that reading an
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import Executor
 
@@ -34,6 +35,8 @@ class ChunkFeed:
     ----------
     bytes_filled : int
         Bytes of the chunks' layers that have been placed so far.
+    read_s : float
+        Seconds that the computation has waited for them, or read them itself.
     """
 
     def __init__(
@@ -48,7 +51,7 @@ class ChunkFeed:
         )
         self._filled: set[int] = set()
         self._layer_nbytes = 0
-        self.bytes_filled = 0
+        self.bytes_filled, self.read_s = 0, 0.0
         self._ahead.start()
 
     def fill(self, layer_idx: int) -> None:
@@ -63,11 +66,13 @@ class ChunkFeed:
             return
         group = self._ahead.group(layer_idx)
         if self._sink.layers != group:
+            started_s = time.perf_counter()
             reads = iter(self._ahead.take(layer_idx))
             parts = [
                 next(reads) if is_on_disk else stored.read_stored(group.start, group.stop)
                 for stored, is_on_disk in self._stored
             ]
+            self.read_s += time.perf_counter() - started_s
             self._sink.receive(group, parts)
             self._layer_nbytes = sum(part.nbytes for part in parts) // len(group)
         self._sink.place(layer_idx)

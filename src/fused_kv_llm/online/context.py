@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fused_kv_llm.model import CachePool, LoadedModel, PrefixKV
 from fused_kv_llm.selectors import Selector
 from fused_kv_llm.store import Sidecars
 from fused_kv_llm.thread_pool import ThreadPool
+
+from .loading_depth import MovingAverage
 
 __all__ = ["FusionContext", "Recipe"]
 
@@ -30,6 +32,8 @@ class FusionContext:
         Threads that read from disk; without them, the system is asked to read ahead.
     shift_name : str or None
         Name of the sidecars with the context shifts that are used; None uses none.
+    row_s : MovingAverage
+        Seconds that probing and fusing took for a row of a prompt, without waiting for its KV.
     """
 
     loaded: LoadedModel
@@ -38,6 +42,7 @@ class FusionContext:
     sidecars: Sidecars
     readers: ThreadPool | None = None
     shift_name: str | None = None
+    row_s: MovingAverage = field(default_factory=MovingAverage)
 
     @property
     def executor(self) -> Executor | None:

@@ -103,6 +103,11 @@ class Fusion:
     def _reuses(self) -> bool:
         return self._budget < self._request.chunk_positions.shape[0]
 
+    @property
+    def read_s(self) -> float:
+        """Seconds that it has waited for stored KV, or read it itself."""
+        return self._kv.read_s
+
     def begin(self) -> None:
         """Begin to load, and choose what is recomputed, unless the selector does so in the fused pass itself.
 

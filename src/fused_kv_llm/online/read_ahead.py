@@ -38,7 +38,9 @@ def reader_threads(device: torch.device) -> int:
     return min(_MOST_THREADS, max(0, available_cores() - torch.get_num_threads()))
 
 
-def layer_groups(num_layers: int, first: Iterable[int] = (), resident: bool = False) -> list[range]:
+def layer_groups(
+    num_layers: int, first: Iterable[int] = (), resident: bool = False, *, singly: bool = False
+) -> list[range]:
     """Return the runs of layers to read, in the order they are needed.
 
     Parameters
@@ -48,6 +50,8 @@ def layer_groups(num_layers: int, first: Iterable[int] = (), resident: bool = Fa
         Layers that a probe scores before anything else is needed.
     resident : bool
         Whether everything is in memory, so that all layers can be taken at once.
+    singly : bool
+        Whether every layer is waited for, so that none should wait for the next.
 
     Returns
     -------
@@ -59,7 +63,7 @@ def layer_groups(num_layers: int, first: Iterable[int] = (), resident: bool = Fa
     groups: list[range] = []
     for run in (scored, remaining):
         for layer in run:
-            room = num_layers if resident else _LAYERS if len(groups) > 1 else _FIRST_LAYERS
+            room = 1 if singly else num_layers if resident else _LAYERS if len(groups) > 1 else _FIRST_LAYERS
             if groups and groups[-1].stop == layer and len(groups[-1]) < room and layer != run[0]:
                 groups[-1] = range(groups[-1].start, layer + 1)
             else:

@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fused_kv_llm.kv import PlacedChunk
+from fused_kv_llm.store import StoredSidecar
+
+from .load_ahead import LoadAhead
 
 __all__ = ["Request"]
 
@@ -33,6 +36,13 @@ class Request:
         The rendered prompt.
     offsets : numpy.ndarray or None
         ``[tokens, 2]`` half-open character spans of the tokens in `text`.
+
+    Attributes
+    ----------
+    loading : LoadAhead or None
+        How far its layers are on their way into memory; None if they are read when they are needed.
+    shifts : dict of str to StoredSidecar or None
+        By chunk key, context shifts that were opened ahead, or None for a chunk without one. Others are opened later.
     """
 
     def __init__(
@@ -54,11 +64,22 @@ class Request:
         for index, chunk in enumerate(chunks):
             self.kind[chunk.segment.start : chunk.segment.stop] = index
         self.kind[-1] = -1
+        self.loading: LoadAhead | None = None
+        self.shifts: dict[str, StoredSidecar | None] = {}
 
     def close(self) -> None:
-        """Close the chunks; closing twice is harmless."""
+        """Close the chunks and context shifts, once nobody reads them any more; closing twice is harmless."""
+        if self.loading is None:
+            self._close_files()
+        else:
+            self.loading.end(self._close_files)
+
+    def _close_files(self) -> None:
         for chunk in self.chunks:
             chunk.stored.close()
+        for shift in self.shifts.values():
+            if shift is not None:
+                shift.close()
 
     def __enter__(self) -> Self:
         """Return the request."""

@@ -63,11 +63,17 @@ class RequestKV:
         geometry, executor = context.loaded.geometry, context.executor
         shift_sink = ShiftSink(chunks, self._request.prefix_tokens, self.cache, geometry)
         sidecars, name = context.sidecars, context.shift_name
-        self.shifts = ShiftFeed(shift_sink, sidecars, name, geometry.num_layers, first_layers, executor)
+        loading = self._request.loading
+        singly = loading is not None and not loading.is_complete
+        self.shifts = ShiftFeed(
+            shift_sink, sidecars, name, geometry.num_layers, first_layers, executor, self._request.shifts, singly=singly
+        )
         if shifts_at_once:
             self.shifts.start()
         sink = ChunkSink(chunks, self.cache, geometry)
-        groups = layer_groups(geometry.num_layers, first_layers, resident=all(map(_is_resident, chunks)))
+        is_loaded = loading is not None and loading.is_complete
+        resident = all(_is_resident(chunk, is_loaded) for chunk in chunks)
+        groups = layer_groups(geometry.num_layers, first_layers, resident=resident, singly=singly)
         if self.cache.keys.device.type == "cuda":
             self.chunks = DeviceChunkFeed(chunks, sink, groups, executor, self.cache.keys.device)
         else:
@@ -80,6 +86,11 @@ class RequestKV:
         if self.chunks is None or self.shifts is None:
             return 0
         return self.chunks.bytes_filled + self.shifts.bytes_read
+
+    @property
+    def read_s(self) -> float:
+        """Seconds that the computation has waited for chunk KV and context shifts, or read them itself."""
+        return sum(feed.read_s for feed in (self.chunks, self.shifts) if feed is not None)
 
     def __enter__(self) -> Self:
         """Return itself."""
@@ -108,6 +119,6 @@ class RequestKV:
                 self.cache.release()
 
 
-def _is_resident(chunk: PlacedChunk) -> bool:
+def _is_resident(chunk: PlacedChunk, is_loaded: bool) -> bool:
     """Whether a chunk's layers are in memory as they are needed, so that nothing is read or converted."""
-    return chunk.stored.tier == "memory" and chunk.stored.is_stored_as_read
+    return (is_loaded or chunk.stored.tier == "memory") and chunk.stored.is_stored_as_read

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from functools import partial
 
@@ -38,6 +39,10 @@ class ShiftFeed:
         Layers that are needed first.
     executor : Executor or None
         Threads that read; without them, the system is asked to read ahead.
+    opened : mapping of str to StoredSidecar or None
+        By chunk key, what was opened before; whoever opened it closes it.
+    singly : bool
+        Whether every layer is waited for, see :func:`.read_ahead.layer_groups`.
 
     Attributes
     ----------
@@ -45,6 +50,8 @@ class ShiftFeed:
         Bytes of the sidecars read so far; what is read again, for a second use, counts again.
     bytes_loaded : int
         The same, with each layer counted once.
+    read_s : float
+        Seconds that the computation has waited for them, or read them itself.
     """
 
     def __init__(
@@ -55,6 +62,9 @@ class ShiftFeed:
         num_layers: int,
         first_layers: Sequence[int],
         executor: Executor | None,
+        opened: Mapping[str, StoredSidecar | None] | None = None,
+        *,
+        singly: bool = False,
     ) -> None:
         self._sink = sink
         self._sidecars = sidecars
@@ -62,11 +72,13 @@ class ShiftFeed:
         self._num_layers = num_layers
         self._first_layers = first_layers
         self._executor = executor
+        self._opened, self._singly = opened or {}, singly
         self._readers: dict[str, StoredSidecar] = {}
         self._ahead: ReadAhead[dict[str, Tensor]] | None = None
         self._filled: set[int] = set()
         self._groups_loaded: set[range] = set()
         self.bytes_read = self.bytes_loaded = 0
+        self.read_s = 0.0
 
     def fill(self, layer_idx: int) -> None:
         """Shift one layer's chunk KV, which has just been put in place; only the first call does anything.
@@ -103,8 +115,9 @@ class ShiftFeed:
         """Wait for reads that have begun, and close the sidecars."""
         if self._ahead is not None:
             self._ahead.close()
-        for reader in self._readers.values():
-            reader.close()
+        for key, reader in self._readers.items():
+            if key not in self._opened:
+                reader.close()
 
     def _receive(self, layer_idx: int) -> None:
         """Give the sink the layer's group, unless it has it."""
@@ -112,11 +125,13 @@ class ShiftFeed:
         group = ahead.group(layer_idx)
         if self._sink.layers == group:
             return
+        started_s = time.perf_counter()
         reads = iter(ahead.take(layer_idx))
         parts = {
             key: reader.read(group.start, group.stop) if reader.in_memory else next(reads)
             for key, reader in self._readers.items()
         }
+        self.read_s += time.perf_counter() - started_s
         nbytes = sum(tensor.nbytes for part in parts.values() for tensor in part.values())
         self.bytes_read += nbytes
         if group not in self._groups_loaded:
@@ -127,18 +142,21 @@ class ShiftFeed:
     def _open(self) -> ReadAhead[dict[str, Tensor]]:
         # Shifts that another engine made beside the same chunks are not this one's.
         name, keys = self._name or "", self._sink.keys if self._name else []
-        opened = (self._executor.map if self._executor else map)(partial(self._sidecars.open, name=name), keys)
-        found = {key: reader for key, reader in zip(keys, opened, strict=True) if reader is not None}
+        lacking = [key for key in keys if key not in self._opened]
+        opened = (self._executor.map if self._executor else map)(partial(self._sidecars.open, name=name), lacking)
+        ours = {**self._opened, **dict(zip(lacking, opened, strict=True))}
+        found = {key: reader for key in keys if (reader := ours[key]) is not None}
         self._readers = {key: reader for key, reader in found.items() if self._fits(key, reader)}
         on_disk = [reader for reader in self._readers.values() if not reader.in_memory]
-        groups = layer_groups(self._num_layers, self._first_layers, resident=not on_disk)
+        groups = layer_groups(self._num_layers, self._first_layers, resident=not on_disk, singly=self._singly)
         return ReadAhead(self._executor, groups, [LayerReads(reader.read, reader.announce) for reader in on_disk])
 
     def _fits(self, key: str, reader: StoredSidecar) -> bool:
         if reader.rows == self._num_layers:
             return True
         # It is whole, so it is of another model.
-        reader.close()
+        if key not in self._opened:
+            reader.close()
         warnings.warn(
             f"The context shift of chunk {key[:16]} does not have the model's {self._num_layers} layers. The chunk is "
             "used without it; ingest it again to replace it.",

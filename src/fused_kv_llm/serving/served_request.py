@@ -15,12 +15,22 @@ from fused_kv_llm.config import GenerationConfig
 from fused_kv_llm.decoding import Constraint
 from fused_kv_llm.errors import ChunkDamagedError, ConfigError
 from fused_kv_llm.model import ForwardPass, RaggedPart
-from fused_kv_llm.online import AnswerWriter, FusedPrompt, Fusion, FusionContext, Recipe, Request
+from fused_kv_llm.online import (
+    STUCK_S,
+    AnswerWriter,
+    FusedPrompt,
+    Fusion,
+    FusionContext,
+    Recipe,
+    Request,
+    RequestLoading,
+)
 from fused_kv_llm.prompt import ChatPrompt
 from fused_kv_llm.report import FusionReport, RequestSpan
 
 from .handle import RequestHandle
 from .limits import Limits
+from .loader import Loader
 
 __all__ = ["RequestHome", "RequestState", "ServedRequest", "Terms"]
 
@@ -104,6 +114,8 @@ class ServedRequest:
     state : RequestState
     max_tokens : int
         Of the answer.
+    loading_since_s : float
+        ``time.perf_counter()`` when the loop had it planned.
     prompt_tokens, kv_nbytes : int
         Tokens of the prompt, and bytes of its KV with room for the answer; 0 before it is planned.
     """
@@ -128,10 +140,11 @@ class ServedRequest:
         self._span = RequestSpan(home.context.loaded.model_id)
         self._stage, self._slice_span = self._span.start("prefill"), None
         self._planned: Request | None = None
+        self._loading: RequestLoading | None = None
         self._fusion: Fusion | None = None
         self._fused: FusedPrompt | None = None
         self._writer: AnswerWriter | None = None
-        self._first_token_s = 0.0
+        self._first_token_s = self.loading_since_s = 0.0
 
     @property
     def is_done(self) -> bool:
@@ -145,14 +158,18 @@ class ServedRequest:
 
     # -- stages ----------------------------------------------------------------------------------------------
 
-    def plan(self, *, ahead: bool = False) -> None:
-        """Tokenise the prompt, find its chunks and open them; any thread may do it.
+    def plan(self, loader: Loader | None, on_change: Callable[[], None], *, ahead: bool) -> None:
+        """Tokenise the prompt, find its chunks and open them, and begin to load them; any thread may do it.
 
         Parameters
         ----------
+        loader : Loader or None
+            Loads what is slow to read, or what is needed while others are computed; without it, layers are read when
+            they are needed.
+        on_change : callable
+            Called by a thread of the loader when more has been loaded.
         ahead : bool
-            Whether others are computed meanwhile, so that the system may read all that is on the disk. A request that
-            is next is read layer by layer, as its layers are needed.
+            Whether others are computed meanwhile.
 
         Raises
         ------
@@ -164,12 +181,24 @@ class ServedRequest:
         with self._span.within(self._stage, "align"):
             self._planned = self.home.plan(self._prompt, self.report)
         self._add("align", time.perf_counter() - started_s)
-        for chunk in self._planned.chunks if ahead else ():
-            if chunk.stored.tier != "memory":
-                chunk.stored.announce_layers(0, self.home.context.loaded.geometry.num_layers)
         loaded, self.prompt_tokens = self.home.context.loaded, self._planned.num_tokens
         self._capacity = min(self.prompt_tokens + self.max_tokens, self.home.context_length)
         self.kv_nbytes = self._capacity * loaded.geometry.kv_bytes_per_token(loaded.dtype)
+        self._loading = RequestLoading(self.home.context, self._planned, self._recipe)
+        load = None if loader is None else self._loading.begin(ahead=ahead, on_change=on_change)
+        if loader is not None and load is not None:
+            loader.add(load)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a disk, or another machine, has not answered for a while."""
+        if self._loading is not None:
+            return self._loading.is_stuck
+        return time.perf_counter() - self.loading_since_s > STUCK_S
+
+    def may_begin(self, *, alone: bool) -> bool:
+        """Whether enough of its KV has been loaded, see :meth:`fused_kv_llm.online.RequestLoading.may_begin`."""
+        return self._loading is None or self._loading.may_begin(alone=alone)
 
     def begin(self) -> None:
         """Choose what is recomputed.
@@ -179,10 +208,11 @@ class ServedRequest:
         ChunkDamagedError
             If a chunk's file turns out to be damaged; :meth:`plan_again` goes on without it.
         """
-        if self._planned is None:
+        if self._planned is None or self._loading is None:
             return
         self.state = RequestState.FUSING
         self.home.check_unchanged()
+        self._add("load", self._loading.check())
         with self._span.within(self._stage):
             self._fusion = Fusion(self.home.context, self._planned, self._recipe, self._capacity, self.report)
             # Whose chunks are the fusion's from here on.
@@ -191,6 +221,8 @@ class ServedRequest:
 
     def plan_again(self, error: ChunkDamagedError) -> None:
         """Go back to planning, without a chunk that turned out to be damaged."""
+        self._loading = None
+        self._close_planned()
         self._close_fusion()
         self.home.discard(error, self.report)
         self.state = RequestState.WAITING
@@ -211,9 +243,14 @@ class ServedRequest:
         if self._fusion is not None:
             self._add("fuse", seconds)
             self._end_slice()
+            probe_s = self.report.seconds.get("probe", 0.0)
             self._fused = self._fusion.computed(logits)
+            if self._loading is not None:
+                self._loading.computed(seconds)
             if self._fused is None:
                 return
+            if self._loading is not None:
+                self._loading.learn(probe_s, self._fusion.read_s)
             self._close_fusion()
             self._begin_decoding()
         else:
@@ -234,9 +271,7 @@ class ServedRequest:
     # -- inside ----------------------------------------------------------------------------------------------
 
     def _give_back(self) -> None:
-        if self._planned is not None:
-            self._planned.close()
-            self._planned = None
+        self._close_planned()
         self._close_fusion()
         if self._fused is not None:
             self._fused.cache.release()
@@ -289,6 +324,11 @@ class ServedRequest:
         span, self._slice_span = self._slice_span, None
         if span is not None:
             span.end()
+
+    def _close_planned(self) -> None:
+        planned, self._planned = self._planned, None
+        if planned is not None:
+            planned.close()
 
     def _close_fusion(self) -> None:
         fusion, self._fusion = self._fusion, None

@@ -8,11 +8,11 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,25 +25,24 @@ from fused_kv_llm.errors import (
     QueueFullError,
     RequestCancelledError,
 )
-from fused_kv_llm.model import ModelLock, RaggedError, StoppedError, forward_ragged, lock_of
+from fused_kv_llm.model import ModelLock, RaggedError, forward_ragged, lock_of
+from fused_kv_llm.online import STUCK_S
 from fused_kv_llm.thread_pool import ThreadPool, release_openmp_workers
 
 from .crowding import CrowdedCores
-from .ingestion_pieces import IngestionPieces, Piece
+from .loader import Loader
 from .served_request import RequestHome, RequestState, ServedRequest
 from .waiting import WaitingRequests
 
 __all__ = ["StepLoop", "loop_of"]
 
-T = TypeVar("T")
-
 _log = logging.getLogger(__name__)
 
 _IDLE_S = 5.0
-# While others want the model's lock.
-_POLL_S = 0.02
-# Chunks of so many requests are found and opened while others are computed.
+# Chunks of so many requests are found, opened and loaded while others are computed; those whose disk does not answer
+# come on top, up to a limit.
 _PLANNED_AHEAD = 4
+_MOST_PLANNED = 16
 
 
 class StepLoop:
@@ -56,10 +55,15 @@ class StepLoop:
     ----------
     lock : ModelLock
         Held during a forward.
+
+    Attributes
+    ----------
+    loads_ahead : bool
+        Whether what queued requests need is loaded while others are computed; off for measurements only.
     """
 
     def __init__(self, lock: ModelLock) -> None:
-        self._lock = lock
+        self._lock, self.loads_ahead = lock, True
         self._guard = threading.Lock()
         self._begin_anew()
 
@@ -72,8 +76,8 @@ class StepLoop:
         self._given_up: dict[ServedRequest, BaseException] = {}
         self._ready: deque[ServedRequest] = deque()
         self._running: list[ServedRequest] = []
-        self._planners = ThreadPool(_PLANNED_AHEAD, "fused-kv-plan")
-        self._pieces = IngestionPieces()
+        self._planners = ThreadPool(_MOST_PLANNED, "fused-kv-plan")
+        self._loader = Loader()
         self._cores = CrowdedCores()
         self._thread: threading.Thread | None = None
         self._closing: list[tuple[RequestHome | None, threading.Event]] = []
@@ -110,39 +114,9 @@ class StepLoop:
                 )
             self._open += 1
             self._inbox.put(partial(self._waiting.add, request))
-            self._start()
-
-    def _start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="fused-kv-steps", daemon=True)
-            self._thread.start()
-
-    def run(self, work: Callable[[], T], num_tokens: int = 0, stopped: Callable[[], bool] = lambda: False) -> T:
-        """Have a piece of ingestion computed between the steps, and return what comes of it; see :class:`.ModelOwner`.
-
-        Raises
-        ------
-        StoppedError
-            If `stopped` says so before it has begun.
-        EngineClosedError
-            If the process ends.
-        """
-        if threading.current_thread() is self._thread:
-            # A constraint that ingests: the model is its own at the moment.
-            with self._lock:
-                return work()
-        if stopped():
-            raise StoppedError
-        release_openmp_workers()
-        piece = Piece(work, num_tokens)
-        with self._guard:
-            self._start()
-            self._inbox.put(partial(self._pieces.add, piece))
-        return piece.result(stopped)
-
-    def piece_tokens(self, most: int) -> int:
-        """Return how many tokens a piece of ingestion may compute now, at most `most`."""
-        return self._pieces.piece_tokens(most)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="fused-kv-steps", daemon=True)
+                self._thread.start()
 
     def cancel(self, request: ServedRequest) -> None:
         """Give a request up at the next step."""
@@ -166,8 +140,6 @@ class StepLoop:
             for request in self._all():
                 if home is None or request.home is home:
                     self._give_up(request, error)
-            if home is None:
-                self._pieces.end()
             self._closing.append((home, done))
 
         self._inbox.put(give_up)
@@ -191,12 +163,13 @@ class StepLoop:
         """Take the messages, waiting for one if there is nothing to compute, and make a step; False at the end."""
         if not self._has_work():
             try:
-                self._inbox.get(timeout=min(self._patience_s(), self._piece_due_s()))()
+                self._inbox.get(timeout=self._patience_s())()
             except Empty:
                 with self._guard:
-                    if self._open == 0 and self._inbox.empty() and not self._pieces:
+                    if self._open == 0 and self._inbox.empty():
                         self._thread = None
                         self._planners.close()
+                        self._loader.close()
                         self._cores.end()
                         return False
         while True:
@@ -205,24 +178,8 @@ class StepLoop:
             except Empty:
                 break
         self._tell_closed()
-        started_s = time.perf_counter()
         self.step()
-        if self._open:
-            self._pieces.requests_had(time.perf_counter() - started_s)
-        if self._piece_due_s() <= 0:
-            with self._lock:
-                self._pieces.compute_next()
         return True
-
-    def _piece_due_s(self) -> float:
-        """Return in how many seconds a piece of ingestion is due; infinity if steps come first."""
-        states = {request.state for request in self._running}
-        due_s = self._pieces.due_s(
-            fusing=RequestState.FUSING in states or self._has_room(),
-            loading=bool(self._loading or self._waiting),
-            decoding=RequestState.DECODING in states,
-        )
-        return max(due_s, _POLL_S) if self._lock.is_wanted else due_s
 
     def _tell_closed(self) -> None:
         """Tell those who close an engine whose requests have all ended."""
@@ -250,25 +207,39 @@ class StepLoop:
                                                      f"{request.state.value} then."))  # fmt: skip
 
     def _plan_ahead(self) -> None:
-        """Have the next requests' chunks found and opened."""
-        while len(self._loading) + len(self._ready) < _PLANNED_AHEAD:
+        """Have the next requests' chunks found, opened and loaded."""
+        self._loader.look()
+        while self._may_plan():
             request = self._waiting.take()
             if request is None:
                 return
             self._guarded(request, self._load, request)
 
+    def _may_plan(self) -> bool:
+        """Whether one more request may be opened and loaded ahead."""
+        ahead = [*self._loading, *self._ready]
+        if len(ahead) >= _MOST_PLANNED or sum(request.kv_nbytes for request in ahead) > _most_bytes(ahead):
+            return False
+        return sum(not request.is_stuck for request in ahead) < _PLANNED_AHEAD
+
     def _load(self, request: ServedRequest) -> None:
-        self._planners.executor().submit(self._plan, request, bool(self._running))
+        ahead = bool(self._running or self._loading or self._ready)
+        request.loading_since_s = time.perf_counter()
+        self._planners.executor().submit(self._plan, request, ahead)
         request.state = RequestState.LOADING
         self._loading.add(request)
 
     def _plan(self, request: ServedRequest, ahead: bool) -> None:
         error = None
         try:
-            request.plan(ahead=ahead)
+            request.plan(self._loader if self.loads_ahead else None, self._wake, ahead=ahead)
         except BaseException as found:
             error = found
         self._inbox.put(partial(self._planned, request, error))
+
+    def _wake(self) -> None:
+        """Have the loop look again."""
+        self._inbox.put(lambda: None)
 
     def _planned(self, request: ServedRequest, error: BaseException | None) -> None:
         self._loading.discard(request)
@@ -280,22 +251,22 @@ class StepLoop:
             self._end(request, error)
 
     def _let_in(self) -> ServedRequest | None:
-        """Begin the next request if there is room and no other is being fused; return it."""
-        if any(request.state is RequestState.FUSING for request in self._running) or not self._has_room():
+        """Begin the next request that is loaded if there is room and no other is being fused; return it."""
+        request = self._next_loaded()
+        if request is None or any(other.state is RequestState.FUSING for other in self._running):
             return None
-        request = self._ready.popleft()
+        limits, used = request.home.limits, sum(other.kv_nbytes for other in self._running)
+        room = len(self._running) < limits.num_seqs and used + request.kv_nbytes <= limits.pool_bytes
+        if self._running and not room:
+            return None
+        self._ready.remove(request)
         self._running.append(request)
         self._guarded(request, self._begin, request)
         return request
 
-    def _has_room(self) -> bool:
-        """Return whether the next request can begin beside those that run."""
-        if not self._ready:
-            return False
-        request = self._ready[0]
-        limits, used = request.home.limits, sum(other.kv_nbytes for other in self._running)
-        room = len(self._running) < limits.num_seqs and used + request.kv_nbytes <= limits.pool_bytes
-        return room or not self._running
+    def _next_loaded(self) -> ServedRequest | None:
+        alone = not self._running
+        return next((request for request in self._ready if request.may_begin(alone=alone)), None)
 
     def _begin(self, request: ServedRequest) -> None:
         with self._lock:
@@ -388,14 +359,20 @@ class StepLoop:
     def _has_work(self) -> bool:
         if self._running:
             return True
-        if self._ready:
+        if self._next_loaded() is not None:
             return True
-        return len(self._waiting) > 0 and len(self._loading) < _PLANNED_AHEAD
+        return len(self._waiting) > 0 and self._may_plan()
 
     def _patience_s(self) -> float:
         waiting = (request.deadline_s for request in self._all() if request not in self._given_up)
         soonest_s = min(waiting, default=float("inf"))
-        return max(0.0, min(_IDLE_S, soonest_s - time.perf_counter()))
+        # Nobody says that a disk does not answer.
+        most_s = STUCK_S if self._loading or self._ready else _IDLE_S
+        return max(0.0, min(most_s, soonest_s - time.perf_counter()))
+
+
+def _most_bytes(ahead: Sequence[ServedRequest]) -> float:
+    return min((request.home.limits.pool_bytes for request in ahead), default=float("inf"))
 
 
 _loops: WeakKeyDictionary[Any, StepLoop] = WeakKeyDictionary()

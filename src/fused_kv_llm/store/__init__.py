@@ -14,7 +14,14 @@ from fused_kv_llm.store.index import (
     EvictionQueue,
     IdentityTotals,
 )
-from fused_kv_llm.store.read import CAN_ANNOUNCE, StoredKV, StoredLayers, StoredSidecar
+from fused_kv_llm.store.read import (
+    CAN_ANNOUNCE,
+    BlockReader,
+    StoredKV,
+    StoredLayers,
+    StoredSidecar,
+    ThrottledReader,
+)
 from fused_kv_llm.store.remote import public_url
 from fused_kv_llm.store.sidecars import Sidecars
 from fused_kv_llm.store.stats import StoreStats
@@ -25,6 +32,7 @@ __all__ = [
     "CAN_ANNOUNCE",
     "POLICIES",
     "STORAGE_DTYPES",
+    "BlockReader",
     "CheckReport",
     "ChunkRow",
     "ContentRows",
@@ -41,6 +49,7 @@ __all__ = [
     "StoredKV",
     "StoredLayers",
     "StoredSidecar",
+    "ThrottledReader",
     "check_folder_key",
     "public_url",
     "rebuild_index",

@@ -100,11 +100,18 @@ class Sidecars:
 
         return self._attempt(key, name, read_all)
 
-    def open(self, key: str, name: str) -> StoredSidecar | None:
+    def open(self, key: str, name: str, *, whole: bool = False) -> StoredSidecar | None:
         """Open a sidecar to read some rows of its tensors at a time; close it afterwards.
 
         A sidecar that this process opens for the second time is kept in memory when all of it is read, while the budget
         lasts.
+
+        Parameters
+        ----------
+        key, name : str
+            The chunk, and which of its sidecars.
+        whole : bool
+            Whether all rows will be read, so that it is kept the first time, and :meth:`StoredSidecar.load` has a use.
 
         Returns
         -------
@@ -113,7 +120,7 @@ class Sidecars:
         """
 
         def open_rows() -> StoredSidecar:
-            source = self._parts.reader.acquire(key, name)
+            source = self._parts.reader.acquire(key, name, whole=whole)
             try:
                 return StoredSidecar(source)
             except BaseException:

@@ -15,7 +15,7 @@ from fused_kv_llm.store.format import check_key, check_kv_dtype, check_name
 from fused_kv_llm.store.index import ChunkRow, ContentRows
 from fused_kv_llm.store.opening import open_chunk
 from fused_kv_llm.store.parts import StoreParts
-from fused_kv_llm.store.read import StoredKV
+from fused_kv_llm.store.read import BlockReader, StoredKV
 from fused_kv_llm.store.references import References
 from fused_kv_llm.store.sidecars import Sidecars
 from fused_kv_llm.store.stats import StoreStats
@@ -299,6 +299,17 @@ class KVStore:
     def describe(self, identity: str, name: str) -> None:
         """Give an identity a readable name, which ``stats()`` shows."""
         self._upkeep.describe(identity, name)
+
+    def read_with(self, read_block: BlockReader) -> None:
+        """Have files that are opened from now on read by something else than the system's cached reads.
+
+        Parameters
+        ----------
+        read_block : BlockReader
+            For example ``ThrottledReader``, which leaves a part of a shared disk to others. What it reads is verified
+            as always.
+        """
+        self._parts.reader.read_block = read_block
 
     def drop_memory(self) -> None:
         """Empty the memory tier, so that every file is read from the disk again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fused_kv_llm.store.read.blocks import BlockReader, ThrottledReader
 from fused_kv_llm.store.read.memory import MemoryTier, ResidentFile
 from fused_kv_llm.store.read.open_file import OpenFile
 from fused_kv_llm.store.read.pieces import CAN_ANNOUNCE
@@ -13,6 +14,7 @@ from fused_kv_llm.store.read.verify import as_file, verify_chunk, verify_sidecar
 
 __all__ = [
     "CAN_ANNOUNCE",
+    "BlockReader",
     "FileReader",
     "MemoryTier",
     "OpenFile",
@@ -21,6 +23,7 @@ __all__ = [
     "StoredKV",
     "StoredLayers",
     "StoredSidecar",
+    "ThrottledReader",
     "Tier",
     "as_file",
     "verify_chunk",

@@ -13,6 +13,7 @@ import torch
 from fused_kv_llm.errors import ChunkDamagedError, StoreError
 from fused_kv_llm.store.folder import FileVersion
 from fused_kv_llm.store.format import FileHeader, Part, byte_view
+from fused_kv_llm.store.read.blocks import BlockReader, read_block
 from fused_kv_llm.store.read.buffers import ReadBuffers
 from fused_kv_llm.store.read.memory import ResidentFile
 from fused_kv_llm.store.read.pieces import announce, begin_reading, read_pieces
@@ -55,6 +56,8 @@ class OpenFile:
         Called with the file when all pieces are in the buffers, and again when the last user releases it.
     stream : bool
         Read into memory that only the caller of ``read`` holds, every time anew: for a file that is not worth keeping.
+    read_block : BlockReader
+        Reads bytes of the file.
     """
 
     def __init__(
@@ -65,11 +68,13 @@ class OpenFile:
         on_done: Callable[[OpenFile], None],
         *,
         stream: bool = False,
+        read_block: BlockReader = read_block,
     ) -> None:
         self.version, self.header = known
         self._buffers = buffers
         self._on_done = on_done
         self._stream = stream
+        self._read_block = read_block
         self._users = 1
         self._reads = 0
         self._is_begun = False
@@ -196,7 +201,8 @@ class OpenFile:
         header, damaged = self.header, dict[int, str]()
         try:
             for part in header.parts:
-                for piece in read_pieces(self._file.fileno(), part, start, stop, memory[part.name]):
+                found = read_pieces(self._file.fileno(), part, start, stop, memory[part.name], self._read_block)
+                for piece in found:
                     damaged.setdefault(piece, part.name)
         except (OSError, EOFError) as error:
             if stop - start > 1:

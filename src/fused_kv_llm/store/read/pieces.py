@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from fused_kv_llm.store.format import Part
+from fused_kv_llm.store.read.blocks import BlockReader, read_block
 
 __all__ = ["CAN_ANNOUNCE", "announce", "begin_reading", "read_pieces"]
 
@@ -20,7 +21,9 @@ _BLOCK_NBYTES = 1 << 20
 CAN_ANNOUNCE = hasattr(os, "posix_fadvise")
 
 
-def read_pieces(fd: int, part: Part, start: int, stop: int, target: memoryview) -> list[int]:
+def read_pieces(
+    fd: int, part: Part, start: int, stop: int, target: memoryview, read: BlockReader = read_block
+) -> list[int]:
     """Read and verify pieces ``start`` to ``stop - 1`` of a tensor.
 
     Parameters
@@ -33,6 +36,8 @@ def read_pieces(fd: int, part: Part, start: int, stop: int, target: memoryview) 
         The pieces.
     target : memoryview
         Receives their bytes; exactly as many.
+    read : BlockReader
+        Reads the bytes.
 
     Returns
     -------
@@ -51,7 +56,7 @@ def read_pieces(fd: int, part: Part, start: int, stop: int, target: memoryview) 
         count = min(step, stop - first)
         plain = target[(first - start) * size :][: count * size]
         stored = plain if stored_size == size else memoryview(bytearray(count * stored_size))
-        _read_exactly(fd, stored, part.start + first * stored_size)
+        read(fd, stored, part.start + first * stored_size)
         for i in range(count):
             piece = stored[i * stored_size : (i + 1) * stored_size], plain[i * size : (i + 1) * size]
             if not part.verify(first + i, *piece):
@@ -84,12 +89,3 @@ def begin_reading(fd: int, file_nbytes: int) -> None:
         with suppress(OSError):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
             os.pread(fd, 1, 0)
-
-
-def _read_exactly(fd: int, target: memoryview, offset: int) -> None:
-    while target:
-        count = os.preadv(fd, [target], offset)
-        if count == 0:
-            raise EOFError("the file was shortened")
-        target = target[count:]
-        offset += count

@@ -8,6 +8,7 @@ from weakref import WeakValueDictionary
 
 from fused_kv_llm.store.folder import StoreFolder, file_version
 from fused_kv_llm.store.format import FileCodec, file_name
+from fused_kv_llm.store.read.blocks import BlockReader, read_block
 from fused_kv_llm.store.read.buffers import ReadBuffers
 from fused_kv_llm.store.read.memory import MemoryTier, ResidentFile
 from fused_kv_llm.store.read.open_file import KnownFile, OpenFile
@@ -33,12 +34,18 @@ class FileReader:
         Keeps what was read completely.
     codec : FileCodec
         Decodes the files.
+
+    Attributes
+    ----------
+    read_block : BlockReader
+        Reads bytes of the files that are opened from now on.
     """
 
     def __init__(self, folder: StoreFolder, memory: MemoryTier, codec: FileCodec) -> None:
         self._folder = folder
         self._memory = memory
         self._codec = codec
+        self.read_block: BlockReader = read_block
         self._buffers = ReadBuffers(_MOST_KEPT_NBYTES)
         self._lock = threading.Lock()
         # Files being read at the moment, so that a request joins a prefetch instead of reading again.
@@ -108,7 +115,7 @@ class FileReader:
             # and a request that reads it once should not hold all of it.
             fits = 0 < known.header.nbytes <= self._memory.budget_nbytes
             stream = name is not None and known.header.is_by_rows and not whole and (is_new or not fits)
-            file = OpenFile(fd, known, self._buffers, self._done, stream=stream)
+            file = OpenFile(fd, known, self._buffers, self._done, stream=stream, read_block=self.read_block)
         except BaseException:
             os.close(fd)
             raise

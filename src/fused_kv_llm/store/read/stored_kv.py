@@ -164,6 +164,10 @@ class StoredKV:
             return StoredLayers(parts["k"], parts["v"], (parts["k_scale"], parts["v_scale"]))
         return StoredLayers(*expand(parts, self._header.storage, self.dtype, self._header.value_dim))
 
+    def load_layers(self, start: int, stop: int) -> None:
+        """Bring layers ``start`` to ``stop - 1`` into memory, where the other methods find them; raises as they do."""
+        self._read(start, stop)
+
     def announce_layers(self, start: int, stop: int) -> None:
         """Ask the system to read layers ``start`` to ``stop - 1`` ahead, since they will be needed soon.
 

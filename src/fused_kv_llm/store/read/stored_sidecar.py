@@ -65,6 +65,13 @@ class StoredSidecar:
             return {name: tensor[start:stop] for name, tensor in self._tensors.items()}
         return self._source.read(start, stop)
 
+    def load(self, start: int, stop: int) -> None:
+        """Bring rows ``start`` to ``stop - 1`` into memory, where :meth:`read` finds them; raises as it does.
+
+        A sidecar that is read for a moment only, see ``Sidecars.open``, keeps nothing.
+        """
+        self.read(start, stop)
+
     def announce(self, start: int, stop: int) -> None:
         """Ask the system to read rows ``start`` to ``stop - 1`` ahead, since they will be needed soon.
 

@@ -1,0 +1,57 @@
+"""Decoder layers that a step may compute together, since they are alike and nobody looks between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fused_kv_kernels import LayerWeights
+from fused_kv_llm.model.fast_forward import FastForward, is_ours, own_parts
+from fused_kv_llm.model.narrowing import narrow_rows
+
+__all__ = ["layers_alike", "note_first_layer"]
+
+
+def note_first_layer(decoder: Any, way: Callable[..., Any]) -> None:
+    """Let the first layer of a decoder know the others, if all have the same fast forward.
+
+    Parameters
+    ----------
+    decoder : torch.nn.Module
+    way : callable
+        The fast forward of decoder layers.
+    """
+    layers = list(getattr(decoder, "layers", ()))
+    forwards = [vars(layer).get("forward") for layer in layers]
+    if layers and all(type(forward) is FastForward and forward.way is way for forward in forwards):
+        forwards[0].decoder = decoder
+
+
+def layers_alike(layer: Any) -> list[LayerWeights]:
+    """Return the weights of a decoder's first layers that may be computed together; none unless `layer` is the first.
+
+    They end before a layer that somebody has wrapped, hooked or changed, in itself or in a part of it, or that attends
+    otherwise than the first.
+    """
+    decoder = vars(layer)["forward"].decoder
+    if decoder is None:
+        return []
+    # The lists are read anew: their owner may have taken layers away.
+    layers = list(decoder.layers)[: decoder.config.num_hidden_layers]
+    if layers[:1] != [layer]:
+        return []
+    kinds = getattr(decoder.config, "layer_types", None) or [None] * len(layers)
+    first, found = _way(layer), []
+    for index, (one, kind) in enumerate(zip(layers, kinds, strict=False)):
+        alike = kind == kinds[0] and _way(one) == first and one.self_attn.layer_idx == index
+        weights = own_parts(one) if alike and is_ours(one, narrow_rows) else None
+        if weights is None:
+            break
+        found.append(weights)
+    return found
+
+
+def _way(layer: Any) -> tuple[Any, ...]:
+    """Return how a layer attends, beside the mask and the rotation that all layers of its kind are given."""
+    attention = layer.self_attn
+    return type(layer), getattr(attention, "is_causal", True), attention.scaling, attention.head_dim

@@ -1,0 +1,193 @@
+"""What a request loads before it begins, and when it may begin."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from fused_kv_llm.report import FusionReport
+from fused_kv_llm.selectors import View, budget_tokens, sidecar_name
+from fused_kv_llm.store import Sidecars, StoredSidecar
+
+from .context import FusionContext, Recipe
+from .load_ahead import LoadAhead
+from .loading_depth import loading_depth
+from .read_ahead import layer_groups
+from .request import Request
+from .selection import view_of
+
+__all__ = ["RequestLoading"]
+
+# Reading that takes no longer is left to the thread that computes.
+_NEGLIGIBLE_S = 0.01
+
+
+class RequestLoading:
+    """Decides what is loaded for a request and how much of it must be there; one thread at a time.
+
+    Chunks in the memory tier need no loading. Chunks on a fast disk, which are mostly in the system's cache, are read
+    layer by layer by the thread that computes, if it has nothing else to do: copying and hashing them beside it would
+    take its cores. Everything else is loaded ahead by threads that wait for the disk.
+
+    Parameters
+    ----------
+    context : FusionContext
+    request : Request
+    recipe : Recipe
+    """
+
+    def __init__(self, context: FusionContext, request: Request, recipe: Recipe) -> None:
+        self._context, self._request = context, request
+        num_chunk_tokens = int(request.chunk_positions.shape[0])
+        budget = budget_tokens(recipe.ratio, num_chunk_tokens)
+        self._reuses = budget < num_chunk_tokens
+        self._rows = int(request.fresh_positions.shape[0]) + budget
+        view = view_of(recipe.selector, context.loaded, FusionReport()) if budget and self._reuses else View()
+        self._anchors = sidecar_name(view.anchors, view.layers) if isinstance(view, View) and view.anchors else None
+        self._first: Sequence[int] = view.layers if isinstance(view, View) and view.anchors is None else ()
+        self._fuse_s: list[float] = []
+
+    def begin(self, *, ahead: bool, on_change: Callable[[], None]) -> LoadAhead | None:
+        """Find out whether the request's chunks have to be loaded; any thread may do it.
+
+        Parameters
+        ----------
+        ahead : bool
+            Whether others are computed meanwhile, so that nothing of this request may be waited for.
+        on_change : callable
+            See :class:`.load_ahead.LoadAhead`.
+
+        Returns
+        -------
+        LoadAhead or None
+            What has to be loaded by other threads; the request has it as well.
+        """
+        geometry, chunks = self._context.loaded.geometry, self._request.chunks
+        on_disk = list({chunk.stored.key: chunk.stored for chunk in chunks if chunk.stored.tier != "memory"}.values())
+        # Context shifts are a part of what is in the computing thread's way, but alone it has nothing else to do.
+        if not self._reuses or not (on_disk or ahead):
+            return None
+        order = [layer for group in layer_groups(geometry.num_layers, self._first) for layer in group]
+        places = [*(stored.load_layers for stored in on_disk), *self._sidecar_places()]
+        if not places:
+            return None
+        load = LoadAhead(order, places, on_change)
+        self._request.loading = load
+        if not ahead:
+            # The first layer tells how fast the disk is.
+            for _ in on_disk:
+                job = load.take()
+                if job is not None:
+                    load.read(job)
+            if load.error is None and (load.is_busy or load.seconds_per_layer * len(order) < _NEGLIGIBLE_S):
+                self._request.loading = None
+        return self._request.loading
+
+    @property
+    def depth(self) -> int:
+        """How many layers, in the order in which they are needed, must be there before the request begins alone."""
+        load, num_layers = self._request.loading, self._context.loaded.geometry.num_layers
+        row_s = self._context.row_s.value
+        compute_s = float("inf") if row_s is None else row_s * self._rows / num_layers
+        least = max(1, len(self._first))
+        return least if load is None else max(least, loading_depth(num_layers, load.seconds_per_layer, compute_s))
+
+    def may_begin(self, *, alone: bool) -> bool:
+        """Whether the request can be computed: without waiting for its layers, unless nobody else is kept waiting.
+
+        Parameters
+        ----------
+        alone : bool
+            Whether no other request is being answered.
+        """
+        load = self._request.loading
+        if load is None or load.is_over:
+            return True
+        return alone and load.present >= self.depth
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a read of it has not come back for a while."""
+        return self._request.loading is not None and self._request.loading.is_stuck
+
+    def check(self) -> float:
+        """Return for how many seconds the request was loaded before it began.
+
+        Raises
+        ------
+        ChunkDamagedError
+            If a chunk's file turned out to be damaged.
+        """
+        load = self._request.loading
+        if load is None:
+            return 0.0
+        if load.error is not None:
+            raise load.error
+        return (load.ended_s or time.perf_counter()) - load.begun_s
+
+    def computed(self, seconds: float) -> None:
+        """Note that a slice of the prompt took so many seconds."""
+        self._fuse_s.append(seconds)
+
+    def learn(self, probe_s: float, read_s: float) -> None:
+        """Learn how long computing takes, from a prompt that was computed in one piece.
+
+        Parameters
+        ----------
+        probe_s : float
+            Seconds of its probe.
+        read_s : float
+            Seconds of its probe and its pass in which it waited for stored KV, or read it.
+        """
+        if len(self._fuse_s) == 1:
+            self._context.row_s.add(max(0.0, probe_s + self._fuse_s[0] - read_s) / self._rows)
+
+    def _sidecar_places(self) -> list[Callable[[int, int], None]]:
+        chunks, prefix, sidecars = self._request.chunks, self._request.prefix_tokens, self._context.sidecars
+        places: list[Callable[[int, int], None]] = []
+        if self._context.shift_name is not None:
+            # The first chunk of a prompt is not shifted.
+            shifted = dict.fromkeys(chunk.stored.key for chunk in chunks if chunk.segment.start > prefix)
+            num_layers = self._context.loaded.geometry.num_layers
+            opened = self._request.shifts
+            places += [_Shift(sidecars, key, self._context.shift_name, num_layers, opened).load for key in shifted]
+        if self._anchors is not None:
+            keys = dict.fromkeys(chunk.stored.key for chunk in chunks)
+            places += [_Whole(sidecars, key, self._anchors).load for key in keys]
+        return places
+
+
+class _Shift:
+    """A context shift that is opened when it is first read; used by several threads."""
+
+    def __init__(
+        self, sidecars: Sidecars, key: str, name: str, num_layers: int, opened: dict[str, StoredSidecar | None]
+    ) -> None:
+        self._sidecars, self._key, self._name, self._num_layers, self._opened = sidecars, key, name, num_layers, opened
+        self._lock = threading.Lock()
+
+    def load(self, start: int, stop: int) -> None:
+        """Bring layers into memory."""
+        with self._lock:
+            if self._key not in self._opened:
+                self._opened[self._key] = self._sidecars.open(self._key, self._name, whole=True)
+            shift = self._opened[self._key]
+        # One of another model is reported by who uses it.
+        if shift is not None and not shift.in_memory and shift.rows == self._num_layers:
+            shift.load(start, stop)
+
+
+class _Whole:
+    """A sidecar that is read as a whole when it is first needed; who needs it finds it in the memory tier."""
+
+    def __init__(self, sidecars: Sidecars, key: str, name: str) -> None:
+        self._sidecars, self._key, self._name = sidecars, key, name
+        self._lock, self._is_read = threading.Lock(), False
+
+    def load(self, start: int, stop: int) -> None:
+        """Bring it into memory, whichever layers are asked for."""
+        with self._lock:
+            if not self._is_read:
+                self._sidecars.read(self._key, self._name)
+                self._is_read = True
