@@ -20,7 +20,7 @@ from models import smollm2_tokenizer, tiny_model
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.context_shift import shift_name
 from fused_kv_llm.errors import ConfigError, MissingExtraError, StoreFullError
-from fused_kv_llm.model import ModelLock, StoppedError
+from fused_kv_llm.model import StoppedError
 from fused_kv_llm.offline import preprocess
 from fused_kv_llm.offline.preprocess import Preprocessor
 
@@ -229,37 +229,6 @@ def test_missed_chunks_are_ingested_first_and_preprocessed(tmp_path: Path, slow:
         slow()
         engine.wait_for_background()
         assert preprocessed(engine) == 7
-
-
-def test_background_work_waits_for_requests() -> None:
-    """It comes in only when no request has had the model for a moment, and no request waits."""
-    lock, order = ModelLock(), []
-
-    def background() -> None:
-        for _ in range(3):
-            with lock.background(lambda: False):
-                order.append("background")
-                time.sleep(0.02)
-
-    with lock:
-        thread = threading.Thread(target=background)
-        thread.start()
-        time.sleep(0.15)
-    for _ in range(20):
-        # As decoding does: again and again, with little between.
-        with lock:
-            order.append("request")
-            time.sleep(0.005)
-    thread.join()
-    assert order == ["request"] * 20 + ["background"] * 3
-
-
-def test_background_work_that_waits_can_be_stopped() -> None:
-    lock = ModelLock()
-    with lock, pytest.raises(StoppedError), lock.background(lambda: True):
-        pytest.fail("it has the lock")
-    with lock.background(lambda: False):
-        pass
 
 
 def test_both_passes_show_their_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

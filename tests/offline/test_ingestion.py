@@ -32,7 +32,7 @@ def make_engine(folder: Path, **options: object) -> FusedKVEngine:
 @given(lengths=st.lists(st.integers(1, 300), max_size=40), limit=st.integers(1, 1000))
 def test_batches_hold_every_chunk_once_within_the_limit(lengths: list[int], limit: int) -> None:
     chunks = [PendingChunk(str(i), "", tuple(range(n))) for i, n in enumerate(lengths)]
-    found = list(batches(chunks, limit, {}, 0))
+    found = list(batches(chunks, lambda: limit, {}, 0))
     assert [c.key for b in found for c in b] == [c.key for c in chunks]
     for batch in found:
         assert len(batch) == 1 or sum(len(c.token_ids) for c in batch) <= limit
@@ -44,7 +44,7 @@ def test_contexts_of_a_batch_fit_together(contexts: list[set[int]], limit: int) 
     chunks = [PendingChunk(str(i), str(i), (1,), (tuple(map(str, sorted(c - {i}))),)) for i, c in enumerate(contexts)]
     ordered = walk_neighbours(chunks)
     assert sorted(c.key for c in ordered) == sorted(c.key for c in chunks)
-    found = list(batches(ordered, 100, sizes, limit))
+    found = list(batches(ordered, lambda: 100, sizes, limit))
     assert [c for b in found for c in b] == ordered
     for batch in found:
         together = {text for chunk in batch for text in chunk.neighbours}

@@ -21,6 +21,7 @@ from fused_kv_llm.offline import (
 )
 from fused_kv_llm.report import IngestReport
 from fused_kv_llm.selectors import View, sidecar_name
+from fused_kv_llm.serving import loop_of
 from fused_kv_llm.thread_pool import release_openmp_workers
 
 from .parts import EngineParts
@@ -56,17 +57,14 @@ class EngineCorpus:
     def __init__(self, parts: EngineParts, similarity: Similarity | None, *, store_misses: bool) -> None:
         loaded, store, encode = parts.loaded, parts.store, parts.renderer.encode_chunk
         self._store, self._catalog = store, parts.catalog
+        owner = loop_of(loaded.model)
         room = parts.context_length - len(parts.prefix.token_ids)
         planner = CorpusPlanner(parts.catalog, parts.identity, encode, room)
         self._preprocessor = (
-            None
-            if similarity is None
-            else Preprocessor(loaded, store, parts.prefix, planner, similarity, parts.model_lock)
+            None if similarity is None else Preprocessor(loaded, store, parts.prefix, planner, similarity, owner)
         )
-        self._ingestor = Ingestor(
-            loaded, store, parts.identity, parts.prefix, planner, parts.model_lock, self._preprocessor
-        )
-        self._anchors = AnchorBuilder(loaded, store, parts.prefix, encode, parts.model_lock)
+        self._ingestor = Ingestor(loaded, store, parts.identity, parts.prefix, planner, owner, self._preprocessor)
+        self._anchors = AnchorBuilder(loaded, store, parts.prefix, encode, owner)
         self._store_misses, self._shift_name = store_misses, parts.shift_name
         self._background = BackgroundWork(self._ingestor, self._preprocessor)
 

@@ -131,7 +131,7 @@ class FusedKVEngine:
             given at an earlier call. Only used with ``preprocessing="similar"``.
         preprocess : {"background", "wait", "later"}
             When stored chunks that are not preprocessed yet, of this call or an earlier one, get it: in the
-            background, while no request runs; before this call returns; or not yet. The pass may be stopped at any
+            background, beside requests; before this call returns; or not yet. The pass may be stopped at any
             time, by :meth:`close` or a kill, and goes on with the next call.
         refresh : bool
             Whether chunks whose neighbours have changed are preprocessed again. Otherwise they stay usable and

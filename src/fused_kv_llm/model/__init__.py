@@ -11,8 +11,9 @@ from .embedded import EMBEDDED_MODELS, embedded_model_folder
 from .forward import PrefixKV, compute_prefix, forward_kv, forward_rows
 from .geometry import Geometry, KVShape, Rotation
 from .loading import LoadedModel, choose_device, choose_dtype, load_model
-from .lock import ModelLock, StoppedError, lock_of
+from .lock import ModelLock, lock_of
 from .narrowing import NarrowingPass
+from .owner import ModelOwner, StoppedError
 from .packed import PackedChunk, prefill_packed
 from .pass_context import ForwardPass, KVPass, LayerFiller, StopForwardError
 from .ragged import RaggedError, RaggedPart, forward_ragged
@@ -32,6 +33,7 @@ __all__ = [
     "LayerFiller",
     "LoadedModel",
     "ModelLock",
+    "ModelOwner",
     "NarrowingPass",
     "PackedChunk",
     "PrefixKV",

@@ -1,35 +1,18 @@
-"""Who may run a forward now: requests before background work."""
+"""Who may run a forward now."""
 
 from __future__ import annotations
 
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from fused_kv_llm.thread_pool import release_openmp_workers
-
-__all__ = ["ModelLock", "StoppedError", "lock_of"]
-
-_QUIET_S = 0.1
-_POLL_S = 0.02
-
-
-class StoppedError(Exception):
-    """Background work was told to stop, or what it had planned has changed; it may be begun again."""
+__all__ = ["ModelLock", "lock_of"]
 
 
 class ModelLock:
-    """A lock around one model's forwards; requests take it with ``with lock:``.
-
-    Background work takes it with :meth:`background`, for one small batch at a time: only while no request waits, and
-    only after a short time without one. A request that is being answered takes the lock for every token, so background
-    work does not come between two tokens.
-    """
+    """A lock around one model's forwards; taken with ``with lock:``, for every step and every piece of ingestion."""
 
     def __init__(self) -> None:
         self.begin_anew()
@@ -39,7 +22,6 @@ class ModelLock:
         self._lock = threading.Lock()
         self._counting = threading.Lock()
         self._waiting = 0
-        self._released_s = 0.0
 
     def __enter__(self) -> None:
         with self._counting:
@@ -53,53 +35,16 @@ class ModelLock:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._released_s = time.monotonic()
         self._lock.release()
 
     def locked(self) -> bool:
         """Return whether someone holds the lock."""
         return self._lock.locked()
 
-    @contextmanager
-    def background(self, stopped: Callable[[], bool]) -> Iterator[None]:
-        """Hold the lock for one small batch of background work.
-
-        Parameters
-        ----------
-        stopped : callable
-            Says whether to give up waiting.
-
-        Raises
-        ------
-        StoppedError
-            If it does.
-        """
-        while True:
-            if stopped():
-                raise StoppedError
-            if self._take_if_quiet():
-                break
-            time.sleep(_POLL_S)
-        try:
-            yield
-        finally:
-            # They would make those of the thread that answers requests sleep whenever they wait.
-            release_openmp_workers()
-            self._lock.release()
-
-    def wait(self, stopped: Callable[[], bool]) -> None:
-        """Return once :meth:`background` could be entered: for background work that leaves the model alone."""
-        with self.background(stopped):
-            return
-
-    def _take_if_quiet(self) -> bool:
-        quiet = self._waiting == 0 and time.monotonic() - self._released_s >= _QUIET_S
-        if not quiet or not self._lock.acquire(blocking=False):
-            return False
-        if self._waiting:
-            self._lock.release()
-            return False
-        return True
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a thread waits for the lock: what can wait should not take it first."""
+        return self._waiting > 0
 
 
 _locks: WeakKeyDictionary[Any, ModelLock] = WeakKeyDictionary()
@@ -109,7 +54,7 @@ _finding = threading.Lock()
 def lock_of(model: Any) -> ModelLock:
     """Return the lock of a transformers model; engines that share its weights share it.
 
-    Otherwise one engine's background work would run beside another's requests.
+    Otherwise one engine's forwards would run beside another's.
     """
     with _finding:
         return _locks.setdefault(model, ModelLock())

@@ -8,7 +8,6 @@ score the context. The probe then never reads the chunk's KV itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from fused_kv_llm.model import (
     ForwardPass,
     FusedCache,
     LoadedModel,
+    ModelOwner,
     PrefixKV,
     StopForwardError,
     attention_weights,
@@ -109,8 +109,8 @@ class AnchorBuilder:
     prefix : PrefixKV
     encode : callable
         Text to stand-alone token ids.
-    lock : context manager
-        Held during a forward.
+    owner : ModelOwner
+        Computes the forwards.
     """
 
     def __init__(
@@ -119,9 +119,9 @@ class AnchorBuilder:
         store: KVStore,
         prefix: PrefixKV,
         encode: Callable[[str], list[int]],
-        lock: AbstractContextManager[object],
+        owner: ModelOwner,
     ) -> None:
-        self._loaded, self._store, self._prefix, self._lock = loaded, store, prefix, lock
+        self._loaded, self._store, self._prefix, self._owner = loaded, store, prefix, owner
         self._encode = encode
         self._sidecars = store.sidecars
         self._pool = CachePool(loaded.dtype, loaded.device)
@@ -159,10 +159,14 @@ class AnchorBuilder:
             return sink_scores(stored.num_tokens)
         if anchors.rule == "knorm":
             return knorm_scores(stored.read_layers(0, stored.num_layers)[0])
-        with self._lock, torch.inference_mode():
-            self._loaded.check_unchanged()
-            ids = [*self._encode(_REPEAT), *token_ids]
-            return kvzip_scores(self._loaded, self._prefix, stored, ids, self._pool)
+        ids = [*self._encode(_REPEAT), *token_ids]
+
+        def compute() -> Tensor:
+            with torch.inference_mode():
+                self._loaded.check_unchanged()
+                return kvzip_scores(self._loaded, self._prefix, stored, ids, self._pool)
+
+        return self._owner.run(compute)
 
     def _derive(
         self, stored: StoredKV, token_ids: Sequence[int], anchors: Anchors, layers: Sequence[int]

@@ -48,7 +48,7 @@ class PreprocessingCounts(PassCounts):
 
 
 class BackgroundWork:
-    """One thread that works while no request wants the model.
+    """One thread that works beside requests.
 
     Missing chunks come first: they are ingested by the ordinary path, after the request that met them. Their KV is
     computed from the chunk's text, not captured from the live prompt: captured KV would depend on the question and on

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 __all__ = ["PendingChunk", "batches", "walk_neighbours"]
@@ -48,28 +48,31 @@ def walk_neighbours(chunks: Sequence[PendingChunk]) -> list[PendingChunk]:
 
 
 def batches(
-    chunks: Sequence[PendingChunk], max_tokens: int, num_tokens: Mapping[str, int], max_context_tokens: int
+    chunks: Sequence[PendingChunk],
+    max_tokens: Callable[[], int],
+    num_tokens: Mapping[str, int],
+    max_context_tokens: int,
 ) -> Iterator[list[PendingChunk]]:
     """Yield runs of chunks to be prefilled in one forward.
 
     Parameters
     ----------
     chunks : sequence of PendingChunk
-    max_tokens : int
-        Tokens of a batch; a longer chunk is a batch of its own.
+    max_tokens : callable
+        Says how many tokens a batch may have, for each; a longer chunk is a batch of its own.
     num_tokens : mapping of str to int
         Tokens of every context chunk, by key.
     max_context_tokens : int
         Tokens of the distinct context chunks of a batch, which are in memory at the same time.
     """
     batch: list[PendingChunk] = []
-    tokens, context = 0, set[str]()
+    tokens, most, context = 0, max_tokens(), set[str]()
     for chunk in chunks:
         together = context | set(chunk.neighbours)
-        too_many = tokens + len(chunk.token_ids) > max_tokens
+        too_many = tokens + len(chunk.token_ids) > most
         if batch and (too_many or sum(num_tokens[key] for key in together) > max_context_tokens):
             yield batch
-            batch, tokens, together = [], 0, set(chunk.neighbours)
+            batch, tokens, most, together = [], 0, max_tokens(), set(chunk.neighbours)
         batch.append(chunk)
         tokens, context = tokens + len(chunk.token_ids), together
     if batch:

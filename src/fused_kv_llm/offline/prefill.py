@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 
 from fused_kv_llm.chunk import ChunkKV
 from fused_kv_llm.errors import StoreFullError
-from fused_kv_llm.model import LoadedModel, PackedChunk, PrefixKV, prefill_packed
+from fused_kv_llm.model import LoadedModel, ModelOwner, PackedChunk, PrefixKV, prefill_packed
 from fused_kv_llm.prompt import content_hash
 from fused_kv_llm.report import IngestReport
 from fused_kv_llm.store import KVStore, stored_bytes_per_token
@@ -42,8 +41,8 @@ class Ingestor:
         What stands before every chunk.
     planner : CorpusPlanner
         Says which chunks are new.
-    lock : context manager
-        Held during a batch's forward, so that requests run between batches.
+    owner : ModelOwner
+        Computes the batches, between those of requests.
     preprocessor : Preprocessor or None
         Does the second pass; here it is only told of a caller's neighbours.
     """
@@ -55,7 +54,7 @@ class Ingestor:
         identity: str,
         prefix: PrefixKV,
         planner: CorpusPlanner,
-        lock: AbstractContextManager[object],
+        owner: ModelOwner,
         preprocessor: Preprocessor | None,
     ) -> None:
         self._loaded = loaded
@@ -63,7 +62,7 @@ class Ingestor:
         self._identity = identity
         self._prefix = prefix
         self._planner = planner
-        self._lock = lock
+        self._owner = owner
         self._preprocessor = preprocessor
 
     def run(
@@ -132,7 +131,7 @@ class Ingestor:
 
         writer = BackgroundWriter(write)
         try:
-            for batch in batches(new, BATCH_TOKENS, {}, 0):
+            for batch in batches(new, lambda: self._owner.piece_tokens(BATCH_TOKENS), {}, 0):
                 for item in zip(batch, self._prefill(batch), strict=True):
                     writer.submit(item)
         finally:
@@ -140,6 +139,8 @@ class Ingestor:
             writer.close()
 
     def _prefill(self, batch: Sequence[PendingChunk]) -> list[ChunkKV]:
-        with self._lock:
+        def compute() -> list[ChunkKV]:
             self._loaded.check_unchanged()
             return prefill_packed(self._loaded, [PackedChunk(chunk.token_ids) for chunk in batch], self._prefix)
+
+        return self._owner.run(compute, sum(len(chunk.token_ids) for chunk in batch))

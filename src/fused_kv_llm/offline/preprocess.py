@@ -17,7 +17,7 @@ from torch import Tensor
 from fused_kv_llm.chunk import ChunkKV
 from fused_kv_llm.context_shift import context_shift, shift_name
 from fused_kv_llm.errors import ChunkDamagedError, ConfigError
-from fused_kv_llm.model import LoadedModel, ModelLock, PackedChunk, PrefixKV, StoppedError, prefill_packed
+from fused_kv_llm.model import LoadedModel, ModelOwner, PackedChunk, PrefixKV, StoppedError, prefill_packed
 from fused_kv_llm.store import KVStore
 
 from .batches import PendingChunk, batches, walk_neighbours
@@ -33,7 +33,7 @@ CONTEXT_CHUNKS = 3
 """Neighbours that stand before a chunk at a time."""
 
 BATCH_TOKENS = 256
-"""Tokens of one forward: a request that comes meanwhile waits for its end."""
+"""Most tokens of one forward."""
 
 _PLAIN_KV_BYTES = 2**28
 
@@ -76,8 +76,8 @@ class Preprocessor:
         Knows the corpus.
     similarity : Similarity
         How similar chunks are found.
-    lock : ModelLock
-        Taken for background work, one small batch at a time.
+    owner : ModelOwner
+        Computes the batches, between those of requests.
     """
 
     def __init__(
@@ -87,14 +87,14 @@ class Preprocessor:
         prefix: PrefixKV,
         planner: CorpusPlanner,
         similarity: Similarity,
-        lock: ModelLock,
+        owner: ModelOwner,
     ) -> None:
         self._loaded = loaded
         self._store = store
         self._prefix = prefix
         self._planner = planner
         self._graph = NeighbourGraph(planner.identity, similarity)
-        self._lock = lock
+        self._owner = owner
         self._name = shift_name(similarity.count)
         self._met: set[str] = set()
         self._unstored: dict[str, tuple[int, ...]] = {}
@@ -145,7 +145,9 @@ class Preprocessor:
         StoppedError
             If it was stopped, or chunks were deleted meanwhile; it can be called again.
         """
-        self._graph.update(self._planner.catalog.keys(), self._texts_of, lambda: self._lock.wait(stopped))
+        self._graph.update(
+            self._planner.catalog.keys(), self._texts_of, lambda: self._owner.run(lambda: None, stopped=stopped)
+        )
         lacking = set(self._store.sidecars.lacking(self._planner.identity, self._name))
         met, self._met = self._met, set()
         lacking |= {key for key in met - lacking if not self._store.sidecars.has(key, self._name)}
@@ -199,7 +201,7 @@ class Preprocessor:
 
         writer = BackgroundWriter(write)
         try:
-            for batch in batches(walk_neighbours(plan.chunks), BATCH_TOKENS, num_tokens, budget_tokens):
+            for batch in batches(walk_neighbours(plan.chunks), self._piece_tokens, num_tokens, budget_tokens):
                 kept = plain.get(key for chunk in batch for key in (chunk.key, *chunk.neighbours))
                 for item in zip(batch, self._shifts(batch, kept, stopped), strict=True):
                     writer.submit(item)
@@ -245,7 +247,7 @@ class Preprocessor:
         """Return the KV of chunks right after the header: from the store where it is stored exactly, else computed."""
         found = {key: kv for key in keys if (kv := self._stored_kv(key, token_ids[key])) is not None}
         missing = [PendingChunk(key, "", token_ids[key]) for key in keys if key not in found]
-        for batch in batches(missing, BATCH_TOKENS, {}, 0):
+        for batch in batches(missing, self._piece_tokens, {}, 0):
             made = self._prefill([PackedChunk(chunk.token_ids) for chunk in batch], stopped)
             found.update(zip((chunk.key for chunk in batch), made, strict=True))
             self._neighbour_tokens += sum(len(chunk.token_ids) for chunk in batch)
@@ -283,9 +285,14 @@ class Preprocessor:
                 yield context_shift((before.keys, before.values), [(kv.keys, kv.values) for kv in after])
 
     def _prefill(self, chunks: Sequence[PackedChunk], stopped: Callable[[], bool]) -> list[ChunkKV]:
-        with self._lock.background(stopped):
+        def compute() -> list[ChunkKV]:
             self._loaded.check_unchanged()
             return prefill_packed(self._loaded, chunks, self._prefix)
+
+        return self._owner.run(compute, sum(len(chunk.token_ids) for chunk in chunks), stopped)
+
+    def _piece_tokens(self) -> int:
+        return self._owner.piece_tokens(BATCH_TOKENS)
 
     def _write(self, key: str, shift: dict[str, Tensor]) -> int | None:
         try:

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from fused_kv_llm.thread_pool import release_openmp_workers
+
 __all__ = ["BackgroundWriter"]
 
 T = TypeVar("T")
@@ -59,3 +61,5 @@ class BackgroundWriter(Generic[T]):
                 self._write(queued[0])
             except Exception as error:
                 self._error = error
+            # They would make those of the thread that owns the model sleep whenever they wait.
+            release_openmp_workers()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,20 +25,25 @@ from fused_kv_llm.errors import (
     QueueFullError,
     RequestCancelledError,
 )
-from fused_kv_llm.model import ModelLock, RaggedError, forward_ragged, lock_of
+from fused_kv_llm.model import ModelLock, RaggedError, StoppedError, forward_ragged, lock_of
 from fused_kv_llm.online import STUCK_S
 from fused_kv_llm.thread_pool import ThreadPool, release_openmp_workers
 
 from .crowding import CrowdedCores
+from .ingestion_pieces import IngestionPieces, Piece
 from .loader import Loader
 from .served_request import RequestHome, RequestState, ServedRequest
 from .waiting import WaitingRequests
 
 __all__ = ["StepLoop", "loop_of"]
 
+T = TypeVar("T")
+
 _log = logging.getLogger(__name__)
 
 _IDLE_S = 5.0
+# While others want the model's lock.
+_POLL_S = 0.02
 # Chunks of so many requests are found, opened and loaded while others are computed; those whose disk does not answer
 # come on top, up to a limit.
 _PLANNED_AHEAD = 4
@@ -78,6 +83,7 @@ class StepLoop:
         self._running: list[ServedRequest] = []
         self._planners = ThreadPool(_MOST_PLANNED, "fused-kv-plan")
         self._loader = Loader()
+        self._pieces = IngestionPieces()
         self._cores = CrowdedCores()
         self._thread: threading.Thread | None = None
         self._closing: list[tuple[RequestHome | None, threading.Event]] = []
@@ -114,9 +120,39 @@ class StepLoop:
                 )
             self._open += 1
             self._inbox.put(partial(self._waiting.add, request))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="fused-kv-steps", daemon=True)
-                self._thread.start()
+            self._start()
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="fused-kv-steps", daemon=True)
+            self._thread.start()
+
+    def run(self, work: Callable[[], T], num_tokens: int = 0, stopped: Callable[[], bool] = lambda: False) -> T:
+        """Have a piece of ingestion computed between the steps, and return what comes of it; see :class:`.ModelOwner`.
+
+        Raises
+        ------
+        StoppedError
+            If `stopped` says so before it has begun.
+        EngineClosedError
+            If the process ends.
+        """
+        if threading.current_thread() is self._thread:
+            # A constraint that ingests: the model is its own at the moment.
+            with self._lock:
+                return work()
+        if stopped():
+            raise StoppedError
+        release_openmp_workers()
+        piece = Piece(work, num_tokens)
+        with self._guard:
+            self._start()
+            self._inbox.put(partial(self._pieces.add, piece))
+        return piece.result(stopped)
+
+    def piece_tokens(self, most: int) -> int:
+        """Return how many tokens a piece of ingestion may compute now, at most `most`."""
+        return self._pieces.piece_tokens(most)
 
     def cancel(self, request: ServedRequest) -> None:
         """Give a request up at the next step."""
@@ -140,6 +176,8 @@ class StepLoop:
             for request in self._all():
                 if home is None or request.home is home:
                     self._give_up(request, error)
+            if home is None:
+                self._pieces.end()
             self._closing.append((home, done))
 
         self._inbox.put(give_up)
@@ -163,10 +201,10 @@ class StepLoop:
         """Take the messages, waiting for one if there is nothing to compute, and make a step; False at the end."""
         if not self._has_work():
             try:
-                self._inbox.get(timeout=self._patience_s())()
+                self._inbox.get(timeout=min(self._patience_s(), self._piece_due_s()))()
             except Empty:
                 with self._guard:
-                    if self._open == 0 and self._inbox.empty():
+                    if self._open == 0 and self._inbox.empty() and not self._pieces:
                         self._thread = None
                         self._planners.close()
                         self._loader.close()
@@ -178,8 +216,24 @@ class StepLoop:
             except Empty:
                 break
         self._tell_closed()
+        started_s = time.perf_counter()
         self.step()
+        if self._open:
+            self._pieces.requests_had(time.perf_counter() - started_s)
+        if self._piece_due_s() <= 0:
+            with self._lock:
+                self._pieces.compute_next()
         return True
+
+    def _piece_due_s(self) -> float:
+        """Return in how many seconds a piece of ingestion is due; infinity if steps come first."""
+        states = {request.state for request in self._running}
+        due_s = self._pieces.due_s(
+            fusing=RequestState.FUSING in states or self._next_with_room() is not None,
+            loading=bool(self._loading or self._waiting or self._ready),
+            decoding=RequestState.DECODING in states,
+        )
+        return max(due_s, _POLL_S) if self._lock.is_wanted else due_s
 
     def _tell_closed(self) -> None:
         """Tell those who close an engine whose requests have all ended."""
@@ -252,21 +306,23 @@ class StepLoop:
 
     def _let_in(self) -> ServedRequest | None:
         """Begin the next request that is loaded if there is room and no other is being fused; return it."""
-        request = self._next_loaded()
+        request = self._next_with_room()
         if request is None or any(other.state is RequestState.FUSING for other in self._running):
-            return None
-        limits, used = request.home.limits, sum(other.kv_nbytes for other in self._running)
-        room = len(self._running) < limits.num_seqs and used + request.kv_nbytes <= limits.pool_bytes
-        if self._running and not room:
             return None
         self._ready.remove(request)
         self._running.append(request)
         self._guarded(request, self._begin, request)
         return request
 
-    def _next_loaded(self) -> ServedRequest | None:
+    def _next_with_room(self) -> ServedRequest | None:
+        """Return the next request that is loaded, if it can begin beside those that run."""
         alone = not self._running
-        return next((request for request in self._ready if request.may_begin(alone=alone)), None)
+        request = next((request for request in self._ready if request.may_begin(alone=alone)), None)
+        if request is None or alone:
+            return request
+        limits, used = request.home.limits, sum(other.kv_nbytes for other in self._running)
+        room = len(self._running) < limits.num_seqs and used + request.kv_nbytes <= limits.pool_bytes
+        return request if room else None
 
     def _begin(self, request: ServedRequest) -> None:
         with self._lock:
@@ -359,7 +415,7 @@ class StepLoop:
     def _has_work(self) -> bool:
         if self._running:
             return True
-        if self._next_loaded() is not None:
+        if self._next_with_room() is not None:
             return True
         return len(self._waiting) > 0 and self._may_plan()
 
