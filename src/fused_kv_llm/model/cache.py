@@ -12,24 +12,48 @@ from fused_kv_llm.model.cache_pool import CachePool
 from fused_kv_llm.model.geometry import Geometry, KVShape
 from fused_kv_llm.model.pass_context import ForwardPass, LayerPass, required_pass
 
-__all__ = ["BatchCache", "FusedCache"]
+__all__ = ["BatchCache", "FusedCache", "PassLayer"]
 
 
-class _FusedLayer(CacheLayerMixin):
+class PassLayer(CacheLayerMixin):
+    """One layer of a cache in a pass of the engine, which says where keys and values go; it has no length of its own.
+
+    Parameters
+    ----------
+    layer_idx : int
+    """
+
+    def __init__(self, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing: whoever holds the keys and values made room for them."""
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the key length a mask would need; the engine's passes use none."""
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Return 0: nothing stands before what is given."""
+        return 0
+
+    def get_max_length(self) -> int:
+        """Return -1: it may have any length."""
+        return -1
+
+
+class _FusedLayer(PassLayer):
     """One layer of a :class:`FusedCache`: views into the request's buffers."""
 
     def __init__(self, cache: FusedCache, layer_idx: int, swaps: bool) -> None:
-        super().__init__()
+        super().__init__(layer_idx)
         self.cache = cache
-        self.layer_idx = layer_idx
         self.swaps = swaps
         shape = cache.geometry.shapes[layer_idx]
         self.keys = shape.of_keys(cache.keys[layer_idx])
         self.values = shape.of_values(cache.values[layer_idx])
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the buffers exist from the start."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -122,17 +146,12 @@ class FusedCache(Cache):
         return self.keys.nbytes + self.values.nbytes
 
 
-class _BatchLayer(CacheLayerMixin):
+class _BatchLayer(PassLayer):
     """One layer of a :class:`BatchCache`; its keys are None where the layer has none of its own."""
 
     def __init__(self, layer_idx: int, swaps: bool) -> None:
-        super().__init__()
-        self.layer_idx = layer_idx
+        super().__init__(layer_idx)
         self.swaps = swaps
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the batch's KV is kept as it comes."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -143,18 +162,6 @@ class _BatchLayer(CacheLayerMixin):
         fresh = key_states, value_states
         self.keys, self.values = fresh[::-1] if self.swaps else fresh
         return forward_pass.given(fresh)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the key length a mask would need; fused passes use none."""
-        return query_length, 0
-
-    def get_seq_length(self) -> int:
-        """Return 0: nothing stands before a batch."""
-        return 0
-
-    def get_max_length(self) -> int:
-        """Return -1: a batch may have any length."""
-        return -1
 
 
 class BatchCache(Cache):

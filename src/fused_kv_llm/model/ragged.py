@@ -13,12 +13,12 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from fused_kv_kernels import DecodeCaches, LayerWeights, decode_attention, decode_layers
 from fused_kv_llm.model.attention import check_attached
 from fused_kv_llm.model.attention_rule import AttentionRule
-from fused_kv_llm.model.cache import FusedCache
+from fused_kv_llm.model.cache import FusedCache, PassLayer
 from fused_kv_llm.model.forward import forward_rows
 from fused_kv_llm.model.loading import LoadedModel
 from fused_kv_llm.model.mask import MaskRule
@@ -174,16 +174,8 @@ def _of_part(index: int, run: Callable[..., _T], *args: object) -> _T:
         raise RaggedError(index, error) from error
 
 
-class _RaggedLayer(CacheLayerMixin):
-    """One layer of a :class:`_RaggedCache`."""
-
-    def __init__(self, layer_idx: int) -> None:
-        super().__init__()
-        self.layer_idx = layer_idx
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the buffers are the requests'."""
+class _RaggedLayer(PassLayer):
+    """One layer of a cache that hands every request its rows."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -192,18 +184,6 @@ class _RaggedLayer(CacheLayerMixin):
         forward_pass = required_pass(_RaggedPass)
         forward_pass.write(self.layer_idx, key_states, value_states)
         return forward_pass.given((key_states, value_states))
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the key length a mask would need; fused passes use none."""
-        return query_length, 0
-
-    def get_seq_length(self) -> int:
-        """Return no length: every request has its own."""
-        return 0
-
-    def get_max_length(self) -> int:
-        """Return no capacity: every request has its own."""
-        return -1
 
 
 def forward_ragged(loaded: LoadedModel, parts: Sequence[RaggedPart]) -> list[Tensor]:
