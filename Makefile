@@ -13,7 +13,7 @@ GEMMA := $(foreach part,gguf gguf-part1 gguf-part2 gguf-part3 gguf-part4,gemma3-
 WITH_DEPENDENCIES := tests/adapter tests/decoding tests/integrations tests/model tests/report tests/selectors \
 	tests/store/test_cipher.py tests/store/test_index.py tests/store/test_remote.py tests/store/test_round_trip.py
 
-.PHONY: demo test test-lowest test-newest has-newest-python test-gpu test-services stress lint format bench bench-gpu dist test-dist docs clean
+.PHONY: demo test test-lowest test-newest has-newest-python test-gpu test-services stress soak lint format bench bench-gpu dist test-dist docs clean
 
 $(BIN)/python:
 	@echo "Making a virtual environment in $(VENV)"
@@ -74,6 +74,10 @@ test-services: $(VENV)/.dev
 stress: $(VENV)/.dev
 	FUSED_KV_STRESS=1 $(BIN)/python -m pytest --timeout=3600 \
 		tests/store/test_stress.py tests/store/test_crash.py tests/store/test_damage.py
+
+# 10,000 requests of every kind on a tiny model, ten processes that are told to end; prints what is held after every 500.
+soak: $(VENV)/.dev
+	FUSED_KV_SOAK=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n0 -s --timeout=3600 tests/serving/test_soak.py
 
 # Fails, rather than skips, without a CUDA device.
 test-gpu: $(VENV)/.dev
