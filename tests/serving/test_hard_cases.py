@@ -19,7 +19,8 @@ from waiting import wait_until
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.errors import DeadlineError, EngineClosedError, FusedKVError
 from fused_kv_llm.online import Request, fusion
-from fused_kv_llm.serving import StepLoop, step_loop
+from fused_kv_llm.serving import StepLoop, scheduler
+from fused_kv_llm.serving.scheduler import Scheduler
 from fused_kv_llm.serving.waiting import WaitingRequests
 
 PROMPT = rag_prompt(SHORT[:3], "Which ferry is the largest?")
@@ -75,7 +76,7 @@ def open_chunks(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 def test_a_failing_step_ends_the_requests_in_it_and_no_others(
     engine: FusedKVEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chunks, run, failing = open_chunks(monkeypatch), step_loop.forward_ragged, threading.Event()
+    chunks, run, failing = open_chunks(monkeypatch), scheduler.forward_ragged, threading.Event()
 
     def run_or_fail(*args: Any) -> Any:
         if failing.is_set():
@@ -83,7 +84,7 @@ def test_a_failing_step_ends_the_requests_in_it_and_no_others(
             raise MemoryError("no memory for this step")
         return run(*args)
 
-    monkeypatch.setattr(step_loop, "forward_ragged", run_or_fail)
+    monkeypatch.setattr(scheduler, "forward_ragged", run_or_fail)
     first = engine.submit(PROMPT, max_tokens=1500)
     first.wait_for_first()
     slow = SlowPlans(engine, monkeypatch)
@@ -125,14 +126,14 @@ def test_what_fails_at_the_end_of_a_request_is_told(engine: FusedKVEngine, monke
 def test_waiting_for_a_slow_plan_past_the_deadline_costs_nothing(
     engine: FusedKVEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow, steps, step = SlowPlans(engine, monkeypatch), 0, StepLoop.step
+    slow, steps, step = SlowPlans(engine, monkeypatch), 0, Scheduler.step
 
-    def counted(self: StepLoop) -> None:
+    def counted(self: Scheduler) -> None:
         nonlocal steps
         steps += 1
         step(self)
 
-    monkeypatch.setattr(StepLoop, "step", counted)
+    monkeypatch.setattr(Scheduler, "step", counted)
     late = engine.submit(PROMPT, timeout_s=0.05)
     time.sleep(0.5)
     assert steps < 20

@@ -174,7 +174,7 @@ def test_a_higher_priority_comes_first(tmp_path: Path) -> None:
     with make_engine(tmp_path, max_num_seqs=1) as engine:
         with engine.model_lock:
             handles = [engine.submit(prompt, max_tokens=2, priority=-1) for prompt in prompts(6)]
-            wait_until(lambda: len(engine.requests._loop._waiting) <= 2)
+            wait_until(lambda: len(engine.requests._loop.scheduler.waiting) <= 2)
             handles.append(engine.submit(prompts(1)[0], max_tokens=2, priority=5))
         threads = [threading.Thread(target=lambda n=n: (handles[n].result(), order.append(n))) for n in range(7)]
         for thread in threads:

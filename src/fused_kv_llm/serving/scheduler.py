@@ -1,0 +1,274 @@
+"""The scheduler: which requests' chunks are loaded, who is let in, and whose rows the next step computes."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from fused_kv_llm.errors import ChunkDamagedError, DeadlineError
+from fused_kv_llm.model import ModelLock, RaggedError, forward_ragged
+from fused_kv_llm.online import STUCK_S
+from fused_kv_llm.thread_pool import ThreadPool
+
+from .crowding import CrowdedCores
+from .loader import Loader
+from .served_request import RequestState, ServedRequest
+from .waiting import WaitingRequests
+
+__all__ = ["Scheduler"]
+
+_log = logging.getLogger(__name__)
+
+# Chunks of so many requests are found, opened and loaded while others are computed; those whose disk does not answer
+# come on top, up to a limit.
+_PLANNED_AHEAD = 4
+_MOST_PLANNED = 16
+
+
+class Scheduler:
+    """Brings requests from stage to stage; used by the thread that computes.
+
+    Parameters
+    ----------
+    lock : ModelLock
+        Held during a forward.
+    post : callable
+        Has the thread that computes call something; other threads tell with it what they have done.
+    on_end : callable
+        Called when a request has ended.
+
+    Attributes
+    ----------
+    loads_ahead : bool
+        Whether what queued requests need is loaded while others are computed; off for measurements only.
+    waiting : WaitingRequests
+    """
+
+    def __init__(self, lock: ModelLock, post: Callable[[Callable[[], None]], None], on_end: Callable[[], None]) -> None:
+        self._lock, self._post, self._on_end = lock, post, on_end
+        self.loads_ahead, self.waiting = True, WaitingRequests()
+        self._loading: set[ServedRequest] = set()
+        self._given_up: dict[ServedRequest, BaseException] = {}
+        self._ready: deque[ServedRequest] = deque()
+        self._running: list[ServedRequest] = []
+        self._planners = ThreadPool(_MOST_PLANNED, "fused-kv-plan")
+        self._loader = Loader()
+        self._cores = CrowdedCores()
+
+    def rest(self) -> None:
+        """End the threads that help; the next request starts them again."""
+        self._planners.close()
+        self._loader.close()
+        self._cores.end()
+
+    def requests(self) -> list[ServedRequest]:
+        """Return those that have not ended."""
+        return [*self.waiting, *self._loading, *self._ready, *self._running]
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do something."""
+        if self._running or self._next_with_room() is not None:
+            return True
+        return len(self.waiting) > 0 and self._may_plan()
+
+    @property
+    def is_fusing(self) -> bool:
+        """Whether a request is being fused, or can begin."""
+        return self._is_any(RequestState.FUSING) or self._next_with_room() is not None
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a request waits or is loaded."""
+        return bool(self._loading or self.waiting or self._ready)
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether answers are being written."""
+        return self._is_any(RequestState.DECODING)
+
+    def _is_any(self, state: RequestState) -> bool:
+        return any(request.state is state for request in self._running)
+
+    def patience_s(self) -> float:
+        """Return after how many seconds it is to look again, though nobody has told it anything."""
+        waiting = (request.deadline_s for request in self.requests() if request not in self._given_up)
+        soonest_s = min(waiting, default=float("inf"))
+        # Nobody says that a disk does not answer.
+        most_s = STUCK_S if self._loading or self._ready else float("inf")
+        return max(0.0, min(most_s, soonest_s - time.perf_counter()))
+
+    def step(self) -> None:
+        """Do what is due: give up, plan ahead, let in, compute."""
+        self._give_up_overdue()
+        self._plan_ahead()
+        self._cores.look()
+        begun = self._let_in()
+        chosen = self._choose(begun)
+        if chosen:
+            self._compute(chosen)
+
+    def _give_up_overdue(self) -> None:
+        now_s = time.perf_counter()
+        for request in self.requests():
+            if request.deadline_s <= now_s and request not in self._given_up:
+                waited = f"{request.terms.timeout_s} s (timeout_s)"
+                self.give_up(request, DeadlineError(f"The request was not answered within {waited}; it was "
+                                                     f"{request.state.value} then."))  # fmt: skip
+
+    def _plan_ahead(self) -> None:
+        """Have the next requests' chunks found, opened and loaded."""
+        self._loader.look()
+        while self._may_plan():
+            request = self.waiting.take()
+            if request is None:
+                return
+            self._guarded(request, self._load, request)
+
+    def _may_plan(self) -> bool:
+        """Whether one more request may be opened and loaded ahead."""
+        ahead = [*self._loading, *self._ready]
+        if len(ahead) >= _MOST_PLANNED or sum(request.kv_nbytes for request in ahead) > _most_bytes(ahead):
+            return False
+        return sum(not request.is_stuck for request in ahead) < _PLANNED_AHEAD
+
+    def _load(self, request: ServedRequest) -> None:
+        ahead = bool(self._running or self._loading or self._ready)
+        request.loading_since_s = time.perf_counter()
+        self._planners.executor().submit(self._plan, request, ahead)
+        request.state = RequestState.LOADING
+        self._loading.add(request)
+
+    def _plan(self, request: ServedRequest, ahead: bool) -> None:
+        error = None
+        try:
+            request.plan(self._loader if self.loads_ahead else None, self._wake, ahead=ahead)
+        except BaseException as found:
+            error = found
+        self._post(partial(self._planned, request, error))
+
+    def _wake(self) -> None:
+        """Have the loop look again."""
+        self._post(lambda: None)
+
+    def _planned(self, request: ServedRequest, error: BaseException | None) -> None:
+        self._loading.discard(request)
+        error = self._given_up.pop(request, error)
+        if error is None:
+            self.waiting.charge(request, request.prompt_tokens)
+            self._ready.append(request)
+        else:
+            self._end(request, error)
+
+    def _let_in(self) -> ServedRequest | None:
+        """Begin the next request that is loaded if there is room and no other is being fused; return it."""
+        request = self._next_with_room()
+        if request is None or self._is_any(RequestState.FUSING):
+            return None
+        self._ready.remove(request)
+        self._running.append(request)
+        self._guarded(request, self._begin, request)
+        return request
+
+    def _next_with_room(self) -> ServedRequest | None:
+        """Return the next request that is loaded, if it can begin beside those that run."""
+        alone = not self._running
+        request = next((request for request in self._ready if request.may_begin(alone=alone)), None)
+        if request is None or alone:
+            return request
+        limits, used = request.home.limits, sum(other.kv_nbytes for other in self._running)
+        room = len(self._running) < limits.num_seqs and used + request.kv_nbytes <= limits.pool_bytes
+        return request if room else None
+
+    def _begin(self, request: ServedRequest) -> None:
+        with self._lock:
+            request.begin()
+
+    def _choose(self, begun: ServedRequest | None) -> list[tuple[ServedRequest, int | None]]:
+        """Return whose rows the step computes: every answer's next token, and as many of a prompt's as there is room.
+
+        A request that begins while others are answered waits a step for its first slice, since its probe was one.
+        """
+        decoding = [request for request in self._running if request.state is RequestState.DECODING]
+        fusing = [request for request in self._running if request.state is RequestState.FUSING]
+        chosen: list[tuple[ServedRequest, int | None]] = [(request, None) for request in decoding]
+        if fusing and not decoding:
+            chosen.append((fusing[0], None))
+        elif fusing and fusing[0] is not begun:
+            chosen.append((fusing[0], max(1, fusing[0].home.limits.batched_rows - len(decoding))))
+        return chosen
+
+    def _compute(self, chosen: list[tuple[ServedRequest, int | None]]) -> None:
+        started_s = time.perf_counter()
+        requests = [request for request, _ in chosen]
+        try:
+            with self._lock:
+                parts = [request.part(max_rows) for request, max_rows in chosen]
+                found = forward_ragged(requests[0].home.context.loaded, parts)
+        except RaggedError as error:
+            # The others' rows are computed again with the next step.
+            self._fail(requests[error.index], error.cause)
+            return
+        except BaseException as error:
+            # Nobody knows whose fault it is. Those that wait go on.
+            for request in requests:
+                self._fail(request, error)
+            return
+        seconds = time.perf_counter() - started_s
+        for request, logits in zip(requests, found, strict=True):
+            self._guarded(request, request.computed, logits, seconds)
+
+    # -- ends ------------------------------------------------------------------------------------------------
+
+    def _guarded(self, request: ServedRequest, run: Callable[..., object], *args: Any) -> None:
+        """Do something for a request; what goes wrong is its own."""
+        try:
+            run(*args)
+        except BaseException as error:
+            self._fail(request, error)
+        else:
+            if request.is_done:
+                self._end(request)
+
+    def _fail(self, request: ServedRequest, error: BaseException) -> None:
+        if request.is_done:
+            # Its caller has the answer already.
+            _log.warning("What a request held could not be given back: %s", error)
+        if request.is_done or not isinstance(error, ChunkDamagedError):
+            self._end(request, error)
+            return
+        self._running.remove(request)
+        self._guarded(request, request.plan_again, error)
+        if not request.is_done:
+            self._guarded(request, self._load, request)
+
+    def give_up(self, request: ServedRequest, error: BaseException) -> None:
+        """End a request with an error, at once or when its chunks are open."""
+        if request in self._loading:
+            # Its chunks are being opened by another thread.
+            self._given_up[request] = error
+        elif not request.is_done:
+            self.waiting.remove(request)
+            self._end(request, error)
+
+    def _end(self, request: ServedRequest, error: BaseException | None = None) -> None:
+        self._loading.discard(request)
+        self.waiting.remove(request)
+        for held in (self._ready, self._running):
+            if request in held:
+                held.remove(request)
+        try:
+            request.end(error)
+        except Exception as failure:
+            # Its caller knows why it ended. The others go on.
+            _log.warning("What a request held could not be given back: %s", failure)
+        finally:
+            self._on_end()
+
+
+def _most_bytes(ahead: Sequence[ServedRequest]) -> float:
+    return min((request.home.limits.pool_bytes for request in ahead), default=float("inf"))
