@@ -65,8 +65,8 @@ class Computed:
 
 def measure(engine: FusedKVEngine, prompt: str, repeats: int) -> dict[str, list[float]]:
     """Measure every case as often, in turns."""
-    loop = engine.requests._loop
-    look = loop._cores.look
+    cores = engine.requests._loop.scheduler._cores
+    look = cores.look
     seconds: dict[str, list[float]] = {}
     decode_s(engine, prompt)
     for _ in range(repeats):
@@ -76,12 +76,12 @@ def measure(engine: FusedKVEngine, prompt: str, repeats: int) -> dict[str, list[
             seconds.setdefault(name, []).append(decode_s(engine, prompt))
             thread.end()
         for name, crowded in (("beside_a_process_crowded", True), ("beside_a_process_not_crowded", False)):
-            loop._cores.look = look if crowded else lambda: None  # type: ignore[method-assign]
+            cores.look = look if crowded else lambda: None  # type: ignore[method-assign]
             with busy_process(2):
                 time.sleep(0.5)
                 seconds.setdefault(name, []).append(decode_s(engine, prompt))
-            loop._cores.end()
-        loop._cores.look = look  # type: ignore[method-assign]
+            cores.end()
+        cores.look = look  # type: ignore[method-assign]
         time.sleep(0.5)
         print({name: round(values[-1], 2) for name, values in seconds.items()}, flush=True)
     return seconds

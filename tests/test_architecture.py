@@ -25,7 +25,7 @@ BASES = {
 FLOORS = [
     {"fused_kv_kernels"},
     {"errors", "report"},
-    {"chunk", "config", "context_shift", "paths", "thread_pool"},
+    {"chunk", "config", "context_shift", "paths", "reading_lock", "thread_pool"},
     {"store", "prompt", "model"},
     {"selectors", "decoding", "catalog", "kv"},
     {"offline", "online"},

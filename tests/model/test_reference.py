@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sqlite3
-import threading
 import warnings
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -28,13 +28,27 @@ def engine(model: Any, folder: Path) -> FusedKVEngine:
     return FusedKVEngine(model, kv_dir=folder, **options)
 
 
+class Hidden:
+    """A number that no fingerprint sees, in whichever thread the model is run."""
+
+    __slots__ = ("_queue",)
+
+    def __init__(self, number: float) -> None:
+        self._queue: SimpleQueue[float] = SimpleQueue()
+        self._queue.put(number)
+
+    def __call__(self) -> float:
+        number = self._queue.get()
+        self._queue.put(number)
+        return number
+
+
 def hidden_scale(scale: float, dtype: torch.dtype = torch.float32) -> Any:
     """Return a model with a hook that scales by a number that no fingerprint sees."""
-    state = threading.local()
-    state.scale = scale
+    hidden = Hidden(scale)
 
     def hook(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-        return output * state.scale
+        return output * hidden()
 
     model = tiny_model().to(dtype)
     model.get_decoder().layers[1].self_attn.v_proj.register_forward_hook(hook)
@@ -66,12 +80,10 @@ def test_a_model_that_computes_something_else_is_told(dtype: torch.dtype, tmp_pa
 
 def test_what_only_the_output_shows_is_told(tmp_path: Path) -> None:
     """The KV is the same; the logits are not."""
-    state = threading.local()
 
     def build(scale: float) -> Any:
-        state.scale = scale
-        model = tiny_model()
-        model.lm_head.register_forward_hook(lambda module, inputs, output: output * state.scale)
+        hidden, model = Hidden(scale), tiny_model()
+        model.lm_head.register_forward_hook(lambda module, inputs, output: output * hidden())
         return model
 
     with engine(build(1.0), tmp_path) as fused:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fused_kv_llm.errors import MissingExtraError, ModelFileError
+from fused_kv_llm.reading_lock import READING
 
 __all__ = ["add_adapter", "base_of_adapter"]
 
@@ -68,7 +69,8 @@ def add_adapter(base: Any, folder: Path) -> Any:
     if not any((folder / name).is_file() for name in ("adapter_model.safetensors", "adapter_model.bin")):
         raise ModelFileError(f"The adapter in {folder} has no weights (adapter_model.safetensors): save it again.")
     try:
-        return PeftModel.from_pretrained(base, str(folder))
+        with READING:
+            return PeftModel.from_pretrained(base, str(folder))
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError) as error:
         raise ModelFileError(
             f"The adapter in {folder} cannot be put into its base {base.name_or_path!r}: {str(error)[:300]}"

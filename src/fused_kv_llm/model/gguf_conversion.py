@@ -23,6 +23,7 @@ from fused_kv_llm.model.families import check_model_type, refuse_known
 from fused_kv_llm.model.gguf_config import complete_config
 from fused_kv_llm.model.gguf_header import GGUFHeader, read_header
 from fused_kv_llm.paths import cache_folder
+from fused_kv_llm.reading_lock import READING
 
 __all__ = ["converted_gguf", "gguf_in"]
 
@@ -174,9 +175,10 @@ def _read(path: Path) -> tuple[Any, Any]:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-        model, found = AutoModelForCausalLM.from_pretrained(
-            path.parent, gguf_file=path.name, dtype=torch.float32, output_loading_info=True
-        )
+        with READING:
+            model, found = AutoModelForCausalLM.from_pretrained(
+                path.parent, gguf_file=path.name, dtype=torch.float32, output_loading_info=True
+            )
     except Exception as error:  # of a file that fits no model, transformers may raise anything
         raise ModelFileError(
             f"The GGUF file {str(path)!r} cannot be read by transformers: {type(error).__name__}: {error}. Load the "

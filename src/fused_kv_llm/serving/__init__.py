@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from .handle import PieceStream, RequestHandle
+from .home import RequestHome
 from .limits import Limits, limits_of
-from .served_request import RequestHome, RequestState, ServedRequest, Terms
+from .served_request import RequestState, ServedRequest
 from .step_loop import StepLoop, loop_of
+from .terms import Terms
 
 __all__ = [
     "Limits",

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fused_kv_llm.config import GenerationConfig
 from fused_kv_llm.decoding import Constraint
-from fused_kv_llm.errors import ChunkDamagedError, ConfigError
+from fused_kv_llm.errors import ChunkDamagedError
 from fused_kv_llm.model import ForwardPass, RaggedPart
 from fused_kv_llm.online import (
     STUCK_S,
     AnswerWriter,
     FusedPrompt,
     Fusion,
-    FusionContext,
     Recipe,
     Request,
     RequestLoading,
@@ -29,10 +28,11 @@ from fused_kv_llm.prompt import ChatPrompt
 from fused_kv_llm.report import FusionReport, RequestSpan
 
 from .handle import RequestHandle
-from .limits import Limits
+from .home import RequestHome
 from .loader import Loader
+from .terms import Terms
 
-__all__ = ["RequestHome", "RequestState", "ServedRequest", "Terms"]
+__all__ = ["RequestState", "ServedRequest"]
 
 
 class RequestState(Enum):
@@ -43,55 +43,6 @@ class RequestState(Enum):
     FUSING = "fusing"
     DECODING = "decoding"
     DONE = "done"
-
-
-class RequestHome(Protocol):
-    """The engine that a request is of: its store, and what it learns from requests."""
-
-    context: FusionContext
-    limits: Limits
-    context_length: int
-    tenant: str
-    closed: bool
-
-    def plan(self, prompt: str | Sequence[dict[str, Any]] | ChatPrompt, report: FusionReport) -> Request:
-        """Find and open the chunks of a prompt."""
-
-    def discard(self, error: ChunkDamagedError, report: FusionReport) -> None:
-        """Put a damaged chunk away, so that the next plan does without it."""
-
-    def check_unchanged(self) -> None:
-        """Make sure that the model is still the one whose KV is stored."""
-
-    def answered(self, prompt_text: str) -> None:
-        """Learn that a prompt is being answered no more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """What a caller asks for besides the answer.
-
-    Parameters
-    ----------
-    priority : int
-        Requests of a higher priority come first.
-    timeout_s : float or None
-        Seconds from submission after which the request is given up.
-
-    Raises
-    ------
-    ConfigError
-        If one of them is no number, or the seconds are not positive.
-    """
-
-    priority: int = 0
-    timeout_s: float | None = None
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.priority, int) or isinstance(self.priority, bool):
-            raise ConfigError(f"priority={self.priority!r} is not a whole number")
-        if self.timeout_s is not None and not (isinstance(self.timeout_s, (int, float)) and self.timeout_s > 0):
-            raise ConfigError(f"timeout_s={self.timeout_s!r} is not a positive number of seconds, or None")
 
 
 class ServedRequest:

@@ -24,9 +24,10 @@ from fused_kv_llm.errors import (
 from fused_kv_llm.model import ModelLock, StoppedError, lock_of
 from fused_kv_llm.thread_pool import release_openmp_workers
 
+from .home import RequestHome
 from .ingestion_pieces import IngestionPieces, Piece
 from .scheduler import Scheduler
-from .served_request import RequestHome, ServedRequest
+from .served_request import ServedRequest
 
 __all__ = ["StepLoop", "loop_of"]
 

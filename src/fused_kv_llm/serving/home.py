@@ -1,0 +1,37 @@
+"""What a request asks of the engine that it is of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from fused_kv_llm.errors import ChunkDamagedError
+from fused_kv_llm.online import FusionContext, Request
+from fused_kv_llm.prompt import ChatPrompt
+from fused_kv_llm.report import FusionReport
+
+from .limits import Limits
+
+__all__ = ["RequestHome"]
+
+
+class RequestHome(Protocol):
+    """The engine that a request is of: its store, and what it learns from requests."""
+
+    context: FusionContext
+    limits: Limits
+    context_length: int
+    tenant: str
+    closed: bool
+
+    def plan(self, prompt: str | Sequence[dict[str, Any]] | ChatPrompt, report: FusionReport) -> Request:
+        """Find and open the chunks of a prompt."""
+
+    def discard(self, error: ChunkDamagedError, report: FusionReport) -> None:
+        """Put a damaged chunk away, so that the next plan does without it."""
+
+    def check_unchanged(self) -> None:
+        """Make sure that the model is still the one whose KV is stored."""
+
+    def answered(self, prompt_text: str) -> None:
+        """Learn that a prompt is being answered no more."""
