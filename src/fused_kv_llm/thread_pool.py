@@ -20,9 +20,8 @@ def release_openmp_workers() -> None:
     """End the OpenMP workers of the calling thread; its next parallel computation starts new ones.
 
     Every thread that computes gets workers of its own, which wait for the next time. GNU's OpenMP counts them, and once
-    they are more than the cores, all workers of the process go to sleep almost at once when they wait. On two cores
-    that made decoding 1.6 times slower in one thread after another thread had computed. Does nothing with another
-    OpenMP.
+    they are more than the cores, all workers of the process go to sleep almost at once when they wait: decoding in one
+    thread is slower after another thread has computed. Does nothing with another OpenMP.
     """
     library = loaded_openmp()
     if library is not None:
