@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from corpus import SHORT, rag_prompt
 from models import smollm2_tokenizer, tiny_model
@@ -72,8 +73,9 @@ class Soak:
     checked: list[_Checked] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        # Other tests' loops rest for some seconds before they end.
+        # Other tests' loops rest for some seconds before they end, and their engines may still be open.
         self._others = set(threading.enumerate())
+        self._other_stores = WeakSet(thing for thing in gc.get_objects() if type(thing) is KVStore)
         self.model, self._damaging = tiny_model(), threading.Lock()
         self.engines = [self._engine(tenant) for tenant in TENANTS]
         for engine in self.engines:
@@ -221,5 +223,5 @@ class Soak:
         held = [thing for thing in gc.get_objects() if type(thing) is FusedCache and thing._buffer is not None]
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         threads = tuple(sorted(thread.name for thread in set(threading.enumerate()) - self._others))
-        stores = sum(type(thing) is KVStore for thing in gc.get_objects())
+        stores = sum(type(thing) is KVStore and thing not in self._other_stores for thing in gc.get_objects())
         return State(pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir("/proc/self/fd")), threads, len(held), stores)
