@@ -254,12 +254,22 @@ def test_first_ask() -> None:
 
 def test_requests_at_once() -> None:
     found = record("serving_cpu.json")
-    rate = {(row["system"], row["at_once"]): f"{row['tokens_per_s']:.0f}" for row in found["rows"]}
+    rate = {(row["system"], row["load"], row["at_once"]): f"{row['tokens_per_s']:.0f}" for row in found["rows"]}
     text = " ".join((ROOT / "docs" / "serving.md").read_text(encoding="utf-8").split())
-    assert rate["fused", 8] == rate["fused", 16]
-    assert f"{min(found['prompt_tokens']):,} to {max(found['prompt_tokens']):,} tokens" in text
-    assert f"at {rate['fused', 1]} answer tokens a second one after another, and at {rate['fused', 8]} with 8" in text
-    assert f"one after another, at {rate['plain', 1]} (" in text
+    prompts, gaps = found["prompt_tokens"], found["gaps"]["fused"]
+    assert f"{min(prompts['prompt']):,} to {max(prompts['prompt']):,} tokens" in text
+    alone, eight, sixteen = (rate["fused", "closed", at_once] for at_once in (1, 8, 16))
+    assert (
+        f"at {alone} answer tokens a second one after another, at {eight} with 8 at once and at {sixteen} with 16"
+        in text
+    )
+    assert f"one after another, at {rate['plain', 'closed', 1]}." in text
+    assert f"wrote {rate['fused', 'short', 8]} tokens a second" in text
+    held_up = (
+        f"A prompt of {prompts['long']:,} tokens held seven running answers up for {gaps['beside']['gap_max_s']:.2f} s"
+    )
+    assert held_up in text
+    assert f"every {gaps['alone']['gap_p50_s']:.2f} s without it" in text
 
 
 def test_the_second_model_is_sooner() -> None:
