@@ -270,6 +270,10 @@ def test_requests_at_once() -> None:
     )
     assert held_up in text
     assert f"every {gaps['alone']['gap_p50_s']:.2f} s without it" in text
+    peer = record("serving_vllm_cpu.json")
+    at_once, short = (f"{row['tokens_per_s']:.0f}" for row in peer["rows"])
+    assert f"without prefix hits: {at_once} tokens a second with 8 at once, {short} with 8 short prompts" in text
+    assert f"held up for {peer['gaps']['vllm']['beside']['gap_max_s']:.2f} s (`serving_vllm_cpu.json`)" in text
 
 
 def test_the_second_model_is_sooner() -> None:
