@@ -11,7 +11,7 @@ from models import smollm2_tokenizer, tiny_model
 
 from fused_kv_kernels.reference import token_scores_reference
 from fused_kv_llm import FusedKVEngine
-from fused_kv_llm.online.probe import probe_scores
+from fused_kv_llm.online.probe import QuestionProbe
 from fused_kv_llm.report import FusionReport
 from fused_kv_llm.selectors import QueryAttention, View
 
@@ -64,7 +64,7 @@ def test_probe_scores_equal_plain_attention(engine: FusedKVEngine, layers: tuple
     request = engine.requests.planner.plan(rag_prompt(SHORT[:6]), FusionReport())
     kv = stitched(engine, request)
     with torch.inference_mode():
-        got = probe_scores(engine.loaded, request, kv, View(layers, full_context)).mean(0)
+        got = QuestionProbe(engine.loaded, request, kv, View(layers, full_context)).scores().mean(0)
         want = _plain_scores(engine, request, layers, full_context)
     request.close()
     torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-4)

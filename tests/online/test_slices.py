@@ -56,6 +56,7 @@ def fused(
     whole_prompt = Fusion(engine.requests.context, request, recipe, request.num_tokens, report)
     with torch.inference_mode(), closing(whole_prompt) as fusion:
         fusion.begin()
+        fusion.select()
         prompt = None
         while prompt is None:
             part = fusion.next_slice(max_rows)
@@ -106,6 +107,7 @@ def test_a_slice_that_is_run_again_corrects_its_chunks_once(engine: FusedKVEngin
     whole_prompt = Fusion(engine.requests.context, request, recipe, request.num_tokens, report)
     with torch.inference_mode(), closing(whole_prompt) as fusion:
         fusion.begin()
+        fusion.select()
         part: RaggedPart = fusion.next_slice()
         forward_ragged(engine.loaded, [part])
         (logits,) = forward_ragged(engine.loaded, [fusion.next_slice()])

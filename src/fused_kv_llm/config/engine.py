@@ -211,7 +211,8 @@ class EngineConfig(BaseModel):
     )
     """How many rows a step computes while answers are being written, one for each answer and the rest for the next
     prompt: more bring the next first token sooner, fewer let answers flow more evenly. By default 48 for each thread
-    of a CPU, 2048 on a GPU."""
+    of a CPU, 2048 on a GPU. Where a prompt is computed layer by layer, it is how many of its rows go through a layer
+    together, by default 256 for each thread."""
 
     kv_pool_bytes: Annotated[int | str | None, Option(unit="bytes"), BeforeValidator(_size)] = Field(
         default=None, frozen=True

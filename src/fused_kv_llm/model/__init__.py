@@ -7,8 +7,9 @@ from .attention_rule import AttentionRule
 from .attention_weights import attention_weights
 from .cache import BatchCache, FusedCache
 from .cache_pool import CachePool
+from .decoder_stack import may_pause
 from .embedded import EMBEDDED_MODELS, embedded_model_folder
-from .forward import PrefixKV, compute_prefix, forward_kv, forward_rows
+from .forward import PrefixKV, compute_prefix, forward_kv, forward_rows, pause_at
 from .geometry import Geometry, KVShape, Rotation
 from .loading import LoadedModel, choose_device, choose_dtype, load_model
 from .lock import ModelLock, lock_of
@@ -16,6 +17,7 @@ from .narrowing import NarrowingPass
 from .owner import ModelOwner, StoppedError
 from .packed import PackedChunk, prefill_packed
 from .pass_context import ForwardPass, KVPass, LayerFiller, StopForwardError
+from .pausing import PausedError
 from .ragged import RaggedError, RaggedPart, forward_ragged
 from .reference import compare_reference, compute_reference, measure_noise
 
@@ -36,6 +38,7 @@ __all__ = [
     "ModelOwner",
     "NarrowingPass",
     "PackedChunk",
+    "PausedError",
     "PrefixKV",
     "RaggedError",
     "RaggedPart",
@@ -54,6 +57,8 @@ __all__ = [
     "forward_rows",
     "load_model",
     "lock_of",
+    "may_pause",
     "measure_noise",
+    "pause_at",
     "prefill_packed",
 ]

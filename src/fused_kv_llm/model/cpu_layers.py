@@ -144,16 +144,25 @@ def _gated_mlp(module: Any, x: Tensor) -> Tensor:
 
 
 def _decoder_layer(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Run a layer, unless it was computed already; the forward may be left before and behind it."""
+    forward_pass = required_pass(LayerPass)
+    pausing = forward_pass.pausing
+    if forward_pass.next_layer > module.self_attn.layer_idx:
+        # With the layers before it, or before the forward was left.
+        return hidden_states if pausing is None or pausing.hidden is None else pausing.hidden
+    if pausing is None:
+        return _computed_layer(forward_pass, module, hidden_states, *args, **kwargs)
+    pausing.enter()
+    return pausing.leave(_computed_layer(forward_pass, module, hidden_states, *args, **kwargs))
+
+
+def _computed_layer(forward_pass: LayerPass, module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Run a layer in two calls around its attention, unless a part of it was wrapped, hooked or changed."""
     parts = None if args or hidden_states.dtype != torch.bfloat16 else own_parts(module)
     if parts is None:
         whole: Tensor = type(module).forward(module, hidden_states, *args, **kwargs)
         return whole
     attention, (cos, sin) = module.self_attn, kwargs["position_embeddings"]
-    forward_pass = required_pass(LayerPass)
-    if forward_pass.next_layer > attention.layer_idx:
-        # Computed with the layers before it.
-        return hidden_states
     rule = rule_of(attention, kwargs["attention_mask"], attention.scaling, attention.head_dim)
     stack = layers_alike(module) if forward_pass.decodes else []
     if len(stack) > 1:

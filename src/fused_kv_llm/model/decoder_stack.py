@@ -9,7 +9,7 @@ from fused_kv_kernels import LayerWeights
 from fused_kv_llm.model.fast_forward import FastForward, is_ours, own_parts
 from fused_kv_llm.model.narrowing import narrow_rows
 
-__all__ = ["layers_alike", "note_first_layer"]
+__all__ = ["layers_alike", "may_pause", "note_first_layer"]
 
 
 def note_first_layer(decoder: Any, way: Callable[..., Any]) -> None:
@@ -49,6 +49,22 @@ def layers_alike(layer: Any) -> list[LayerWeights]:
             break
         found.append(weights)
     return found
+
+
+def may_pause(decoder: Any) -> bool:
+    """Return whether a forward may be left between any two layers of a decoder.
+
+    Nobody may look at a whole layer, which is called again without computing when the forward goes on. Hooks of its
+    parts are called once.
+
+    Parameters
+    ----------
+    decoder : torch.nn.Module
+    """
+    layers = list(getattr(decoder, "layers", ()))
+    if not layers or getattr(vars(layers[0]).get("forward"), "decoder", None) is not decoder:
+        return False
+    return all(is_ours(layer, narrow_rows) for layer in layers)
 
 
 def _way(layer: Any) -> tuple[Any, ...]:

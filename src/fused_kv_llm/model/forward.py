@@ -10,12 +10,15 @@ from transformers.cache_utils import Cache
 
 from fused_kv_llm.model.attention import check_attached
 from fused_kv_llm.model.cache import BatchCache
+from fused_kv_llm.model.decoder_stack import may_pause
 from fused_kv_llm.model.loading import LoadedModel
+from fused_kv_llm.model.narrowing import NarrowingPass
 from fused_kv_llm.model.numbers import check_logits
 from fused_kv_llm.model.pass_context import ForwardPass, KVPass
+from fused_kv_llm.model.pausing import Pausing
 from fused_kv_llm.model.seam import run_decoder, run_model
 
-__all__ = ["PrefixKV", "compute_prefix", "forward_kv", "forward_rows"]
+__all__ = ["PrefixKV", "compute_prefix", "forward_kv", "forward_rows", "pause_at"]
 
 
 def forward_kv(loaded: LoadedModel, ids: Tensor, positions: Tensor, cache: Cache, forward_pass: ForwardPass) -> None:
@@ -67,6 +70,26 @@ def forward_rows(
     layers = [(layer.keys, layer.values) for layer in cache.layers]
     check_logits(logits, layers, loaded.model_id, loaded.dtype, forward_pass.rows)
     return logits
+
+
+def pause_at(loaded: LoadedModel, forward_pass: ForwardPass, at_s: float) -> None:
+    """Have a forward end with :class:`.PausedError` when its time is over, if the model's layers allow it.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+    forward_pass : ForwardPass
+        It may have been left before; it goes on then, or begins anew if somebody has changed a layer meanwhile.
+    at_s : float
+        See :class:`.Pausing`.
+    """
+    if forward_pass.pausing is None and at_s == float("inf"):
+        return
+    if isinstance(forward_pass, NarrowingPass) or not may_pause(loaded.model.get_decoder()):
+        forward_pass.pausing = None
+        return
+    forward_pass.pausing = forward_pass.pausing or Pausing()
+    forward_pass.pausing.at_s = at_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from fused_kv_kernels import LayerWeights, RowPlan
 from fused_kv_llm.errors import FusedKVError, UnsupportedModelError
 from fused_kv_llm.model.attention_rule import AttentionRule
 from fused_kv_llm.model.mask import MaskRule
+from fused_kv_llm.model.pausing import Pausing
 
 __all__ = [
     "ForwardPass",
@@ -66,16 +67,21 @@ class LayerPass:
         Whose keys and values the layer that attends sees: its own, or those of an earlier one.
     decodes : bool
         Whether :meth:`run_layers` may run several layers at once.
+    pausing : Pausing or None
+        Set where the forward may be left between two layers.
     """
 
     final_rows: slice | Tensor | None = None
     num_rows: int
     kv_layer: int
     decodes: bool = False
+    pausing: Pausing | None = None
 
     def begin(self) -> None:
-        """Expect the first layer."""
-        self.next_layer, self._is_entered = 0, False
+        """Expect the first layer, or the one that the forward was left before."""
+        if self.pausing is None or self.pausing.hidden is None:
+            self.next_layer = 0
+        self._is_entered = False
         # Weak, since what a layer sees may be a copy, which would be kept for all layers.
         self._given: list[ref[Tensor]] = []
 

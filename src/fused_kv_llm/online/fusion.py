@@ -5,6 +5,7 @@ load -> probe -> select -> recompute the selected and the fresh tokens by true p
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -14,7 +15,15 @@ from torch import Tensor
 
 from fused_kv_llm.errors import FusedKVError
 from fused_kv_llm.kv import PlacedChunk
-from fused_kv_llm.model import ForwardPass, FusedCache, LoadedModel, RaggedPart, forward_rows
+from fused_kv_llm.model import (
+    ForwardPass,
+    FusedCache,
+    LoadedModel,
+    PausedError,
+    RaggedPart,
+    forward_rows,
+    pause_at,
+)
 from fused_kv_llm.report import FusionReport, PromptTrace
 from fused_kv_llm.selectors import FirstLayersView, TransferringSelector, View, budget_tokens
 
@@ -22,7 +31,7 @@ from .context import FusionContext, Recipe
 from .first_layers import FirstLayersPass
 from .request import Request
 from .request_kv import RequestKV
-from .selection import describe_chunks, select, timed, view_of
+from .selection import Selection, describe_chunks, timed, view_of
 from .slices import first_slice
 from .transfer import TransferPass
 
@@ -95,6 +104,7 @@ class Fusion:
         self._budget = budget_tokens(recipe.ratio, self._selected.shape[0])
         self._rows = request.fresh_positions[:0]
         self._slice: RaggedPart | None = None
+        self._selection: Selection | None = None
         self._released = False
         with timed(report, "load"), torch.inference_mode():
             self._kv = RequestKV(context, request, capacity)
@@ -109,13 +119,7 @@ class Fusion:
         return self._kv.read_s
 
     def begin(self) -> None:
-        """Begin to load, and choose what is recomputed, unless the selector does so in the fused pass itself.
-
-        Raises
-        ------
-        ChunkDamagedError
-            If a chunk's file turns out to be damaged while it is read.
-        """
+        """Begin to load."""
         context, request, recipe, report, kv = self._context, self._request, self._recipe, self._report, self._kv
         view = view_of(recipe.selector, context.loaded, report) if self._budget and self._reuses else View()
         if self._reuses:
@@ -124,13 +128,69 @@ class Fusion:
             with timed(report, "load"):
                 kv.feed(() if by_anchors else view.layers, shifts_at_once=not by_anchors)
         if isinstance(view, FirstLayersView):
+            # It selects in the fused pass itself.
             probe = describe_chunks(request, recipe.seed)
             self._rows = (request.kind != -2).nonzero()[:, 0]
             self._slice = self._part(FirstLayersPass(request, kv, view, recipe.selector, probe, self._budget))
-            return
-        self._selected = select(context, request, kv, recipe, view, report)
-        report.selection_bytes += kv.bytes_read
-        self._rows = request.rows(self._selected)
+        else:
+            self._selection = Selection(context, request, kv, recipe, view, report)
+
+    def select(self, pause_at_s: float = float("inf")) -> None:
+        """Choose what is recomputed, unless that was done.
+
+        Parameters
+        ----------
+        pause_at_s : float
+            As :meth:`advance` takes it.
+
+        Raises
+        ------
+        ChunkDamagedError
+            If a chunk's file turns out to be damaged while it is read.
+        PausedError
+            If its time was over.
+        """
+        if self._selection is not None:
+            self._selected = self._selection.positions(pause_at_s)
+            self._selection = None
+            self._report.selection_bytes += self._kv.bytes_read
+            self._rows = self._request.rows(self._selected)
+
+    def advance(self, pause_at_s: float = float("inf"), max_rows: int | None = None) -> FusedPrompt | None:
+        """Select and recompute for some time, this request alone.
+
+        Parameters
+        ----------
+        pause_at_s : float
+            ``time.perf_counter()`` at which a pass is left between two layers; see
+            :func:`fused_kv_llm.model.pause_at`. Something is always computed.
+        max_rows : int or None
+            As :meth:`next_slice` takes it.
+
+        Returns
+        -------
+        FusedPrompt or None
+            None if something is left to do.
+
+        Raises
+        ------
+        ChunkDamagedError
+            If a chunk's file turns out to be damaged while it is read.
+        """
+        loaded = self._context.loaded
+        try:
+            if self._selection is not None:
+                self.select(pause_at_s)
+                if time.perf_counter() > pause_at_s:
+                    return None
+            part = self.next_slice(max_rows)
+            with timed(self._report, "fuse"):
+                pause_at(loaded, part.forward_pass, pause_at_s)
+                rows = part.forward_pass.rows
+                logits = forward_rows(loaded, part.ids[None], rows, part.cache, part.forward_pass)
+        except PausedError:
+            return None
+        return self.computed(logits[-1])
 
     def next_slice(self, max_rows: int | None = None) -> RaggedPart:
         """Return what is to be computed next; the same again until :meth:`computed` is called.
@@ -231,10 +291,7 @@ def fuse(context: FusionContext, request: Request, recipe: Recipe, capacity: int
     """
     with torch.inference_mode(), closing(Fusion(context, request, recipe, capacity, report)) as fusion:
         fusion.begin()
-        part = fusion.next_slice()
-        with timed(report, "fuse"):
-            logits = forward_rows(context.loaded, part.ids[None], part.forward_pass.rows, part.cache, part.forward_pass)
-        prompt = fusion.computed(logits[-1])
+        prompt = fusion.advance()
     if prompt is None:
         raise FusedKVError("A pass over all rows of a prompt has left some: this is a defect of the engine.")
     return prompt

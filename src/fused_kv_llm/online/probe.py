@@ -11,14 +11,22 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fused_kv_llm.model import AttentionRule, ForwardPass, LayerFiller, LoadedModel, StopForwardError, forward_kv
+from fused_kv_llm.model import (
+    AttentionRule,
+    ForwardPass,
+    LayerFiller,
+    LoadedModel,
+    StopForwardError,
+    forward_kv,
+    pause_at,
+)
 from fused_kv_llm.selectors import View
 
 from .anchors import ChunkAnchors
 from .request import Request
 from .request_kv import RequestKV
 
-__all__ = ["probe_scores"]
+__all__ = ["QuestionProbe"]
 
 _Keys = Callable[[int, Tensor], Tensor]
 """From a layer's index and the keys that the question sees there, to the keys that are scored ``[Hkv, N, D]``."""
@@ -36,7 +44,12 @@ class _ProbePass(ForwardPass):
         self.available = available
         self.indices = indices
         self.keys = keys
-        self.scores: list[Tensor] = []
+
+    def begin(self) -> None:
+        """Expect the first layer, or the one that the probe was left before."""
+        super().begin()
+        if self.next_layer == 0:
+            self.scores: list[Tensor] = []
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         """Score the context where the view asks for it; return the attention output, or end the forward."""
@@ -49,10 +62,8 @@ class _ProbePass(ForwardPass):
         return super().attend(layer_idx, q, k, v, rule)
 
 
-def probe_scores(
-    loaded: LoadedModel, request: Request, kv: RequestKV, view: View, anchors: ChunkAnchors | None = None
-) -> Tensor:
-    """Score every reusable chunk token by the question's attention to it.
+class QuestionProbe:
+    """Scores every reusable chunk token by the question's attention to it.
 
     Parameters
     ----------
@@ -65,34 +76,56 @@ def probe_scores(
         Layers to look at, and whether the question sees the chunks on its way.
     anchors : ChunkAnchors or None
         What a view with anchors sees of the chunks.
-
-    Returns
-    -------
-    Tensor
-        float32 ``[len(view.layers), C]``, by layer, aligned with ``request.chunk_positions``.
     """
-    device = loaded.device
-    rows, question = request.question_rows()
-    prefix = torch.arange(request.prefix_tokens)
-    chunk = request.chunk_positions
-    available = torch.cat((prefix, chunk, rows)).sort().values
-    seen = () if anchors is None else anchors.positions
-    visible = available if view.full_context else torch.cat((prefix, *seen, rows)).sort().values
-    indices = torch.searchsorted(available, rows[-question:]).to(device)
-    if anchors is None:
-        keys = _of_whole_layers(kv, view, available.to(device))
-        fillers = kv.fillers if view.full_context else ()
-        probe = _ProbePass(view, available.to(device), indices, keys, rows.to(device), visible.to(device), fillers)
-    else:
+
+    def __init__(
+        self, loaded: LoadedModel, request: Request, kv: RequestKV, view: View, anchors: ChunkAnchors | None = None
+    ) -> None:
+        self._loaded, self._cache, device = loaded, kv.cache, loaded.device
+        rows, question = request.question_rows()
+        prefix = torch.arange(request.prefix_tokens)
+        chunk = request.chunk_positions
+        available = torch.cat((prefix, chunk, rows)).sort().values
+        seen = () if anchors is None else anchors.positions
+        visible = available if view.full_context else torch.cat((prefix, *seen, rows)).sort().values
+        indices = torch.searchsorted(available, rows[-question:]).to(device)
+        self._rows, self._ids = rows.to(device), torch.tensor(request.ids)[rows][None].to(device)
+        self._of_chunks = torch.searchsorted(available, chunk)
+        if anchors is None:
+            keys = _of_whole_layers(kv, view, available.to(device))
+            fillers = kv.fillers if view.full_context else ()
+            self._pass = _ProbePass(view, available.to(device), indices, keys, self._rows, visible.to(device), fillers)
+            return
         at = torch.searchsorted(visible, rows).to(device)
         scored = anchors.place(kv.cache, visible, available)
         scored[:, :, : request.prefix_tokens] = kv.cache.keys[list(view.layers), 0, :, : request.prefix_tokens]
         keys = _of_sidecars(scored, view, torch.searchsorted(available, rows).to(device), at)
         positions = visible.to(device)
-        probe = _ProbePass(view, available.to(device), indices, keys, at, visible.shape[0], key_positions=positions)
-    ids = torch.tensor(request.ids)[rows]
-    forward_kv(loaded, ids[None].to(device), rows.to(device), kv.cache, probe)
-    return torch.stack(probe.scores).cpu()[:, torch.searchsorted(available, chunk)]
+        self._pass = _ProbePass(
+            view, available.to(device), indices, keys, at, visible.shape[0], key_positions=positions
+        )
+
+    def scores(self, pause_at_s: float = float("inf")) -> Tensor:
+        """Run the probe, or go on with it.
+
+        Parameters
+        ----------
+        pause_at_s : float
+            ``time.perf_counter()`` at which it is left, see :func:`fused_kv_llm.model.pause_at`.
+
+        Returns
+        -------
+        Tensor
+            float32 ``[len(view.layers), C]``, by layer, aligned with ``request.chunk_positions``.
+
+        Raises
+        ------
+        PausedError
+            If it was left.
+        """
+        pause_at(self._loaded, self._pass, pause_at_s)
+        forward_kv(self._loaded, self._ids, self._rows, self._cache, self._pass)
+        return torch.stack(self._pass.scores).cpu()[:, self._of_chunks]
 
 
 def _of_whole_layers(kv: RequestKV, view: View, available: Tensor) -> _Keys:

@@ -46,7 +46,6 @@ class RequestLoading:
         view = view_of(recipe.selector, context.loaded, FusionReport()) if budget and self._reuses else View()
         self._anchors = sidecar_name(view.anchors, view.layers) if isinstance(view, View) and view.anchors else None
         self._first: Sequence[int] = view.layers if isinstance(view, View) and view.anchors is None else ()
-        self._fuse_s: list[float] = []
 
     def begin(self, *, ahead: bool, on_change: Callable[[], None]) -> LoadAhead | None:
         """Find out whether the request's chunks have to be loaded; any thread may do it.
@@ -126,22 +125,15 @@ class RequestLoading:
             raise load.error
         return (load.ended_s or time.perf_counter()) - load.begun_s
 
-    def computed(self, seconds: float) -> None:
-        """Note that a slice of the prompt took so many seconds."""
-        self._fuse_s.append(seconds)
-
-    def learn(self, probe_s: float, read_s: float) -> None:
-        """Learn how long computing takes, from a prompt that was computed in one piece.
+    def learn(self, compute_s: float) -> None:
+        """Learn how long computing takes, from a prompt that was computed by itself.
 
         Parameters
         ----------
-        probe_s : float
-            Seconds of its probe.
-        read_s : float
-            Seconds of its probe and its pass in which it waited for stored KV, or read it.
+        compute_s : float
+            Seconds of its probe and its passes, without those in which it waited for stored KV, or read it.
         """
-        if len(self._fuse_s) == 1:
-            self._context.row_s.add(max(0.0, probe_s + self._fuse_s[0] - read_s) / self._rows)
+        self._context.row_s.add(max(0.0, compute_s) / self._rows)
 
     def _sidecar_places(self) -> list[Callable[[int, int], None]]:
         chunks, prefix, sidecars = self._request.chunks, self._request.prefix_tokens, self._context.sidecars

@@ -24,20 +24,22 @@ from fused_kv_llm.selectors import (
 
 from .anchors import ChunkAnchors, read_anchors
 from .context import FusionContext, Recipe
-from .probe import probe_scores
+from .probe import QuestionProbe
 from .request import Request
 from .request_kv import RequestKV
 
-__all__ = ["describe_chunks", "layer_scores", "select", "timed", "view_of"]
+__all__ = ["Selection", "describe_chunks", "layer_scores", "timed", "view_of"]
 
 
 @contextmanager
 def timed(report: FusionReport, stage: str) -> Iterator[None]:
     """Add the seconds of what happens inside to a stage of the report."""
     start = time.perf_counter()
-    with stage_span(stage):
-        yield
-    report.seconds[stage] = report.seconds.get(stage, 0.0) + time.perf_counter() - start
+    try:
+        with stage_span(stage):
+            yield
+    finally:
+        report.seconds[stage] = report.seconds.get(stage, 0.0) + time.perf_counter() - start
 
 
 def view_of(selector: Selector, loaded: LoadedModel, report: FusionReport) -> View | FirstLayersView:
@@ -80,10 +82,8 @@ def global_layers(layers: Sequence[int], with_full_attention: Sequence[int]) -> 
     return found or (min(with_full_attention, key=lambda layer: abs(layer - layers[-1])),)
 
 
-def select(
-    context: FusionContext, request: Request, kv: RequestKV, recipe: Recipe, view: View, report: FusionReport
-) -> Tensor:
-    """Return the chunk positions to recompute, int64, ascending.
+class Selection:
+    """The choice of the chunk tokens that are recomputed.
 
     Parameters
     ----------
@@ -97,20 +97,42 @@ def select(
     report : FusionReport
         Gets the seconds of probe and select, and what the anchors cost.
     """
-    chunk = request.chunk_positions
-    budget = budget_tokens(recipe.ratio, chunk.shape[0])
-    # Ratio 0 and ratio 1 leave nothing to decide, whatever the selector.
-    if budget in (0, chunk.shape[0]):
-        return chunk[:budget]
-    probe = describe_chunks(request, recipe.seed)
-    if view.layers:
-        with timed(report, "probe"):
-            anchors = _read_anchors(view, context, request)
-            probe = replace(probe, scores=probe_scores(context.loaded, request, kv, view, anchors).mean(0))
-        if anchors is not None:
-            _count_anchors(report, anchors)
-    with timed(report, "select"):
-        return checked_selection(recipe.selector, probe, budget)
+
+    def __init__(
+        self, context: FusionContext, request: Request, kv: RequestKV, recipe: Recipe, view: View, report: FusionReport
+    ) -> None:
+        self._context, self._request, self._kv = context, request, kv
+        self._recipe, self._view, self._report = recipe, view, report
+        self._probe: QuestionProbe | None = None
+
+    def positions(self, pause_at_s: float = float("inf")) -> Tensor:
+        """Return the chunk positions to recompute, int64, ascending.
+
+        Raises
+        ------
+        PausedError
+            If the probe was left when its time was over; called again, it goes on.
+        """
+        request, recipe, report = self._request, self._recipe, self._report
+        chunk = request.chunk_positions
+        budget = budget_tokens(recipe.ratio, chunk.shape[0])
+        # Ratio 0 and ratio 1 leave nothing to decide, whatever the selector.
+        if budget in (0, chunk.shape[0]):
+            return chunk[:budget]
+        known = describe_chunks(request, recipe.seed)
+        if self._view.layers:
+            with timed(report, "probe"):
+                known = replace(known, scores=self._question_probe().scores(pause_at_s).mean(0))
+        with timed(report, "select"):
+            return checked_selection(recipe.selector, known, budget)
+
+    def _question_probe(self) -> QuestionProbe:
+        if self._probe is None:
+            anchors = _read_anchors(self._view, self._context, self._request)
+            self._probe = QuestionProbe(self._context.loaded, self._request, self._kv, self._view, anchors)
+            if anchors is not None:
+                _count_anchors(self._report, anchors)
+        return self._probe
 
 
 def describe_chunks(request: Request, seed: int) -> Probe:
@@ -155,6 +177,6 @@ def layer_scores(context: FusionContext, request: Request, view: View) -> Tensor
     """
     with torch.inference_mode(), RequestKV(context, request, request.num_tokens) as kv:
         try:
-            return probe_scores(context.loaded, request, kv, view, _read_anchors(view, context, request))
+            return QuestionProbe(context.loaded, request, kv, view, _read_anchors(view, context, request)).scores()
         finally:
             kv.cache.release()

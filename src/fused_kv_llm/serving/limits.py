@@ -16,6 +16,8 @@ _SEQUENCES = {"cpu": 16, "cuda": 128}
 # With few rows, the weights are read once for little; with many, answers that are being written wait long for a step.
 _ROWS_PER_CORE = 48
 _ROWS_ON_A_GPU = 2048
+# One layer of so many takes about as long as the next tokens of a few answers.
+_LAYER_ROWS_PER_CORE = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,8 @@ class Limits:
         Requests whose KV is in memory.
     batched_rows : int
         Rows that a step computes while answers are being written; a chunk's recomputed tokens are not cut.
+    layer_rows : int
+        The same, of a prompt whose passes may be left between two layers.
     pool_bytes : int
         KV of these requests. One request is always let in.
     queued : int
@@ -36,6 +40,7 @@ class Limits:
 
     num_seqs: int
     batched_rows: int
+    layer_rows: int
     pool_bytes: int
     queued: int
 
@@ -44,10 +49,12 @@ def limits_of(config: EngineConfig, device: torch.device) -> Limits:
     """Return the limits of a configuration, those that it leaves open after the machine."""
     on_gpu = device.type == "cuda"
     given = None if config.kv_pool_bytes is None else int(config.kv_pool_bytes)
-    rows = _ROWS_ON_A_GPU if on_gpu else max(_ROWS_PER_CORE, _ROWS_PER_CORE * torch.get_num_threads())
+    cores = max(1, torch.get_num_threads())
+    rows = _ROWS_ON_A_GPU if on_gpu else _ROWS_PER_CORE * cores
     return Limits(
         num_seqs=config.max_num_seqs or _SEQUENCES["cuda" if on_gpu else "cpu"],
         batched_rows=config.max_batched_rows or rows,
+        layer_rows=config.max_batched_rows or _LAYER_ROWS_PER_CORE * cores,
         pool_bytes=int(_SHARE_OF_MEMORY * _free_bytes(device)) if given is None else given,
         queued=config.max_queued,
     )

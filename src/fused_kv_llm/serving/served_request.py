@@ -14,7 +14,7 @@ from torch import Tensor
 from fused_kv_llm.config import GenerationConfig
 from fused_kv_llm.decoding import Constraint
 from fused_kv_llm.errors import ChunkDamagedError
-from fused_kv_llm.model import ForwardPass, RaggedPart
+from fused_kv_llm.model import ForwardPass, RaggedPart, may_pause
 from fused_kv_llm.online import (
     STUCK_S,
     AnswerWriter,
@@ -170,6 +170,35 @@ class ServedRequest:
             self._planned = None
             self._fusion.begin()
 
+    def select(self) -> None:
+        """Choose what is recomputed; see :meth:`fused_kv_llm.online.Fusion.select`."""
+        if self._fusion is not None:
+            with self._span.within(self._stage):
+                self._fusion.select()
+
+    @property
+    def may_pause(self) -> bool:
+        """Whether its prompt's passes may be left between two layers, see :meth:`advance`."""
+        return may_pause(self.home.context.loaded.model.get_decoder())
+
+    def advance(self, pause_at_s: float, max_rows: int | None) -> None:
+        """Compute its prompt by itself until a moment, see :meth:`fused_kv_llm.online.Fusion.advance`.
+
+        Raises
+        ------
+        ChunkDamagedError
+            As :meth:`begin` does.
+        """
+        if self._fusion is None:
+            return
+        with self._span.within(self._stage):
+            prompt = self._fusion.advance(pause_at_s, max_rows)
+        if prompt is not None:
+            if self._loading is not None:
+                seconds = self.report.seconds
+                self._loading.learn(seconds.get("probe", 0.0) + seconds["fuse"] - self._fusion.read_s)
+            self._take_fused(prompt)
+
     def plan_again(self, error: ChunkDamagedError) -> None:
         """Go back to planning, without a chunk that turned out to be damaged."""
         self._loading = None
@@ -194,18 +223,11 @@ class ServedRequest:
         if self._fusion is not None:
             self._add("fuse", seconds)
             self._end_slice()
-            probe_s = self.report.seconds.get("probe", 0.0)
-            self._fused = self._fusion.computed(logits)
-            if self._loading is not None:
-                self._loading.computed(seconds)
-            if self._fused is None:
-                return
-            if self._loading is not None:
-                self._loading.learn(probe_s, self._fusion.read_s)
-            self._close_fusion()
-            self._begin_decoding()
-        else:
-            self._prompt_kv.cache.length += 1
+            prompt = self._fusion.computed(logits)
+            if prompt is not None:
+                self._take_fused(prompt)
+            return
+        self._prompt_kv.cache.length += 1
         self._write(logits)
 
     def end(self, error: BaseException | None = None) -> None:
@@ -244,6 +266,12 @@ class ServedRequest:
         if self._writer is None:
             raise RuntimeError(f"a request that is {self.state.value} has no answer yet")
         return self._writer
+
+    def _take_fused(self, prompt: FusedPrompt) -> None:
+        self._fused = prompt
+        self._close_fusion()
+        self._begin_decoding()
+        self._write(prompt.logits)
 
     def _begin_decoding(self) -> None:
         self.state = RequestState.DECODING
