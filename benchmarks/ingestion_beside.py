@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from busy import busy_process
+from copied_store import copied_store
 from environment import environment
 from evaluation.questions import read_corpus, read_questions
 from serving_systems import of_engine
@@ -141,10 +140,9 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "ingestion_beside_cpu.json")
     args = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="fused-kv-bench-")) / "kv"
-    if args.kv_dir is not None:
-        shutil.copytree(args.kv_dir, folder)
-    with FusedKVEngine("smollm2-135m", kv_dir=folder, memory_bytes=2 * 2**30, store_misses=False) as engine:
+    with FusedKVEngine(
+        "smollm2-135m", kv_dir=copied_store(args.kv_dir), memory_bytes=2 * 2**30, store_misses=False
+    ) as engine:
         prompts = [question.prompt("instruct") for question in read_questions(args.data, args.requests, 10)]
         texts = list(read_corpus(args.data))
         used = [text for text in texts if any(text in prompt for prompt in prompts)]

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -20,6 +18,7 @@ from typing import Any
 
 import torch
 from busy import busy_process
+from copied_store import copied_store
 from environment import environment
 from evaluation.questions import read_corpus, read_questions
 from serving_systems import of_engine
@@ -95,10 +94,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "threads_cpu.json")
     args = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="fused-kv-bench-")) / "kv"
-    if args.kv_dir is not None:
-        shutil.copytree(args.kv_dir, folder)
-    with FusedKVEngine("smollm2-135m", kv_dir=folder, memory_bytes=2 * 2**30, store_misses=False) as engine:
+    with FusedKVEngine(
+        "smollm2-135m", kv_dir=copied_store(args.kv_dir), memory_bytes=2 * 2**30, store_misses=False
+    ) as engine:
         prompt = read_questions(args.data, 1, 10)[0].prompt("instruct")
         engine.build_kv_cache([text for text in read_corpus(args.data) if text in prompt], preprocess="wait")
         seconds = measure(engine, prompt, args.repeats)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterable
 
@@ -15,6 +17,19 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
         if time.monotonic() > deadline:
             raise AssertionError(f"nothing happened within {timeout_s:g} s")
         time.sleep(0.005)
+
+
+def exit_status(child: int, timeout_s: float = 20.0) -> int | None:
+    """Return the status of a forked process when it ends; one that does not is killed, and there is None."""
+    until = time.monotonic() + timeout_s
+    while time.monotonic() < until:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return status
+        time.sleep(0.05)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
 
 
 def wait_until_in_memory(store: KVStore, keys: Iterable[str | None]) -> None:

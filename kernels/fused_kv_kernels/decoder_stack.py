@@ -1,7 +1,7 @@
 """Several decoder layers of a step that decodes: one new token of each of several sequences, through all of them.
 
-With a row for each sequence, what Python does between two operators takes a fifth of a step. On a CPU in bfloat16 the
-layers are one native call.
+With a row for each sequence, what Python does between two operators counts beside what they take. On a CPU in bfloat16
+the layers are one native call.
 """
 
 from __future__ import annotations

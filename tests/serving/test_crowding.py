@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 
 import pytest
+from busy import busy_process
 from waiting import wait_until
 
 from fused_kv_llm.serving import crowding
 from fused_kv_llm.serving.crowding import CrowdedCores
 from fused_kv_llm.thread_pool import available_cores, loaded_openmp
-
-BUSY = """
-import hashlib, threading
-def work():
-    data = b"x" * 10_000_000
-    while True:
-        hashlib.sha256(data).digest()
-for _ in range({count}):
-    threading.Thread(target=work).start()
-"""
 
 
 def _is_held() -> bool:
@@ -37,13 +26,9 @@ def test_others_that_want_the_cores_are_noticed(monkeypatch: pytest.MonkeyPatch)
         cores.look()
         return cores.is_crowded
 
-    script = BUSY.format(count=2 * available_cores())
-    with subprocess.Popen([sys.executable, "-c", script]) as other:
-        try:
-            wait_until(is_crowded, 30.0)
-            assert _is_held()
-        finally:
-            other.kill()
+    with busy_process(2 * available_cores()):
+        wait_until(is_crowded, 30.0)
+        assert _is_held()
     cores.end()
     wait_until(lambda: not _is_held())
 

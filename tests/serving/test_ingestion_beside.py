@@ -17,7 +17,7 @@ import pytest
 import torch
 from corpus import SHORT, rag_prompt
 from models import smollm2_tokenizer, tiny_model
-from waiting import wait_until
+from waiting import exit_status, wait_until
 
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.errors import EngineClosedError
@@ -310,15 +310,7 @@ def test_a_process_that_is_forked_during_an_ingestion_can_ingest(
             os._exit(0)
         finally:
             os._exit(2)
-    deadline, status = time.monotonic() + 20, None
-    while status is None and time.monotonic() < deadline:
-        pid, code = os.waitpid(child, os.WNOHANG)
-        status = code if pid else None
-        time.sleep(0.05)
-    if status is None:
-        os.kill(child, 9)
-        os.waitpid(child, 0)
-    assert status == 0
+    assert exit_status(child) == 0
     ingestion.join(60)
     assert ingestion.error is None
 

@@ -30,7 +30,7 @@ _MOST_PLANNED = 16
 # A prompt is computed beside answers for so many times as long as their next tokens take: answers flow more evenly with
 # less. With more, those that wait are answered sooner, and sooner together, which takes less time in all.
 _SHARE_OF_ANSWERS = 1.25
-_SHARE_WHILE_OTHERS_WAIT = 3.0
+_SHARE_WHILE_OTHERS_WAIT = 4.0
 # After which a prompt that is computed alone lets others in, and may be cancelled.
 _LONGEST_STEP_S = 0.25
 

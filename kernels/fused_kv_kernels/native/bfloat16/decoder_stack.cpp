@@ -1,5 +1,5 @@
 // Several decoder layers of a step that decodes, one after another: with a row for each sequence, what Python does
-// between a layer's three operators takes a fifth of a step.
+// between a layer's three operators counts beside what they take.
 #include "element.h"
 
 #include <utility>
