@@ -2,6 +2,7 @@
 
     python benchmarks/shared_chunks.py
     python benchmarks/shared_chunks.py --requests 1 8 --dtypes bfloat16 float32
+    python benchmarks/shared_chunks.py --engine --requests 8
 
 Requests share ten chunks of 200 tokens, of which each has recomputed 15% and asks a question of 50 tokens;
 SmolLM2-135M's shape. `shared` is one step of all layers with `decode_views`: chunks as they were prefilled, context
@@ -10,6 +11,10 @@ and once more with plain chunks, that is without shifts and vectors.
 `private` is the same step with `decode_attention`, each request with a cache into which all that was written. Both take
 turns, and the shortest of the rounds counts.
 
+With ``--engine`` whole requests are compared, with ``share_chunk_kv="always"`` and ``"never"``: SmolLM2 answers so many
+questions about ten passages at once, with 64 tokens each. What counts is how fast tokens come while all answers are
+being written, the best of the rounds, and the memory of a request that comes after the first.
+
 One bound is checked: a further request takes at most 0.4 of the memory of a private copy.
 """
 
@@ -17,6 +22,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,10 +43,13 @@ from fused_kv_kernels import (
     decode_attention,
     decode_views,
 )
+from fused_kv_llm import FusedKVEngine
+from fused_kv_llm.demo import handbook_passages
 
 MOST_OF_A_PRIVATE_COPY = 0.4
 LAYERS, Q_HEADS, KV_HEADS, DIM = 30, 9, 3, 64
 CHUNKS, TOKENS, QUESTION, SHARE = 10, 200, 50, 0.15
+ANSWER, END = 64, 2
 
 
 @dataclass(frozen=True)
@@ -141,17 +151,85 @@ def describe(r: dict[str, Any]) -> str:
     )
 
 
+def answers_at_once(engine: FusedKVEngine, prompts: list[str]) -> dict[str, float]:
+    """Return tokens a second while all prompts are answered, and the most bytes that one has for itself."""
+    moments: list[list[float]] = [[] for _ in prompts]
+    reports = [None] * len(prompts)
+
+    def ask(number: int) -> None:
+        handle = engine.submit(prompts[number], max_tokens=ANSWER, constraint=goes_on)
+        for piece in handle.pieces():
+            moments[number].append(time.perf_counter())
+            reports[number] = piece.report or reports[number]
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    from_s, to_s = max(one[0] for one in moments), min(one[-1] for one in moments)
+    count = sum(from_s < moment <= to_s for one in moments for moment in one)
+    own = max(report.own_kv_bytes for report in reports if report is not None)
+    shared = max(report.shared_kv_bytes for report in reports if report is not None)
+    return {"tokens_per_s": count / (to_s - from_s), "own_nbytes": own, "shared_nbytes": shared}
+
+
+def goes_on(token_ids: Any, logits: torch.Tensor) -> torch.Tensor:
+    """Keep an answer from ending: all have the same length."""
+    logits[END] = -torch.inf
+    return logits
+
+
+def measure_engine(requests: int, dtype: str, rounds: int) -> dict[str, Any]:
+    """Return tokens a second and bytes of both ways, which take turns."""
+    passages = handbook_passages()[:CHUNKS]
+    questions = [f"What is said about ferries, part {number}?" for number in range(requests)]
+    prompts = ["Context:\n" + "\n\n".join(passages[n % CHUNKS :] + passages[: n % CHUNKS]) + f"\n\n{question}"
+               for n, question in enumerate(questions)]  # fmt: skip
+    found: dict[str, list[dict[str, float]]] = {"always": [], "never": []}
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"kv_dir": folder, "dtype": dtype, "max_num_seqs": requests}
+        engines = {how: FusedKVEngine("smollm2-135m", share_chunk_kv=how, **options) for how in found}
+        engines["never"].build_kv_cache(passages, preprocess="wait", progress=False)
+        for turn in range(rounds + 1):
+            for how, engine in engines.items():
+                one = answers_at_once(engine, prompts)
+                if turn:
+                    found[how].append(one)
+        for engine in engines.values():
+            engine.close()
+    best = {how: max(found[how], key=lambda one: one["tokens_per_s"]) for how in found}
+    further = best["always"]["own_nbytes"] / best["never"]["own_nbytes"]
+    return {"dtype": dtype, "requests": requests, **best, "further_request": further,
+            "holds": further <= MOST_OF_A_PRIVATE_COPY}  # fmt: skip
+
+
+def describe_engine(r: dict[str, Any]) -> str:
+    """Return one measurement as a line."""
+    rates = [r[how]["tokens_per_s"] for how in ("always", "never")]
+    return (
+        f"engine, {r['dtype']}, {r['requests']} requests: shared {rates[0]:.0f} tokens/s, private {rates[1]:.0f} "
+        f"({rates[0] / rates[1]:.2f}x as fast); a further request takes {r['further_request']:.2f} of a private copy, "
+        f"at most {MOST_OF_A_PRIVATE_COPY}: {'holds' if r['holds'] else 'DOES NOT HOLD'}"
+    )
+
+
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"])
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--engine", action="store_true", help="compare whole requests")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "shared_chunks.json")
     args = parser.parse_args()
     records = []
     for dtype in args.dtypes:
         for requests in args.requests:
+            if args.engine:
+                records.append(measure_engine(requests, dtype, args.rounds))
+                print(describe_engine(records[-1]), flush=True)
+                continue
             for plain in (False, True):
                 records.append(measure(requests, getattr(torch, dtype), plain, args.rounds))
                 print(describe(records[-1]), flush=True)

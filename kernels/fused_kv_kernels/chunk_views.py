@@ -110,6 +110,13 @@ class LayerRotations:
         """Pairs of dimensions that are rotated."""
         return int(self.kinds[0].shape[0])
 
+    def same_as(self, other: LayerRotations) -> bool:
+        """Whether layers rotate alike, by both."""
+        if self is other:
+            return True
+        alike = self.kind_of == other.kind_of and self.interleaved == other.interleaved
+        return alike and all(map(torch.equal, self.kinds, other.kinds))
+
     def tables(self, positions: Tensor) -> list[RotationTable]:
         """Return a table of int64 positions for each kind of layer."""
         return [rotation_table(positions, one, self.interleaved) for one in self.kinds]

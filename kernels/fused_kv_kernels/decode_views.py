@@ -45,8 +45,8 @@ class DecodeViews:
     def __init__(self, sequences: Sequence[SequenceView], own_rows: Sequence[int]) -> None:
         self.sequences = list(sequences)
         self.own = DecodeCaches([(one.keys, one.values) for one in sequences], own_rows)
-        if len({id(one.rotations) for one in sequences}) > 1:
-            msg = "sequences must share their rotations: they are the model's"
+        if not all(one.rotations.same_as(sequences[0].rotations) for one in sequences):
+            msg = "sequences must have the same rotations: they are the model's"
             raise ValueError(msg)
         self.tables: ViewTables | None = None
         if self.own.entries is not None and all(one.is_dense for one in sequences):

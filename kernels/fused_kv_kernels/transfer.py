@@ -57,6 +57,7 @@ def transfer_deviation(
     fresh_values: Tensor,
     layer_keys: Tensor,
     layer_values: Tensor,
+    totals: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Correct one layer in place, given its fresh rows before they replace the stored ones.
 
@@ -73,6 +74,8 @@ def transfer_deviation(
         ``[Hk, R, Dk]`` and ``[Hv, R, Dv]``.
     layer_keys, layer_values : Tensor
         ``[Hk, N, Dk]`` and ``[Hv, N, Dv]``, changed in place.
+    totals : tuple of Tensor, optional
+        float32 ``[Hk, K, Dk]`` and ``[Hv, K, Dv]``, dense: what :func:`deviation_vectors` returns is added to them.
 
     Raises
     ------
@@ -90,13 +93,29 @@ def transfer_deviation(
     if 2 * table.half > layer_keys.shape[2]:
         msg = f"a rotation table {list(table.cos.shape)} and keys {list(layer_keys.shape)} do not fit together"
         raise ValueError(msg)
-    if use_triton("deviation transfer", *indices, **operands):
+    if totals is not None:
+        _check_totals(plan, totals, stored)
+    on_triton = use_triton("deviation transfer", *indices, **operands)
+    if not on_triton and supports(fresh_keys, fresh_values, *stored) and supports_rows(*stored):
+        native_transfer(plan, table, fresh_keys, fresh_values, layer_keys, layer_values, totals)
+        return
+    if totals is not None:
+        added = deviation_vectors(plan, table, (fresh_keys, fresh_values), stored)
+        for total, more in zip(totals, added, strict=True):
+            total.add_(more)
+    if on_triton:
         triton_op("transfer_deviation", layer_keys.device)(plan, table, *operands.values())
-        return
-    if supports(fresh_keys, fresh_values, *stored) and supports_rows(*stored):
-        native_transfer(plan, table, fresh_keys, fresh_values, layer_keys, layer_values)
-        return
-    _in_torch(plan, table, (fresh_keys, fresh_values), stored)
+    else:
+        _in_torch(plan, table, (fresh_keys, fresh_values), stored)
+
+
+def _check_totals(plan: TransferPlan, totals: tuple[Tensor, Tensor], stored: tuple[Tensor, Tensor]) -> None:
+    for total, layer in zip(totals, stored, strict=True):
+        shape = layer.shape[0], plan.spans.shape[0], layer.shape[2]
+        fits = (total.shape, total.dtype, total.device) == (shape, torch.float32, layer.device)
+        if not fits or not total.is_contiguous():
+            msg = f"totals {total.dtype} {list(total.shape)} on {total.device} must be dense float32 {list(shape)}"
+            raise ValueError(msg)
 
 
 def _in_torch(

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tolerance import assert_near
 
-from fused_kv_kernels import TransferPlan, rotation_table, transfer_deviation
+from fused_kv_kernels import TransferPlan, deviation_vectors, rotation_table, transfer_deviation
 from fused_kv_kernels.reference import rerotate_keys_reference
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -73,7 +73,12 @@ def _compare(
     got = [part.to(device, copy=True) for part in layer]
     plan = TransferPlan(**{name: table.to(device) for name, table in tables.items()})
     table = rotation_table(torch.arange(count), _inv_freq(rotary), interleaved).to(device)
-    transfer_deviation(plan, table, *(part.to(device) for part in fresh), *got)
+    fresh_there = [part.to(device) for part in fresh]
+    added = deviation_vectors(plan, table, (fresh_there[0], fresh_there[1]), (got[0], got[1]))
+    totals = [torch.full_like(vectors, 0.5) for vectors in added]
+    transfer_deviation(plan, table, *fresh_there, *got, (totals[0], totals[1]))
+    for total, vectors in zip(totals, added, strict=True):
+        torch.testing.assert_close(total, 0.5 + vectors, atol=1e-4, rtol=1e-4)
     for part, expected, before in zip(got, want, layer, strict=True):
         assert_near(part, expected, dtype)
         assert torch.equal(part.cpu()[:, untouched], before[:, untouched])

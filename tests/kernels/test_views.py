@@ -300,9 +300,10 @@ def test_what_does_not_fit_is_refused() -> None:
         SequenceView([ChunkView(chunk, 0, 0)], own["keys"].bfloat16(), own["values"].bfloat16(), rotations)
     with pytest.raises(ValueError, match="same number of dimensions"):
         LayerRotations([torch.zeros(4), torch.zeros(8)])
-    one, other = (SequenceView([], **{n: x.clone() for n, x in own.items()}, rotations=r)
-                  for r in (rotations, model.rotations()))  # fmt: skip
-    with pytest.raises(ValueError, match="share their rotations"):
+    one, other, alike = (SequenceView([], **{n: x.clone() for n, x in own.items()}, rotations=r)
+                         for r in (rotations, Model(rotary=32).rotations(), model.rotations()))  # fmt: skip
+    with pytest.raises(ValueError, match="have the same rotations"):
         DecodeViews([one, other], [0, 0])
+    DecodeViews([one, alike], [0, 0])
     with pytest.raises(ValueError, match="position 5 lies outside"):
         DecodeViews([one], [5])

@@ -87,9 +87,9 @@ def native_transfer(
     fresh_values: Tensor,
     layer_keys: Tensor,
     layer_values: Tensor,
+    totals: Pair | None = None,
 ) -> None:
-    """Correct one layer in place, as :func:`fused_kv_kernels.transfer_deviation` does."""
-
+    """Correct one layer in place, as :func:`fused_kv_kernels.transfer_deviation` does; the totals are dense."""
     fresh_rows, selected, bounds, spans = (
         part.to(torch.int64).contiguous() for part in (plan.fresh_rows, plan.selected, plan.bounds, plan.spans)
     )
@@ -106,6 +106,7 @@ def native_transfer(
         spans.shape[0],
         table.cos.data_ptr(),
         table.sin.data_ptr(),
+        *((None, None) if totals is None else (total.data_ptr() for total in totals)),
         *_layer(layer_keys, layer_values, table),
     )
 

@@ -79,6 +79,12 @@ def _size(value: Any, info: ValidationInfo) -> int | None:
     return None if value is None else parse_bytes(value, info.field_name or "size")
 
 
+def _sharing(value: Any) -> Any:
+    if value not in ("auto", "always", "never"):
+        raise ConfigError(f"share_chunk_kv={value!r} is unknown: use 'auto', 'always' or 'never'")
+    return value
+
+
 def _preprocessing(value: Any) -> Any:
     if value not in ("similar", "none"):
         raise ConfigError(f"preprocessing={value!r} is unknown: use 'similar' or 'none'")
@@ -219,6 +225,12 @@ class EngineConfig(BaseModel):
     )
     """How much KV the requests that are computed at once may take; others wait. By default a quarter of the memory that
     is free."""
+
+    share_chunk_kv: Annotated[Literal["auto", "always", "never"], BeforeValidator(_sharing)] = Field(
+        default="auto", frozen=True
+    )
+    """Whether answers that are being written share the KV of their chunks, on a CPU: ``"auto"`` where ``kv_pool_bytes``
+    gets short and it saves memory, ``"always"``, or ``"never"``. A copy for each is faster."""
 
     max_queued: Annotated[int, Option(unit="requests"), BeforeValidator(_queued)] = Field(default=1024, frozen=True)
     """How many requests may wait; more are refused with ``QueueFullError``."""

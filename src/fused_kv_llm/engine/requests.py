@@ -16,6 +16,7 @@ from torch import Tensor
 from fused_kv_llm.config import GenerationConfig
 from fused_kv_llm.decoding import Constraint
 from fused_kv_llm.errors import ChunkDamagedError
+from fused_kv_llm.kv import PagePool, why_not_shared
 from fused_kv_llm.model import CachePool
 from fused_kv_llm.online import (
     FusedPrompt,
@@ -71,9 +72,13 @@ class RequestRunner:
         threads = reader_threads(parts.loaded.device)
         self._readers = ThreadPool(threads, "fused-kv-read") if threads else None
         pool = CachePool(parts.loaded.dtype, parts.loaded.device)
+        geometry, device = parts.loaded.geometry, parts.loaded.device
+        shares = limits.share_chunk_kv != "never"
+        why_not = why_not_shared(geometry, device) or "" if shares else ""
         self.context = FusionContext(
-            parts.loaded, parts.prefix, pool, parts.store.sidecars, self._readers, parts.shift_name
-        )
+            parts.loaded, parts.prefix, pool, parts.store.sidecars, self._readers, parts.shift_name,
+            PagePool(geometry) if shares and not why_not else None, why_not,
+        )  # fmt: skip
         self._loop = loop_of(parts.loaded.model)
 
     def submit(

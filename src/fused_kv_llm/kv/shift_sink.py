@@ -14,6 +14,7 @@ from fused_kv_kernels import ChunkShift, ShiftStack, TransferPlan, fit_shifts
 from fused_kv_llm.context_shift import place_weight
 from fused_kv_llm.model import FusedCache, Geometry
 
+from .chunk_changes import ChunkChanges
 from .placed_chunk import PlacedChunk
 
 __all__ = ["ShiftSink"]
@@ -31,22 +32,35 @@ class ShiftSink:
     cache : FusedCache
     geometry : Geometry
         How the model rotates keys.
+    changes : ChunkChanges or None
+        Where it is noted what was added.
     """
 
     def __init__(
-        self, chunks: Sequence[PlacedChunk], prefix_tokens: int, cache: FusedCache, geometry: Geometry
+        self,
+        chunks: Sequence[PlacedChunk],
+        prefix_tokens: int,
+        cache: FusedCache,
+        geometry: Geometry,
+        changes: ChunkChanges | None = None,
     ) -> None:
         weights = [place_weight(chunk.segment.start - prefix_tokens, chunk.stored.num_tokens) for chunk in chunks]
-        self._shifted = [pair for pair in zip(chunks, weights, strict=True) if pair[1] > 0]
+        self._shifted = [
+            (number, chunk, weight)
+            for number, (chunk, weight) in enumerate(zip(chunks, weights, strict=True))
+            if weight > 0
+        ]
         self._cache = cache
         self._geometry = geometry
+        self._changes = changes
         self._stack = ShiftStack([], [])
+        self._numbers = list[int]()
         self.layers = range(0)
 
     @property
     def keys(self) -> list[str]:
         """Keys of the chunks that are shifted, each once."""
-        return list(dict.fromkeys(chunk.stored.key for chunk, _ in self._shifted))
+        return list(dict.fromkeys(chunk.stored.key for _, chunk, _ in self._shifted))
 
     def receive(self, layers: range, parts: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Take some layers of the context shifts; they replace what was received before.
@@ -58,13 +72,14 @@ class ShiftSink:
             By chunk key, the tensors of :func:`fused_kv_llm.context_shift.context_shift`. A chunk without any stays as
             it is stored.
         """
-        shifts, deltas = [], []
-        for chunk, weight in self._shifted:
+        shifts, deltas, self._numbers = [], [], []
+        for number, chunk, weight in self._shifted:
             part = parts.get(chunk.stored.key)
             if part is not None:
                 keys, values = ((part[name], part[f"{name}_scale"]) for name in ("keys", "values"))
                 shifts.append(ChunkShift(chunk.segment.start, chunk.inside, weight, keys, values))
                 deltas.append(chunk.delta)
+                self._numbers.append(number)
         tables = self._geometry.tables(torch.tensor(deltas, dtype=torch.int64), self._cache.keys.device)
         self._stack = ShiftStack(shifts, tables[layers.start : layers.stop])
         self.layers = layers
@@ -72,6 +87,7 @@ class ShiftSink:
     def add(self, layer_idx: int) -> None:
         """Add one of the received layers to the chunks that stand in the cache."""
         self._stack.add(layer_idx - self.layers.start, *self._layer(layer_idx))
+        self._note(layer_idx, self._stack.weights)
 
     def refit(self, layer_idx: int, plan: TransferPlan, damping_tokens: float, fresh: tuple[Tensor, Tensor]) -> None:
         """Add one of the received layers once more, as far as recomputed tokens show that it holds in this prompt.
@@ -91,7 +107,13 @@ class ShiftSink:
             Keys and values ``[Hkv, R, D]`` of the pass's rows.
         """
         number, layer = layer_idx - self.layers.start, self._layer(layer_idx)
-        self._stack.add(number, *layer, fit_shifts(plan, self._stack, number, damping_tokens, fresh, layer))
+        weights = fit_shifts(plan, self._stack, number, damping_tokens, fresh, layer)
+        self._stack.add(number, *layer, weights)
+        self._note(layer_idx, weights)
+
+    def _note(self, layer_idx: int, weights: Tensor) -> None:
+        if self._changes is not None and self._numbers:
+            self._changes.shift(layer_idx, self._numbers, weights)
 
     def _layer(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         return self._cache.keys[layer_idx, 0], self._cache.values[layer_idx, 0]

@@ -18,8 +18,10 @@ from .owner import ModelOwner, StoppedError
 from .packed import PackedChunk, prefill_packed
 from .pass_context import ForwardPass, KVPass, LayerFiller, StopForwardError
 from .pausing import PausedError
-from .ragged import RaggedError, RaggedPart, forward_ragged
+from .ragged import RaggedError, forward_ragged
+from .ragged_part import RaggedPart
 from .reference import compare_reference, compute_reference, measure_noise
+from .view_cache import ViewCache
 
 __all__ = [
     "ATTENTION_NAME",
@@ -45,6 +47,7 @@ __all__ = [
     "Rotation",
     "StopForwardError",
     "StoppedError",
+    "ViewCache",
     "attention_weights",
     "choose_device",
     "choose_dtype",

@@ -102,6 +102,8 @@ class FusedCache(Cache):
         Tokens of the prompt plus tokens to generate.
     pool : CachePool
         Where its memory comes from.
+    tightly : bool
+        Whether a buffer that is much larger is not taken, see :meth:`.CachePool.take`.
 
     Attributes
     ----------
@@ -114,18 +116,22 @@ class FusedCache(Cache):
         Tokens in place: the prompt's, then one more with each generated token.
     """
 
-    def __init__(self, geometry: Geometry, capacity: int, pool: CachePool) -> None:
+    def __init__(self, geometry: Geometry, capacity: int, pool: CachePool, *, tightly: bool = False) -> None:
         self._room = geometry.room
         heads, *dims = self._room
         shapes = [(geometry.num_layers, 1, heads, capacity, dim) for dim in dims]
         of_keys, of_values = map(math.prod, shapes)
         self.geometry = geometry
         self._pool = pool
-        self._buffer: Tensor | None = pool.take(of_keys + of_values)
+        self._buffer: Tensor | None = pool.take(of_keys + of_values, tightly=tightly)
         self.keys = self._buffer[:of_keys].view(shapes[0])
         self.values = self._buffer[of_keys : of_keys + of_values].view(shapes[1])
         self.length = 0
         super().__init__(layers=[_FusedLayer(self, idx, geometry.swaps) for idx in range(geometry.num_layers)])
+
+    def own_rows(self, positions: Tensor) -> Tensor:
+        """Return where tokens stand in the buffers, int64; here that is where they stand in the request."""
+        return positions
 
     def padded(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return a layer's keys ``[..., Hkv, R, D]`` and values ``[..., Hkv, R, Dv]`` as they stand in the buffers."""

@@ -36,11 +36,19 @@ class CachePool:
         # Reentrant: the collector may end a dropped stream, which gives its buffer back, while this thread holds it.
         self._lock = threading.RLock()
 
-    def take(self, numel: int) -> Tensor:
-        """Return a flat buffer of at least `numel` elements with undefined content."""
+    def take(self, numel: int, *, tightly: bool = False) -> Tensor:
+        """Return a flat buffer of at least `numel` elements with undefined content.
+
+        Parameters
+        ----------
+        numel : int
+        tightly : bool
+            Whether it may be larger by a quarter only: for who takes it to save memory.
+        """
+        # A much larger one would keep memory that this request does not need.
+        most = numel + numel // 4 if tightly else 4 * numel
         with self._lock:
-            # A much larger one would keep memory that this request does not need.
-            fitting = [at for at, kept in enumerate(self._kept) if numel <= kept.numel() <= 4 * numel]
+            fitting = [at for at, kept in enumerate(self._kept) if numel <= kept.numel() <= most]
             if fitting:
                 return self._kept.pop(min(fitting, key=lambda at: self._kept[at].numel()))
         return torch.empty(_rounded(numel), dtype=self._dtype, device=self._device)

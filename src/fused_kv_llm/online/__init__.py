@@ -12,6 +12,7 @@ from .read_ahead import reader_threads
 from .request import Request
 from .request_loading import RequestLoading
 from .selection import layer_scores, view_of
+from .sharing import Sharing
 
 __all__ = [
     "STUCK_S",
@@ -29,6 +30,7 @@ __all__ = [
     "Request",
     "RequestLoading",
     "RequestPlanner",
+    "Sharing",
     "fuse",
     "layer_scores",
     "loading_depth",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
+from fused_kv_llm.kv import PagePool
 from fused_kv_llm.model import CachePool, LoadedModel, PrefixKV
 from fused_kv_llm.selectors import Selector
 from fused_kv_llm.store import Sidecars
@@ -32,6 +33,10 @@ class FusionContext:
         Threads that read from disk; without them, the system is asked to read ahead.
     shift_name : str or None
         Name of the sidecars with the context shifts that are used; None uses none.
+    pages : PagePool or None
+        The pages of chunks that requests share; None where they do not.
+    why_no_pages : str
+        Why the model's requests cannot share any; empty if they can, or are not to.
     row_s : MovingAverage
         Seconds that probing and fusing took for a row of a prompt, without waiting for its KV.
     """
@@ -42,6 +47,8 @@ class FusionContext:
     sidecars: Sidecars
     readers: ThreadPool | None = None
     shift_name: str | None = None
+    pages: PagePool | None = None
+    why_no_pages: str = ""
     row_s: MovingAverage = field(default_factory=MovingAverage)
 
     @property

@@ -32,6 +32,7 @@ from .first_layers import FirstLayersPass
 from .request import Request
 from .request_kv import RequestKV
 from .selection import Selection, describe_chunks, timed, view_of
+from .sharing import Sharing
 from .slices import first_slice
 from .transfer import TransferPass
 
@@ -105,7 +106,7 @@ class Fusion:
         self._rows = request.fresh_positions[:0]
         self._slice: RaggedPart | None = None
         self._selection: Selection | None = None
-        self._released = False
+        self._released = self._narrows = False
         with timed(report, "load"), torch.inference_mode():
             self._kv = RequestKV(context, request, capacity)
 
@@ -129,6 +130,7 @@ class Fusion:
                 kv.feed(() if by_anchors else view.layers, shifts_at_once=not by_anchors)
         if isinstance(view, FirstLayersView):
             # It selects in the fused pass itself.
+            self._narrows = True
             probe = describe_chunks(request, recipe.seed)
             self._rows = (request.kind != -2).nonzero()[:, 0]
             self._slice = self._part(FirstLayersPass(request, kv, view, recipe.selector, probe, self._budget))
@@ -234,6 +236,19 @@ class Fusion:
         self._count()
         self._kv.cache.length, self._released = self._request.num_tokens, True
         return FusedPrompt(self._kv.cache, logits, self._selected, self._request.text)
+
+    @property
+    def why_private(self) -> str:
+        """Why a complete prompt cannot share its chunks' pages; empty if it can, or none of their KV is used."""
+        if self._reuses and self._narrows:
+            return f"{self._recipe.selector.name!r} recomputes more tokens in the first layers than in the others"
+        return self._context.why_no_pages if self._reuses else ""
+
+    def sharing(self) -> Sharing | None:
+        """Return what sharing its chunks' pages would bring a complete prompt; None if it cannot, or has none."""
+        if not self._reuses or self._narrows or self._context.pages is None:
+            return None
+        return Sharing(self._context, self._request, self._kv, self._selected)
 
     def close(self) -> None:
         """End the feeds and close the chunks; give the memory back unless the prompt is complete."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
-from fused_kv_llm.kv import ChunkSink, PlacedChunk, ShiftSink
+from fused_kv_llm.kv import ChunkChanges, ChunkSink, PlacedChunk, ShiftSink
 from fused_kv_llm.model import FusedCache, LayerFiller
 
 from .chunk_feed import ChunkFeed
@@ -36,6 +36,8 @@ class RequestKV:
     cache : FusedCache
     fillers : tuple of LayerFiller
         For the passes that attend to the chunks; empty before :meth:`feed`.
+    changes : ChunkChanges or None
+        What they add to the chunks, where that is noted so that their pages can be shared.
     """
 
     def __init__(self, context: FusionContext, request: Request, capacity: int) -> None:
@@ -48,6 +50,8 @@ class RequestKV:
         self.chunks: ChunkFeed | None = None
         self.shifts: ShiftFeed | None = None
         self.fillers: tuple[LayerFiller, ...] = ()
+        notes = context.pages is not None and bool(request.chunks)
+        self.changes = ChunkChanges(len(request.chunks), context.loaded.geometry) if notes else None
 
     def feed(self, first_layers: Sequence[int], *, shifts_at_once: bool) -> None:
         """Begin to read the request's chunks and their context shifts.
@@ -61,7 +65,7 @@ class RequestKV:
         """
         context, chunks = self._context, self._request.chunks
         geometry, executor = context.loaded.geometry, context.executor
-        shift_sink = ShiftSink(chunks, self._request.prefix_tokens, self.cache, geometry)
+        shift_sink = ShiftSink(chunks, self._request.prefix_tokens, self.cache, geometry, self.changes)
         sidecars, name = context.sidecars, context.shift_name
         loading = self._request.loading
         singly = loading is not None and not loading.is_complete

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Executor
 from functools import partial
 
@@ -103,6 +103,15 @@ class ShiftFeed:
         """
         self._receive(layer_idx)
         self._sink.refit(layer_idx, plan, damping_tokens, fresh)
+
+    def version(self, key: str) -> Hashable:
+        """Return which of the shifts that a chunk has had is added; None if none is."""
+        reader = self._readers.get(key)
+        return None if reader is None else reader.version
+
+    def read_all(self, key: str) -> dict[str, Tensor]:
+        """Return a chunk's shift in all layers; raises as :meth:`fill`."""
+        return self._readers[key].read(0, self._num_layers)
 
     def start(self) -> ReadAhead[dict[str, Tensor]]:
         """Open the sidecars, and begin to read the layers that are needed first."""

@@ -73,4 +73,5 @@ class TransferPass(ForwardPass):
         if self._kv.shifts is not None:
             self._kv.shifts.refit(layer_idx, self._plan, SHRINKAGE_TOKENS, fresh)
         layer = cache.keys[layer_idx, 0], cache.values[layer_idx, 0]
-        transfer_deviation(self._plan, self._tables[layer_idx], *fresh, *layer)
+        totals = None if self._kv.changes is None else self._kv.changes.vector_totals(layer_idx)
+        transfer_deviation(self._plan, self._tables[layer_idx], *fresh, *layer, totals)

@@ -46,6 +46,11 @@ class FusionReport:
         tier they came from; each file counts once.
     selection_bytes : int
         Bytes of stored KV and sidecars that the selector had to see before recomputation could begin.
+    own_kv_bytes, shared_kv_bytes : int
+        Bytes of the KV that the request had for itself while its answer was written, with room for all of it, and of
+        the chunks' pages that it shared with others; 0 if it had a copy of them.
+    not_shared : str
+        Why it had a copy, although it was to share; empty if it shared, or was not to.
     seconds : dict of str to float
         Seconds by stage: queue, align, load, probe, select, fuse, first_token, and step, the mean from token to token.
     ttft_s : float
@@ -70,6 +75,9 @@ class FusionReport:
     bytes_loaded: dict[str, int] = field(default_factory=dict)
     sidecar_bytes_loaded: dict[str, int] = field(default_factory=dict)
     selection_bytes: int = 0
+    own_kv_bytes: int = 0
+    shared_kv_bytes: int = 0
+    not_shared: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
     ttft_s: float = 0.0
     warnings: list[str] = field(default_factory=list)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -36,6 +37,8 @@ class Limits:
         KV of these requests. One request is always let in.
     queued : int
         Requests that wait.
+    share_chunk_kv : {"auto", "always", "never"}
+        Whether requests that decode share the KV of their chunks.
     """
 
     num_seqs: int
@@ -43,6 +46,7 @@ class Limits:
     layer_rows: int
     pool_bytes: int
     queued: int
+    share_chunk_kv: Literal["auto", "always", "never"]
 
 
 def limits_of(config: EngineConfig, device: torch.device) -> Limits:
@@ -57,6 +61,7 @@ def limits_of(config: EngineConfig, device: torch.device) -> Limits:
         layer_rows=config.max_batched_rows or _LAYER_ROWS_PER_CORE * cores,
         pool_bytes=int(_SHARE_OF_MEMORY * _free_bytes(device)) if given is None else given,
         queued=config.max_queued,
+        share_chunk_kv=config.share_chunk_kv,
     )
 
 

@@ -16,6 +16,7 @@ from fused_kv_llm.thread_pool import ThreadPool
 
 from .crowding import CrowdedCores
 from .loader import Loader
+from .running_kv import RunningKV
 from .served_request import RequestState, ServedRequest
 from .waiting import WaitingRequests
 
@@ -61,6 +62,7 @@ class Scheduler:
         self._given_up: dict[ServedRequest, BaseException] = {}
         self._ready: deque[ServedRequest] = deque()
         self._running: list[ServedRequest] = []
+        self._kv = RunningKV(self._running, self._ready)
         self._planners = ThreadPool(_MOST_PLANNED, "fused-kv-plan")
         self._loader = Loader()
         self._cores = CrowdedCores()
@@ -193,11 +195,11 @@ class Scheduler:
         request = next((request for request in self._ready if request.may_begin(alone=alone)), None)
         if request is None or alone:
             return request
-        limits, used = request.home.limits, sum(other.kv_nbytes for other in self._running)
-        room = len(self._running) < limits.num_seqs and used + request.kv_nbytes <= limits.pool_bytes
-        return request if room else None
+        has_room = len(self._running) < request.home.limits.num_seqs and self._kv.has_room(request)
+        return request if has_room else None
 
     def _begin(self, request: ServedRequest) -> None:
+        request.wants_shared = self._kv.wants_shared
         with self._lock:
             request.begin()
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fused_kv_llm.config import GenerationConfig
 from fused_kv_llm.decoding import Constraint
-from fused_kv_llm.errors import ChunkDamagedError
+from fused_kv_llm.errors import ChunkDamagedError, StoreError
 from fused_kv_llm.model import ForwardPass, RaggedPart, may_pause
 from fused_kv_llm.online import (
     STUCK_S,
@@ -23,6 +23,7 @@ from fused_kv_llm.online import (
     Recipe,
     Request,
     RequestLoading,
+    Sharing,
 )
 from fused_kv_llm.prompt import ChatPrompt
 from fused_kv_llm.report import FusionReport, RequestSpan
@@ -68,7 +69,12 @@ class ServedRequest:
     loading_since_s : float
         ``time.perf_counter()`` when the loop had it planned.
     prompt_tokens, kv_nbytes : int
-        Tokens of the prompt, and bytes of its KV with room for the answer; 0 before it is planned.
+        Tokens of the prompt, and bytes of its KV with room for the answer, without what it shares; 0 before it is
+        planned.
+    chunk_keys : frozenset of str
+        Of the chunks that its prompt has.
+    wants_shared : callable
+        Whether it is to share its chunks' pages once its prompt is complete, see :meth:`.RunningKV.wants_shared`.
     """
 
     def __init__(
@@ -88,6 +94,8 @@ class ServedRequest:
         self.report = FusionReport(recompute_ratio=recipe.ratio, selector=recipe.selector.name)
         self._prompt, self._recipe, self._config, self._constraint = prompt, recipe, config, constraint
         self.max_tokens, self.prompt_tokens, self.kv_nbytes, self._capacity = config.max_tokens, 0, 0, 0
+        self.chunk_keys = frozenset[str]()
+        self.wants_shared: Callable[[ServedRequest, Sharing | None], bool] = lambda request, sharing: False
         self._span = RequestSpan(home.context.loaded.model_id)
         self._stage, self._slice_span = self._span.start("prefill"), None
         self._planned: Request | None = None
@@ -135,6 +143,7 @@ class ServedRequest:
         loaded, self.prompt_tokens = self.home.context.loaded, self._planned.num_tokens
         self._capacity = min(self.prompt_tokens + self.max_tokens, self.home.context_length)
         self.kv_nbytes = self._capacity * loaded.geometry.kv_bytes_per_token(loaded.dtype)
+        self.chunk_keys = frozenset(chunk.stored.key for chunk in self._planned.chunks)
         self._loading = RequestLoading(self.home.context, self._planned, self._recipe)
         load = None if loader is None else self._loading.begin(ahead=ahead, on_change=on_change)
         if loader is not None and load is not None:
@@ -243,6 +252,20 @@ class ServedRequest:
 
     # -- inside ----------------------------------------------------------------------------------------------
 
+    def _share(self, fusion: Fusion, fused: FusedPrompt) -> None:
+        sharing = fusion.sharing()
+        if (sharing is None and not fusion.why_private) or not self.wants_shared(self, sharing):
+            return
+        if sharing is None:
+            self.report.not_shared = fusion.why_private
+            return
+        try:
+            fused.cache, self.report.shared_kv_bytes = sharing.share()
+        except (ChunkDamagedError, StoreError) as error:
+            self.report.not_shared = f"a chunk could not be read again: {error}"
+        else:
+            self.kv_nbytes = fused.cache.nbytes
+
     def _give_back(self) -> None:
         self._close_planned()
         self._close_fusion()
@@ -269,6 +292,8 @@ class ServedRequest:
 
     def _take_fused(self, prompt: FusedPrompt) -> None:
         self._fused = prompt
+        if self._fusion is not None:
+            self._share(self._fusion, prompt)
         self._close_fusion()
         self._begin_decoding()
         self._write(prompt.logits)
@@ -278,7 +303,7 @@ class ServedRequest:
         if self._stage is not None:
             self._stage.end()
         self._stage = self._span.start("decode")
-        cache = self._prompt_kv.cache
+        cache, self.report.own_kv_bytes = self._prompt_kv.cache, self.kv_nbytes
         config = replace(self._config, max_tokens=min(cache.get_max_length() - cache.length, self._config.max_tokens))
         loaded = self.home.context.loaded
         self._writer = AnswerWriter(loaded, config, self.report, self.arrived_s, self._constraint)

@@ -7,6 +7,7 @@ import threading
 import torch
 
 from fused_kv_llm.errors import ConfigError
+from fused_kv_llm.store.folder import FileVersion
 from fused_kv_llm.store.read.memory import ResidentFile
 from fused_kv_llm.store.read.open_file import OpenFile
 
@@ -41,6 +42,11 @@ class StoredSidecar:
     def in_memory(self) -> bool:
         """Whether nothing has to be read."""
         return self._tensors is not None
+
+    @property
+    def version(self) -> FileVersion:
+        """Which file it is: one that has replaced another has another version."""
+        return self._source.version
 
     @property
     def rows(self) -> int | None:
