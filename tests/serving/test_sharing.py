@@ -122,7 +122,10 @@ def test_sharing_lets_more_run_at_once(folder: Path, how: str, monkeypatch: pyte
     def counted(self: ServedRequest, *args: Any) -> None:
         nonlocal most
         write(self, *args)
-        running = engine.requests._loop.scheduler._running
+        scheduler, pages = engine.requests._loop.scheduler, engine.requests.context.pages
+        running = scheduler._running
+        # What each holds, and every page once.
+        assert scheduler._kv.nbytes == sum(one.kv_nbytes for one in running) + (0 if pages is None else pages.nbytes)
         most = max(most, sum(one.state is RequestState.DECODING for one in running))
 
     monkeypatch.setattr(ServedRequest, "_write", counted)
