@@ -66,7 +66,7 @@ def build(loaded: LoadedModel, data: Path, questions: list[Question], kv_dir: Pa
     """Prefill the passages that stand in prompts, and store what came of it in every dtype; return the rows."""
     used = list(dict.fromkeys(text for question in questions for text in question.passages))
     corpus = [text.strip() for text in read_corpus(data)]
-    with FusedKVEngine(loaded, kv_dir=kv_dir / "auto", store_misses=False) as engine:
+    with FusedKVEngine(loaded, kv_dir=kv_dir / "auto", store_misses=False, prefix_cache_bytes=0) as engine:
         near = neighbours_in(list(dict.fromkeys(corpus)), used, engine.config.num_neighbours, kv_dir)
         print(engine.build_kv_cache(used, neighbours=near, preprocess="wait").summary())
         keys = engine.store.keys(engine.identity)
@@ -185,7 +185,9 @@ def main() -> None:
     with ExitStack() as stack:
         engines = {
             name: stack.enter_context(
-                FusedKVEngine(loaded, kv_dir=kv_dir / name, store_misses=False, memory_bytes=256 << 20)
+                FusedKVEngine(
+                    loaded, kv_dir=kv_dir / name, store_misses=False, memory_bytes=256 << 20, prefix_cache_bytes=0
+                )
             )
             for name in STORAGE_DTYPES
         }

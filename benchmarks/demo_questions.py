@@ -105,7 +105,7 @@ def main() -> None:
     kv_dir = args.kv_dir or Path(tempfile.mkdtemp(prefix="fused-kv-demo-"))
     passages = read_passages([handbook_folder()])
     records = []
-    with FusedKVEngine("smollm2-135m", kv_dir=kv_dir, dtype=args.dtype) as engine:
+    with FusedKVEngine("smollm2-135m", kv_dir=kv_dir, dtype=args.dtype, prefix_cache_bytes=0) as engine:
         print(engine.build_kv_cache([passage.text for passage in passages], preprocess="wait").summary())
         made = {"model": "smollm2-135m", "dtype": engine.dtype, "kv_dtype": engine.kv_dtype}
         rag = Rag(PassageIndex.update(kv_dir, passages, embedder=MiniLM(), **made), engine, k=args.k, max_tokens=64)

@@ -141,7 +141,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "ingestion_beside_cpu.json")
     args = parser.parse_args()
     with FusedKVEngine(
-        "smollm2-135m", kv_dir=copied_store(args.kv_dir), memory_bytes=2 * 2**30, store_misses=False
+        "smollm2-135m",
+        kv_dir=copied_store(args.kv_dir),
+        memory_bytes=2 * 2**30,
+        store_misses=False,
+        prefix_cache_bytes=0,
     ) as engine:
         prompts = [question.prompt("instruct") for question in read_questions(args.data, args.requests, 10)]
         texts = list(read_corpus(args.data))

@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "loading_cpu.json")
     args = parser.parse_args()
     kv_dir = args.kv_dir or Path(tempfile.mkdtemp(prefix="fused-kv-bench-"))
-    with FusedKVEngine(args.model, kv_dir=kv_dir) as engine:
+    with FusedKVEngine(args.model, kv_dir=kv_dir, prefix_cache_bytes=0) as engine:
         questions = disjoint(read_questions(args.data, 100, 10), args.requests)
         prompts = [question.prompt("instruct") for question in questions]
         used = [text for text in read_corpus(args.data) if any(text in prompt for prompt in prompts)]
@@ -184,7 +184,7 @@ def main() -> None:
         tokens = [len(engine.encode(prompt)) for prompt in prompts]
         model = engine.loaded
     print(json.dumps(rows), flush=True)
-    with FusedKVEngine(model, kv_dir=kv_dir, memory_bytes=0) as engine:
+    with FusedKVEngine(model, kv_dir=kv_dir, memory_bytes=0, prefix_cache_bytes=0) as engine:
         queued = queue(engine, prompts, args.max_tokens, args.repeats)
     print_tables(rows, queued)
     result = {

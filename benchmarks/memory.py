@@ -20,7 +20,7 @@ def main() -> None:
     parser.add_argument("--dtype", default=None)
     args = parser.parse_args()
     prompt = sys.stdin.read()
-    with FusedKVEngine(args.model, kv_dir=args.kv_dir, dtype=args.dtype) as engine:
+    with FusedKVEngine(args.model, kv_dir=args.kv_dir, dtype=args.dtype, prefix_cache_bytes=0) as engine:
         # Work space that libraries keep from their first use (tokenizer caches, matrix products) is not the request's.
         engine.encode(prompt)
         engine.generate("Hello", max_tokens=2)

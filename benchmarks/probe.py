@@ -80,7 +80,8 @@ def main() -> None:
     result: dict[str, Any] = {"environment": environment(), "settings": vars(arguments), "lengths": []}
     print(json.dumps(result["environment"], indent=1))
     with tempfile.TemporaryDirectory() as folder:
-        options = {"kv_dir": arguments.kv_dir or folder, "preprocessing": "none", "store_misses": False}
+        options = {"kv_dir": arguments.kv_dir or folder, "preprocessing": "none", "store_misses": False,
+                   "prefix_cache_bytes": 0}  # fmt: skip
         with FusedKVEngine(arguments.model, dtype=arguments.dtype, **options) as engine:
             engine.build_kv_cache(texts, progress=False)
             for selector in arguments.selectors:

@@ -166,7 +166,7 @@ def main() -> None:
     """Run the benchmark."""
     args = arguments()
     kv_dir = args.kv_dir or Path(tempfile.mkdtemp(prefix="fused-kv-bench-"))
-    options = {"kv_dir": kv_dir, "dtype": args.dtype, "memory_bytes": 4 * 2**30}
+    options = {"kv_dir": kv_dir, "dtype": args.dtype, "memory_bytes": 4 * 2**30, "prefix_cache_bytes": 0}
     with FusedKVEngine(args.model, max_batched_rows=args.max_batched_rows, **options) as engine:
         asked = Questions(args, engine)
         print(engine.build_kv_cache(asked.passages, preprocess="wait").summary())

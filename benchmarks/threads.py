@@ -95,7 +95,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "threads_cpu.json")
     args = parser.parse_args()
     with FusedKVEngine(
-        "smollm2-135m", kv_dir=copied_store(args.kv_dir), memory_bytes=2 * 2**30, store_misses=False
+        "smollm2-135m",
+        kv_dir=copied_store(args.kv_dir),
+        memory_bytes=2 * 2**30,
+        store_misses=False,
+        prefix_cache_bytes=0,
     ) as engine:
         prompt = read_questions(args.data, 1, 10)[0].prompt("instruct")
         engine.build_kv_cache([text for text in read_corpus(args.data) if text in prompt], preprocess="wait")

@@ -216,7 +216,7 @@ def main() -> None:
     args = parser.parse_args()
     args.kv_dir = args.kv_dir or Path(tempfile.mkdtemp(prefix="fused-kv-bench-"))
     source = model_source(args.model)
-    engine = FusedKVEngine(source, kv_dir=args.kv_dir, dtype=args.dtype, memory_bytes=4 * 2**30)
+    engine = FusedKVEngine(source, kv_dir=args.kv_dir, dtype=args.dtype, memory_bytes=4 * 2**30, prefix_cache_bytes=0)
     plain = AutoModelForCausalLM.from_pretrained(
         locate(source)[1], dtype=engine.loaded.dtype, attn_implementation="sdpa"
     ).eval()

@@ -163,6 +163,7 @@ def main() -> int:
         engine = FusedKVEngine(
             model, tokenizer=word_tokenizer(args.words), kv_dir=kv_dir, memory_bytes=16 * 2**30,
             preprocessing="none", store_misses=False, wrap_chat_template=False,
+            prefix_cache_bytes=0,
         )  # fmt: skip
         measure_lengths(engine, Path(kv_dir), args, result)
         engine.close()

@@ -23,7 +23,7 @@ PROMPT = rag_prompt(TEXTS)
 
 
 def make_engine(folder: Path, **options: Any) -> FusedKVEngine:
-    options = {"preprocessing": "none", "store_misses": False, **options}
+    options = {"preprocessing": "none", "store_misses": False, "prefix_cache_bytes": 0, **options}
     return FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=folder, **options)
 
 

@@ -20,6 +20,6 @@ def passages() -> list[Passage]:
 
 @pytest.fixture(scope="session")
 def engine(tmp_path_factory: pytest.TempPathFactory, passages: list[Passage]) -> Iterator[FusedKVEngine]:
-    with FusedKVEngine("smollm2-135m", kv_dir=tmp_path_factory.mktemp("kv")) as made:
+    with FusedKVEngine("smollm2-135m", kv_dir=tmp_path_factory.mktemp("kv"), prefix_cache_bytes=0) as made:
         made.build_kv_cache([passage.text for passage in passages], preprocess="wait", progress=False)
         yield made

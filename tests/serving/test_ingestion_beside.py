@@ -31,7 +31,13 @@ NEW = [f"{text} So says number {number}." for number in range(6) for text in SHO
 
 
 def make_engine(folder: Path, **options: Any) -> FusedKVEngine:
-    options = {"preprocessing": "none", "recompute_ratio": 0.3, "max_batched_rows": 24, **options}
+    options = {
+        "preprocessing": "none",
+        "recompute_ratio": 0.3,
+        "max_batched_rows": 24,
+        "prefix_cache_bytes": 0,
+        **options,
+    }
     made = FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=folder, dtype="float32", **options)
     made.build_kv_cache(SHORT[:6], progress=False)
     return made

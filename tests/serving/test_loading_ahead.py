@@ -37,7 +37,12 @@ class Gate:
 @pytest.fixture(params=["none", "similar"])
 def engine(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[FusedKVEngine]:
     with FusedKVEngine(
-        tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, dtype="float32", preprocessing=request.param
+        tiny_model(),
+        tokenizer=smollm2_tokenizer(),
+        kv_dir=tmp_path,
+        dtype="float32",
+        preprocessing=request.param,
+        prefix_cache_bytes=0,
     ) as made:
         made.build_kv_cache(SHORT[:5], progress=False, preprocess="wait")
         yield made

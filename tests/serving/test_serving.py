@@ -33,7 +33,13 @@ QUESTIONS = [f"What about the ferries, question {number}?" for number in range(1
 
 
 def make_engine(folder: Path, **options: Any) -> FusedKVEngine:
-    options = {"preprocessing": "none", "recompute_ratio": 0.3, "max_batched_rows": 24, **options}
+    options = {
+        "preprocessing": "none",
+        "recompute_ratio": 0.3,
+        "max_batched_rows": 24,
+        "prefix_cache_bytes": 0,
+        **options,
+    }
     engine = FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=folder, dtype="float32", **options)
     engine.build_kv_cache(SHORT[:6], progress=False)
     return engine

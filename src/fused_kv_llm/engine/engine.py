@@ -228,7 +228,14 @@ class FusedKVEngine:
         CorpusError
             If one string was given instead of several.
         """
-        return self.corpus.delete(texts)
+        try:
+            return self.corpus.delete(texts)
+        finally:
+            self.clear_prefix_cache()
+
+    def clear_prefix_cache(self) -> None:
+        """Forget the KV of answered prompts; deleting chunks does it too, since prompts may have contained them."""
+        self.requests.prefixes.clear()
 
     def prefetch(self, texts: Iterable[str]) -> list[str | None]:
         """Start loading the KV of retrieved chunks into memory, with the sidecars that the engine's selector reads.

@@ -6,6 +6,7 @@ The algorithm is in the rooms below: :mod:`fused_kv_llm.online` takes one reques
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from copy import deepcopy
@@ -15,16 +16,18 @@ from torch import Tensor
 
 from fused_kv_llm.config import GenerationConfig
 from fused_kv_llm.decoding import Constraint
-from fused_kv_llm.errors import ChunkDamagedError
-from fused_kv_llm.kv import PagePool, why_not_shared
-from fused_kv_llm.model import CachePool
+from fused_kv_llm.errors import ChunkDamagedError, ModelChangedError
+from fused_kv_llm.kv import PagePool, PrefixTree, why_not_shared
+from fused_kv_llm.model import CachePool, FusedCache
 from fused_kv_llm.online import (
     FusedPrompt,
     FusionContext,
+    KeptPrompt,
     Recipe,
     Request,
     RequestPlanner,
     fuse,
+    fused_recipe,
     layer_scores,
     reader_threads,
 )
@@ -40,6 +43,8 @@ from .parts import EngineParts
 __all__ = ["Messages", "RequestRunner"]
 
 Messages = Sequence[dict[str, Any]]
+
+_log = logging.getLogger(__name__)
 
 
 class RequestRunner:
@@ -79,6 +84,7 @@ class RequestRunner:
             parts.loaded, parts.prefix, pool, parts.store.sidecars, self._readers, parts.shift_name,
             PagePool(geometry) if shares and not why_not else None, why_not,
         )  # fmt: skip
+        self.prefixes = PrefixTree(limits.prefix_bytes)
         self._loop = loop_of(parts.loaded.model)
 
     def submit(
@@ -103,12 +109,12 @@ class RequestRunner:
     def prefill(
         self, prompt: str | Messages | ChatPrompt, recipe: Recipe, max_tokens: int, report: FusionReport
     ) -> FusedPrompt:
-        """Do everything up to the first token's logits, in the caller's thread."""
+        """Do everything up to the first token's logits, in the caller's thread and without the prefix tree."""
         report.recompute_ratio, report.selector = recipe.ratio, recipe.selector.name
         while True:
             started = time.perf_counter()
             with stage_span("align"):
-                request = self.plan(prompt, report)
+                request = self.planner.plan(prompt, report)
             report.seconds["align"] = report.seconds.get("align", 0.0) + time.perf_counter() - started
             capacity = min(request.num_tokens + max_tokens, self.context_length)
             try:
@@ -120,9 +126,27 @@ class RequestRunner:
 
     # -- what the step loop asks for -------------------------------------------------------------------------
 
-    def plan(self, prompt: str | Messages | ChatPrompt, report: FusionReport) -> Request:
-        """Find and open the chunks of a prompt."""
-        return self.planner.plan(prompt, report)
+    def plan_served(self, prompt: str | Messages | ChatPrompt, recipe: Recipe, report: FusionReport) -> Request:
+        """Find what earlier requests have left of a prompt, and open the chunks of the rest."""
+        if self.prefixes.max_bytes == 0:
+            return self.planner.plan(prompt, report)
+        key = fused_recipe(recipe, self._loaded, self.context.shift_name)
+        return self.planner.plan(prompt, report, lambda ids: self.prefixes.match(ids, key))
+
+    def keep(self, kept: KeptPrompt, cache: FusedCache) -> None:
+        """Keep what later requests may use of a request's KV; what cannot be kept is not."""
+        if kept.since is None:
+            return
+        try:
+            # What was computed since the request began may be of another model.
+            self.check_unchanged()
+            self.prefixes.insert(kept.ids, kept.runs, cache.keys[:, 0], cache.values[:, 0], kept.since)
+        except ModelChangedError:
+            return
+        except (MemoryError, RuntimeError) as error:
+            # Requests need the memory more.
+            _log.warning("The prefix cache was emptied, since there is no memory for it: %s", error)
+            self.prefixes.clear()
 
     def discard(self, error: ChunkDamagedError, report: FusionReport) -> None:
         """Put a damaged chunk away; the next plan has it computed as fresh text."""
@@ -133,7 +157,11 @@ class RequestRunner:
 
     def check_unchanged(self) -> None:
         """Make sure that the model is still the one whose KV is stored."""
-        self._loaded.check_unchanged()
+        try:
+            self._loaded.check_unchanged()
+        except ModelChangedError:
+            self.prefixes.clear()
+            raise
 
     def answered(self, prompt_text: str) -> None:
         """Ingest chunks that the prompt had and the store lacks; earlier it would delay the answer."""
@@ -163,5 +191,6 @@ class RequestRunner:
         """Give up the requests that are not answered yet, and stop the threads that read ahead."""
         self.closed = True
         self._loop.close(self)
+        self.prefixes.clear()
         if self._readers is not None:
             self._readers.close()

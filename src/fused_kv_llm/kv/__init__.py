@@ -1,4 +1,4 @@
-"""Where one request's KV is put together: chunks at their places, the sinks that loaders write to, and shared pages."""
+"""Where a request's KV is put together: chunks at their places, sinks for loaders, shared pages, what prompts leave."""
 
 from __future__ import annotations
 
@@ -6,6 +6,23 @@ from .chunk_changes import ChunkChanges
 from .chunk_sink import ChunkSink
 from .page_pool import ChunkPage, PagePool, why_not_shared
 from .placed_chunk import PlacedChunk
+from .prefix_eviction import LeastRecentlyUsed, PrefixEviction
+from .prefix_match import PrefixMatch
+from .prefix_node import PrefixRun
+from .prefix_tree import PrefixTree
 from .shift_sink import ShiftSink
 
-__all__ = ["ChunkChanges", "ChunkPage", "ChunkSink", "PagePool", "PlacedChunk", "ShiftSink", "why_not_shared"]
+__all__ = [
+    "ChunkChanges",
+    "ChunkPage",
+    "ChunkSink",
+    "LeastRecentlyUsed",
+    "PagePool",
+    "PlacedChunk",
+    "PrefixEviction",
+    "PrefixMatch",
+    "PrefixRun",
+    "PrefixTree",
+    "ShiftSink",
+    "why_not_shared",
+]

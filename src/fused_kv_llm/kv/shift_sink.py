@@ -27,8 +27,8 @@ class ShiftSink:
     ----------
     chunks : sequence of PlacedChunk
         In prompt order.
-    prefix_tokens : int
-        Tokens of the prefix, which every chunk was prefilled after.
+    header_tokens : int
+        Tokens of the header, which every chunk was prefilled after.
     cache : FusedCache
     geometry : Geometry
         How the model rotates keys.
@@ -39,12 +39,12 @@ class ShiftSink:
     def __init__(
         self,
         chunks: Sequence[PlacedChunk],
-        prefix_tokens: int,
+        header_tokens: int,
         cache: FusedCache,
         geometry: Geometry,
         changes: ChunkChanges | None = None,
     ) -> None:
-        weights = [place_weight(chunk.segment.start - prefix_tokens, chunk.stored.num_tokens) for chunk in chunks]
+        weights = [place_weight(chunk.segment.start - header_tokens, chunk.stored.num_tokens) for chunk in chunks]
         self._shifted = [
             (number, chunk, weight)
             for number, (chunk, weight) in enumerate(zip(chunks, weights, strict=True))

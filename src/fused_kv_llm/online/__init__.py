@@ -5,6 +5,7 @@ from __future__ import annotations
 from .context import FusionContext, Recipe
 from .fusion import FusedPrompt, Fusion, fuse
 from .generation import AnswerWriter, FinishReason, Generation, Piece
+from .kept_prompt import FusedRecipe, KeptPrompt, fused_recipe
 from .load_ahead import STUCK_S, LayerRead, LoadAhead
 from .loading_depth import MovingAverage, loading_depth
 from .planning import RequestPlanner
@@ -19,9 +20,11 @@ __all__ = [
     "AnswerWriter",
     "FinishReason",
     "FusedPrompt",
+    "FusedRecipe",
     "Fusion",
     "FusionContext",
     "Generation",
+    "KeptPrompt",
     "LayerRead",
     "LoadAhead",
     "MovingAverage",
@@ -32,6 +35,7 @@ __all__ = [
     "RequestPlanner",
     "Sharing",
     "fuse",
+    "fused_recipe",
     "layer_scores",
     "loading_depth",
     "reader_threads",

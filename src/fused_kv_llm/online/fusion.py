@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fused_kv_llm.errors import FusedKVError
-from fused_kv_llm.kv import PlacedChunk
+from fused_kv_llm.kv import PlacedChunk, PrefixRun
 from fused_kv_llm.model import (
     ForwardPass,
     FusedCache,
@@ -29,6 +29,7 @@ from fused_kv_llm.selectors import FirstLayersView, TransferringSelector, View, 
 
 from .context import FusionContext, Recipe
 from .first_layers import FirstLayersPass
+from .kept_prompt import KeptPrompt, fused_recipe, fused_runs
 from .request import Request
 from .request_kv import RequestKV
 from .selection import Selection, describe_chunks, timed, view_of
@@ -53,12 +54,15 @@ class FusedPrompt:
         int64 positions of the chunk tokens that were recomputed, ascending.
     text : str
         The rendered prompt.
+    kept : KeptPrompt
+        What later prompts may use of its KV.
     """
 
     cache: FusedCache
     logits: Tensor
     selected: Tensor
     text: str
+    kept: KeptPrompt
 
     def append(self, loaded: LoadedModel, token_ids: list[int]) -> Tensor:
         """Compute further tokens after the prompt.
@@ -235,7 +239,24 @@ class Fusion:
             return None
         self._count()
         self._kv.cache.length, self._released = self._request.num_tokens, True
-        return FusedPrompt(self._kv.cache, logits, self._selected, self._request.text)
+        return FusedPrompt(self._kv.cache, logits, self._selected, self._request.text, self._kept())
+
+    @property
+    def complete(self) -> tuple[FusedCache, KeptPrompt]:
+        """The cache, and what of the prompt's KV is computed already and will not change."""
+        request, kept = self._request, self._kept()
+        first = request.chunks[0].segment.start if self._reuses else request.num_tokens
+        count = min(first, int(self._rows[0])) if self._rows.shape[0] else request.prefix_tokens
+        runs = [PrefixRun(min(run.stop, count), *run[1:]) for run in kept.runs if not run.whole or run.stop <= count]
+        return self._kv.cache, KeptPrompt(kept.ids[:count], runs, kept.since)
+
+    def _kept(self) -> KeptPrompt:
+        context, request = self._context, self._request
+        recipe = fused_recipe(self._recipe, context.loaded, context.shift_name) if self._reuses else None
+        chunks = request.chunks if self._reuses else ()
+        return KeptPrompt(
+            request.ids, fused_runs(request.known_runs, chunks, request.num_tokens, recipe), request.since
+        )
 
     @property
     def why_private(self) -> str:
@@ -276,7 +297,8 @@ class Fusion:
         report.recomputed_tokens = int(self._selected.shape[0])
         report.reused_tokens = int(request.chunk_positions.shape[0]) - report.recomputed_tokens
         report.fresh_tokens = int(request.fresh_positions.shape[0])
-        report.chunks_found = len(request.chunks)
+        report.prefix_cache_tokens = request.prefix_tokens - request.header_tokens
+        report.chunks_found = len(request.chunks) + request.num_covered
         if self._reuses:
             report.bytes_loaded = _bytes_by_tier(request.chunks)
         if kv.shifts is not None and kv.shifts.bytes_loaded:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
 from fused_kv_llm.catalog import ChunkCatalog
 from fused_kv_llm.errors import PromptError, PromptTooLongError
-from fused_kv_llm.kv import PlacedChunk
-from fused_kv_llm.prompt import ChatPrompt, PromptRenderer, plan_prompt
+from fused_kv_llm.kv import PlacedChunk, PrefixMatch
+from fused_kv_llm.prompt import ChatPrompt, PromptRenderer, Segment, plan_prompt
 from fused_kv_llm.report import FusionReport
 from fused_kv_llm.store import KVStore, StoredKV
 
@@ -62,7 +63,12 @@ class RequestPlanner:
         self._on_missing = on_missing
         self._catalog = catalog
 
-    def plan(self, prompt: str | Sequence[dict[str, Any]] | ChatPrompt, report: FusionReport) -> Request:
+    def plan(
+        self,
+        prompt: str | Sequence[dict[str, Any]] | ChatPrompt,
+        report: FusionReport,
+        find_prefix: Callable[[list[int]], PrefixMatch] | None = None,
+    ) -> Request:
         """Plan one prompt.
 
         Parameters
@@ -70,6 +76,8 @@ class RequestPlanner:
         prompt : str or list of messages
         report : FusionReport
             Gets the chunks that were found but could not be opened.
+        find_prefix : callable or None
+            Finds what earlier prompts have left of this one, by its ids; None uses the header's KV only.
 
         Returns
         -------
@@ -93,13 +101,19 @@ class RequestPlanner:
             )
         # Attention is causal, so any leading part of the prefix's KV is exact by itself.
         same = takewhile(lambda pair: pair[0] == pair[1], zip(ids, self._prefix_ids, strict=False))
-        prefix_tokens = len(list(same))
+        header_tokens = len(list(same))
         matches, rows = self._catalog.find(rendered.text)
         plan = plan_prompt(encoded, matches, {key: row.token_ids for key, row in rows.items()}, _MIN_REUSED_TOKENS)
+        found = [segment for segment in plan.segments if segment.key is not None and segment.start >= header_tokens]
         chunks: list[PlacedChunk] = []
         with ExitStack() as opened:
-            for segment in plan.segments:
-                if segment.key is None or segment.start < prefix_tokens:
+            match = None if find_prefix is None else find_prefix(ids)
+            if match is not None:
+                opened.callback(match.release)
+            prefix_tokens = header_tokens if match is None else max(header_tokens, match.num_tokens)
+            left = _behind(found, prefix_tokens)
+            for segment in left:
+                if segment.key is None:
                     continue
                 stored = self._open(segment.key, rows[segment.key].token_ids)
                 if stored is not None:
@@ -109,6 +123,13 @@ class RequestPlanner:
                 report.warnings.append(f"chunk {segment.key[:16]} could not be read and was computed instead")
                 self._on_missing(rows[segment.key].text)
             request = Request(ids, prefix_tokens, chunks, rendered.text, encoded.offsets)
+            request.header_tokens = min(header_tokens, request.prefix_tokens)
+            request.num_covered = len(found) - len(left)
+            if match is not None:
+                request.since = match.version
+                request.match = match if prefix_tokens > header_tokens else None
+                if request.match is None:
+                    match.release()
             opened.pop_all()
         return request
 
@@ -120,3 +141,15 @@ class RequestPlanner:
         stored.close()
         self._store.discard(key, "its file holds the KV of another model or configuration")
         return None
+
+
+def _behind(segments: Sequence[Segment], prefix_tokens: int) -> list[Segment]:
+    """Return what of chunks' segments stands behind the prefix, if it is worth reading."""
+    cut = []
+    for segment in segments:
+        covered = max(0, prefix_tokens - segment.start)
+        if covered == 0:
+            cut.append(segment)
+        elif segment.num_tokens - covered >= _MIN_REUSED_TOKENS:
+            cut.append(replace(segment, start=prefix_tokens, chunk_start=segment.chunk_start + covered))
+    return cut

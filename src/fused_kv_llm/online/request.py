@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fused_kv_llm.kv import PlacedChunk
+from fused_kv_llm.kv import PlacedChunk, PrefixMatch, PrefixRun
 from fused_kv_llm.store import StoredSidecar
 
 from .load_ahead import LoadAhead
@@ -43,6 +43,14 @@ class Request:
         How far its layers are on their way into memory; None if they are read when they are needed.
     shifts : dict of str to StoredSidecar or None
         By chunk key, context shifts that were opened ahead, or None for a chunk without one. Others are opened later.
+    header_tokens : int
+        Leading tokens that every prompt has, after which chunks were prefilled; part of the prefix.
+    match : PrefixMatch or None
+        The prefix's KV, if it is more than the header's.
+    since : int or None
+        See :class:`.KeptPrompt`.
+    num_covered : int
+        Chunks that the prefix contains.
     """
 
     def __init__(
@@ -57,7 +65,7 @@ class Request:
         self.text = text
         self.offsets = offsets
         # The last token is always computed: its logits are what the request is for.
-        self.prefix_tokens = min(prefix_tokens, len(ids) - 1)
+        self.prefix_tokens = self.header_tokens = min(prefix_tokens, len(ids) - 1)
         self.chunks = chunks
         self.kind = torch.full((len(ids),), -1, dtype=torch.int64)
         self.kind[: self.prefix_tokens] = -2
@@ -66,9 +74,22 @@ class Request:
         self.kind[-1] = -1
         self.loading: LoadAhead | None = None
         self.shifts: dict[str, StoredSidecar | None] = {}
+        self.match: PrefixMatch | None = None
+        self.since: int | None = None
+        self.num_covered = 0
+
+    @property
+    def known_runs(self) -> list[PrefixRun]:
+        """How the prefix's tokens came by their KV."""
+        return [PrefixRun(self.prefix_tokens)] if self.match is None else self.match.runs
 
     def close(self) -> None:
-        """Close the chunks and context shifts, once nobody reads them any more; closing twice is harmless."""
+        """Close the chunks and context shifts, once nobody reads them any more; closing twice is harmless.
+
+        What the prefix tree has of the prompt may make room then.
+        """
+        if self.match is not None:
+            self.match.release()
         if self.loading is None:
             self._close_files()
         else:

@@ -44,9 +44,12 @@ class RequestKV:
         self._context = context
         self._request = request
         self.cache = FusedCache(context.loaded.geometry, capacity, context.pool)
-        count = request.prefix_tokens
-        self.cache.keys[:, 0, :, :count] = context.prefix.keys[:, :, :count]
-        self.cache.values[:, 0, :, :count] = context.prefix.values[:, :, :count]
+        count, keys, values = request.prefix_tokens, self.cache.keys[:, 0], self.cache.values[:, 0]
+        if request.match is not None:
+            request.match.write(keys, values, count)
+        else:
+            keys[:, :, :count] = context.prefix.keys[:, :, :count]
+            values[:, :, :count] = context.prefix.values[:, :, :count]
         self.chunks: ChunkFeed | None = None
         self.shifts: ShiftFeed | None = None
         self.fillers: tuple[LayerFiller, ...] = ()
@@ -65,7 +68,7 @@ class RequestKV:
         """
         context, chunks = self._context, self._request.chunks
         geometry, executor = context.loaded.geometry, context.executor
-        shift_sink = ShiftSink(chunks, self._request.prefix_tokens, self.cache, geometry, self.changes)
+        shift_sink = ShiftSink(chunks, self._request.header_tokens, self.cache, geometry, self.changes)
         sidecars, name = context.sidecars, context.shift_name
         loading = self._request.loading
         singly = loading is not None and not loading.is_complete

@@ -136,11 +136,11 @@ class RequestLoading:
         self._context.row_s.add(max(0.0, compute_s) / self._rows)
 
     def _sidecar_places(self) -> list[Callable[[int, int], None]]:
-        chunks, prefix, sidecars = self._request.chunks, self._request.prefix_tokens, self._context.sidecars
+        chunks, header, sidecars = self._request.chunks, self._request.header_tokens, self._context.sidecars
         places: list[Callable[[int, int], None]] = []
         if self._context.shift_name is not None:
             # The first chunk of a prompt is not shifted.
-            shifted = dict.fromkeys(chunk.stored.key for chunk in chunks if chunk.segment.start > prefix)
+            shifted = dict.fromkeys(chunk.stored.key for chunk in chunks if chunk.segment.start > header)
             num_layers = self._context.loaded.geometry.num_layers
             opened = self._request.shifts
             places += [_Shift(sidecars, key, self._context.shift_name, num_layers, opened).load for key in shifted]

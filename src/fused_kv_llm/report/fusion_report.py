@@ -22,7 +22,9 @@ class FusionReport:
     prompt_tokens : int
         Tokens of the prompt.
     prefix_tokens : int
-        Tokens of the prompt's fixed header whose exact KV was at hand.
+        Leading tokens whose KV was at hand: the prompt's fixed header, and what earlier requests left of it.
+    prefix_cache_tokens : int
+        Those of them that are not the header's: they came from the prefix cache.
     reused_tokens : int
         Chunk tokens whose stored KV was used as it is.
     recomputed_tokens : int
@@ -32,7 +34,8 @@ class FusionReport:
     completion_tokens : int
         Tokens generated.
     chunks_found, chunks_missed : int
-        Chunks found in the prompt with usable KV, and found chunks whose KV could not be used.
+        Chunks found in the prompt with usable KV, those inside the prefix among them, and found chunks whose KV could
+        not be used.
     unmatched : list of str
         Beginnings of retrieved chunks that are not in the prompt verbatim.
     recompute_ratio : float
@@ -63,6 +66,7 @@ class FusionReport:
 
     prompt_tokens: int = 0
     prefix_tokens: int = 0
+    prefix_cache_tokens: int = 0
     reused_tokens: int = 0
     recomputed_tokens: int = 0
     fresh_tokens: int = 0
@@ -85,7 +89,7 @@ class FusionReport:
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that were not computed: the exact prefix and the reused chunk tokens."""
+        """Prompt tokens that were not computed: the prefix and the reused chunk tokens."""
         return self.prefix_tokens + self.reused_tokens
 
     @property

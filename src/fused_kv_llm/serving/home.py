@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from fused_kv_llm.errors import ChunkDamagedError
-from fused_kv_llm.online import FusionContext, Request
+from fused_kv_llm.model import FusedCache
+from fused_kv_llm.online import FusionContext, KeptPrompt, Recipe, Request
 from fused_kv_llm.prompt import ChatPrompt
 from fused_kv_llm.report import FusionReport
 
@@ -24,8 +25,13 @@ class RequestHome(Protocol):
     tenant: str
     closed: bool
 
-    def plan(self, prompt: str | Sequence[dict[str, Any]] | ChatPrompt, report: FusionReport) -> Request:
-        """Find and open the chunks of a prompt."""
+    def plan_served(
+        self, prompt: str | Sequence[dict[str, Any]] | ChatPrompt, recipe: Recipe, report: FusionReport
+    ) -> Request:
+        """Find what earlier requests have left of a prompt, and open the chunks of the rest."""
+
+    def keep(self, kept: KeptPrompt, cache: FusedCache) -> None:
+        """Keep what later requests may use of a request's KV; what cannot be kept is not."""
 
     def discard(self, error: ChunkDamagedError, report: FusionReport) -> None:
         """Put a damaged chunk away, so that the next plan does without it."""

@@ -13,6 +13,7 @@ from fused_kv_llm.config import EngineConfig
 __all__ = ["Limits", "limits_of"]
 
 _SHARE_OF_MEMORY = 0.25
+_SHARE_OF_PREFIXES = 0.125
 _SEQUENCES = {"cpu": 16, "cuda": 128}
 # With few rows, the weights are read once for little; with many, answers that are being written wait long for a step.
 _ROWS_PER_CORE = 48
@@ -39,6 +40,8 @@ class Limits:
         Requests that wait.
     share_chunk_kv : {"auto", "always", "never"}
         Whether requests that decode share the KV of their chunks.
+    prefix_bytes : int
+        KV that requests have left for later ones; beside `pool_bytes`.
     """
 
     num_seqs: int
@@ -47,22 +50,27 @@ class Limits:
     pool_bytes: int
     queued: int
     share_chunk_kv: Literal["auto", "always", "never"]
+    prefix_bytes: int
 
 
 def limits_of(config: EngineConfig, device: torch.device) -> Limits:
     """Return the limits of a configuration, those that it leaves open after the machine."""
     on_gpu = device.type == "cuda"
-    given = None if config.kv_pool_bytes is None else int(config.kv_pool_bytes)
     cores = max(1, torch.get_num_threads())
     rows = _ROWS_ON_A_GPU if on_gpu else _ROWS_PER_CORE * cores
     return Limits(
         num_seqs=config.max_num_seqs or _SEQUENCES["cuda" if on_gpu else "cpu"],
         batched_rows=config.max_batched_rows or rows,
         layer_rows=config.max_batched_rows or _LAYER_ROWS_PER_CORE * cores,
-        pool_bytes=int(_SHARE_OF_MEMORY * _free_bytes(device)) if given is None else given,
+        pool_bytes=_bytes_of(config.kv_pool_bytes, _SHARE_OF_MEMORY, device),
         queued=config.max_queued,
         share_chunk_kv=config.share_chunk_kv,
+        prefix_bytes=_bytes_of(config.prefix_cache_bytes, _SHARE_OF_PREFIXES, device),
     )
+
+
+def _bytes_of(given: int | str | None, share: float, device: torch.device) -> int:
+    return int(share * _free_bytes(device)) if given is None else int(given)
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fused_kv_llm.config import GenerationConfig
 from fused_kv_llm.decoding import Constraint
-from fused_kv_llm.errors import ChunkDamagedError, StoreError
-from fused_kv_llm.model import ForwardPass, RaggedPart, may_pause
+from fused_kv_llm.errors import ChunkDamagedError, DeadlineError, RequestCancelledError, StoreError
+from fused_kv_llm.model import ForwardPass, FusedCache, RaggedPart, may_pause
 from fused_kv_llm.online import (
     STUCK_S,
     AnswerWriter,
@@ -138,7 +138,7 @@ class ServedRequest:
         started_s = time.perf_counter()
         self._add("queue", started_s - self.arrived_s if "queue" not in self.report.seconds else 0.0)
         with self._span.within(self._stage, "align"):
-            self._planned = self.home.plan(self._prompt, self.report)
+            self._planned = self.home.plan_served(self._prompt, self._recipe, self.report)
         self._add("align", time.perf_counter() - started_s)
         loaded, self.prompt_tokens = self.home.context.loaded, self._planned.num_tokens
         self._capacity = min(self.prompt_tokens + self.max_tokens, self.home.context_length)
@@ -245,10 +245,15 @@ class ServedRequest:
             return
         self.state = RequestState.DONE
         try:
-            self._give_back()
+            # What an error has spoilt is of no use to others.
+            if error is None or isinstance(error, (RequestCancelledError, DeadlineError)):
+                self._leave()
         finally:
-            if error is not None:
-                self.handle.put(error)
+            try:
+                self._give_back()
+            finally:
+                if error is not None:
+                    self.handle.put(error)
 
     # -- inside ----------------------------------------------------------------------------------------------
 
@@ -259,12 +264,27 @@ class ServedRequest:
         if sharing is None:
             self.report.not_shared = fusion.why_private
             return
+        # The last time that all of it stands in one place.
+        self._leave()
         try:
             fused.cache, self.report.shared_kv_bytes = sharing.share()
         except (ChunkDamagedError, StoreError) as error:
             self.report.not_shared = f"a chunk could not be read again: {error}"
         else:
             self.kv_nbytes = fused.cache.nbytes
+
+    def _leave(self) -> None:
+        """Leave to later requests what is complete of the prompt and the answer."""
+        if self._fused is not None:
+            cache, kept = self._fused.cache, self._fused.kept
+            if not isinstance(cache, FusedCache):
+                # Its prompt was left before its chunks were shared.
+                return
+            answer = [] if self._writer is None else self._writer.token_ids[: cache.length - len(kept.ids)]
+            self.home.keep(kept.with_answer(answer), cache)
+        elif self._fusion is not None:
+            cache, kept = self._fusion.complete
+            self.home.keep(kept, cache)
 
     def _give_back(self) -> None:
         self._close_planned()

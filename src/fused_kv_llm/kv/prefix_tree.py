@@ -1,0 +1,262 @@
+"""The tree of KV that requests leave behind (RAGCache's knowledge tree, section 5.1), over runs of token ids.
+
+RAGCache's nodes are documents. Here they are runs of tokens of any length, as in a radix tree: a node is split where
+prompts part. Documents, questions and answers need no nodes of their own then, and a partial match counts.
+
+Exact and fused KV lie in different nodes. Exact KV is that of a full prefill, and fused KV never stands before it. A
+fused run whose tokens were chosen by a question is matched with that question or not at all.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from weakref import WeakSet
+
+import numpy as np
+from torch import Tensor
+
+from fused_kv_llm.errors import FusedKVError
+
+from .prefix_eviction import LeastRecentlyUsed, PrefixEviction
+from .prefix_match import PrefixMatch
+from .prefix_node import PrefixNode, PrefixRun, TokenIds
+
+__all__ = ["PrefixTree"]
+
+
+class PrefixTree:
+    """KV by the tokens that lead to it; thread-safe.
+
+    Parameters
+    ----------
+    max_bytes : int
+        Most bytes of keys and values; with 0 nothing is kept.
+    eviction : PrefixEviction or None
+        Which nodes make room: those used longest ago, if None. Inner nodes never do before what stands behind them,
+        and nodes that are pinned stay.
+
+    Attributes
+    ----------
+    version : int
+        Goes up when something is forgotten on purpose.
+    """
+
+    def __init__(self, max_bytes: int, eviction: PrefixEviction | None = None) -> None:
+        self._max_bytes = max_bytes
+        self._eviction = eviction or LeastRecentlyUsed()
+        # Reentrant: the collector may end a dropped request, which unpins a node, while this thread holds it.
+        self._lock = threading.RLock()
+        self.version = 0
+        self._empty()
+        _trees.add(self)
+
+    @property
+    def max_bytes(self) -> int:
+        """Most bytes that are kept."""
+        return self._max_bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept."""
+        return self._nbytes
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that are kept."""
+        with self._lock:
+            return sum(1 for _ in _below(self._root))
+
+    def match(self, ids: Sequence[int], recipe: Hashable | None) -> PrefixMatch:
+        """Find the KV of the longest prefix of `ids`, and pin it.
+
+        Parameters
+        ----------
+        ids : sequence of int
+        recipe : hashable or None
+            None for KV that is exact; otherwise exact KV may be followed by fused KV of this recipe.
+
+        Returns
+        -------
+        PrefixMatch
+            Perhaps of no tokens. It is to be released.
+        """
+        tokens = np.asarray(ids, np.int64)
+        with self._lock:
+            path = self._longest(tokens, recipe)
+            for node, _ in path:
+                self._eviction.used(node)
+            return PrefixMatch(path, self.version, self._unpin)
+
+    def insert(
+        self, ids: Sequence[int], runs: Sequence[PrefixRun], keys: Tensor, values: Tensor, since: int | None = None
+    ) -> int:
+        """Keep a copy of what of a sequence's KV is not here yet, as far as there is room.
+
+        Parameters
+        ----------
+        ids : sequence of int
+        runs : sequence of PrefixRun
+            How its tokens came by their KV, from the first on; all exact runs come first.
+        keys, values : Tensor
+            ``[L, Hkv, N, D]`` and ``[L, Hkv, N, Dv]`` of at least as many tokens as the runs have.
+        since : int or None
+            The :attr:`version` when the sequence was begun: nothing is kept if something was forgotten since, which it
+            may be made of.
+
+        Returns
+        -------
+        int
+            How many of its first tokens are here now.
+
+        Raises
+        ------
+        FusedKVError
+            If the runs do not ascend, go beyond the tokens, or exact ones stand behind fused ones.
+        """
+        tokens = np.asarray(ids, np.int64)
+        merged = _merged(runs, len(tokens))
+        with self._lock:
+            if self._max_bytes <= 0 or (since is not None and since != self.version):
+                return 0
+            node, at = self._root, 0
+            for run in merged:
+                while at < run.stop:
+                    with self._pinned(node):
+                        child = self._child(node, run, tokens, at) or self._grow(node, run, tokens, at, (keys, values))
+                    if child is None:
+                        return at
+                    self._eviction.used(child)
+                    node, at = child, at + child.num_tokens
+            return at
+
+    def clear(self) -> None:
+        """Forget everything; requests that use some of it keep what they have."""
+        with self._lock:
+            self._empty()
+            self.version += 1
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def _empty(self) -> None:
+        self._root = PrefixNode(None, np.empty(0, np.int64), None, None, whole=False)
+        self._leaves: set[PrefixNode] = set()
+        self._nbytes = 0
+
+    def _longest(self, ids: TokenIds, recipe: Hashable | None) -> list[tuple[PrefixNode, int]]:
+        """Return the nodes of the longest match with how many of their tokens are matched; exact ones where it ties."""
+        best, most = list[tuple[PrefixNode, int]](), 0
+        ways: list[tuple[PrefixNode, int, list[tuple[PrefixNode, int]]]] = [(self._root, 0, [])]
+        while ways:
+            node, at, path = ways.pop(0)
+            for child, count in node.matching(ids[at:], recipe):
+                longer = [*path, (child, count)]
+                if at + count > most:
+                    best, most = longer, at + count
+                if count == child.num_tokens:
+                    ways.append((child, at + count, longer))
+        return best
+
+    def _child(self, node: PrefixNode, run: PrefixRun, ids: TokenIds, at: int) -> PrefixNode | None:
+        """Return the node that has the run's next tokens, cut where they part."""
+        rest = ids[at : run.stop]
+        child = node.child_for(rest, run.recipe, whole=run.whole)
+        if child is None:
+            return None
+        shared = child.shared(rest)
+        return child if shared == child.num_tokens else child.split(shared)
+
+    def _grow(
+        self, node: PrefixNode, run: PrefixRun, ids: TokenIds, at: int, kv: tuple[Tensor, Tensor]
+    ) -> PrefixNode | None:
+        """Put a copy of a run's next tokens behind a node: all, or as many as there is room for."""
+        token_nbytes = sum(tensor[:, :, :1].numel() * tensor.element_size() for tensor in kv)
+        needed = (run.stop - at) * token_nbytes
+        if run.whole and needed > self._max_bytes:
+            return None
+        stop = min(run.stop, at + self._make_room(needed) // max(1, token_nbytes))
+        if stop <= at or (run.whole and stop < run.stop):
+            return None
+        copied = kv[0][:, :, at:stop].clone(), kv[1][:, :, at:stop].clone()
+        child = PrefixNode(node, ids[at:stop].copy(), run.recipe, copied, whole=run.whole)
+        self._leaves.discard(node)
+        node.attach(child)
+        self._leaves.add(child)
+        self._nbytes += child.nbytes
+        return child
+
+    def _make_room(self, nbytes: int) -> int:
+        """Evict leaves until so many bytes fit, if they ever can; return how many do."""
+        while self._nbytes + nbytes > self._max_bytes:
+            leaf = min((one for one in self._leaves if not one.pins), key=self._eviction.rank, default=None)
+            if leaf is None:
+                break
+            self._evict(leaf)
+        return self._max_bytes - self._nbytes
+
+    def _evict(self, leaf: PrefixNode) -> None:
+        parent = leaf.parent
+        leaf.detach()
+        self._leaves.discard(leaf)
+        self._nbytes -= leaf.nbytes
+        self._eviction.evicted(leaf)
+        if parent is not None and parent is not self._root and parent.is_leaf:
+            self._leaves.add(parent)
+
+    @contextmanager
+    def _pinned(self, node: PrefixNode) -> Iterator[None]:
+        node.pins += 1
+        try:
+            yield
+        finally:
+            node.pins -= 1
+
+    def _unpin(self, node: PrefixNode) -> None:
+        with self._lock:
+            node.pins -= 1
+
+    def _after_fork(self) -> None:
+        """Begin anew: a thread that held the lock, or a node, is missing here."""
+        self._lock = threading.RLock()
+        self.clear()
+
+
+def _merged(runs: Sequence[PrefixRun], num_tokens: int) -> list[PrefixRun]:
+    """Return runs without empty ones, neighbours of one kind as one."""
+    merged: list[PrefixRun] = []
+    at, is_fused = 0, False
+    for run in runs:
+        if not at <= run.stop <= num_tokens or (is_fused and run.recipe is None):
+            raise FusedKVError(
+                f"The runs {list(runs)} of {num_tokens} tokens are not in order: a defect of the engine."
+            )
+        is_fused = is_fused or run.recipe is not None
+        if run.stop == at:
+            continue
+        if merged and not run.whole and not merged[-1].whole and merged[-1].recipe == run.recipe:
+            merged.pop()
+        merged.append(run)
+        at = run.stop
+    return merged
+
+
+def _below(node: PrefixNode) -> Iterator[PrefixNode]:
+    found = list(node.children())
+    while found:
+        one = found.pop()
+        yield one
+        found.extend(one.children())
+
+
+_trees: WeakSet[PrefixTree] = WeakSet()
+
+
+def _after_fork() -> None:
+    for tree in list(_trees):
+        tree._after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
