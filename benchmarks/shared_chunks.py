@@ -188,7 +188,7 @@ def measure_engine(requests: int, dtype: str, rounds: int) -> dict[str, Any]:
                for n, question in enumerate(questions)]  # fmt: skip
     found: dict[str, list[dict[str, float]]] = {"always": [], "never": []}
     with tempfile.TemporaryDirectory() as folder:
-        options = {"kv_dir": folder, "dtype": dtype, "max_num_seqs": requests}
+        options = {"kv_dir": folder, "dtype": dtype, "max_num_seqs": requests, "prefix_cache_bytes": 0}
         engines = {how: FusedKVEngine("smollm2-135m", share_chunk_kv=how, **options) for how in found}
         engines["never"].build_kv_cache(passages, preprocess="wait", progress=False)
         for turn in range(rounds + 1):

@@ -252,6 +252,24 @@ def test_a_cancelled_request_leaves_what_is_complete(engine: FusedKVEngine, with
     torch.testing.assert_close(logits, ask(without, prompt)[1], atol=1e-4, rtol=1e-4)
 
 
+def test_a_request_that_shares_its_chunks_leaves_its_prompt(tmp_path: Path, without: FusedKVEngine) -> None:
+    first = rag_prompt(CHUNKS, QUESTIONS[0])
+    with make_engine(tmp_path, share_chunk_kv="always") as engine:
+        shared, want = ask(engine, first)
+        assert shared.report.shared_kv_bytes > 0
+        again, got = ask(engine, first)
+        assert (again.report.computed_tokens, again.token_ids) == (1, shared.token_ids)
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+        turn = conversation(first, "Yes.", f"{CHUNKS[0]}\n\n{QUESTIONS[1]}")
+        second, got = ask(engine, turn)
+        assert second.report.prefix_tokens >= len(engine.encode(first))
+        assert second.report.shared_kv_bytes > 0
+        engine.clear_prefix_cache()
+    with make_engine(tmp_path, share_chunk_kv="never") as engine:
+        ask(engine, first)
+        torch.testing.assert_close(ask(engine, turn)[1], got, atol=1e-4, rtol=1e-4)
+
+
 def test_a_request_that_fails_leaves_nothing(engine: FusedKVEngine) -> None:
     def broken(ids: Any, logits: Tensor) -> Tensor:
         raise ValueError("broken")

@@ -33,7 +33,8 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 def make_engine(folder: Path, model: Any = None, **options: Any) -> FusedKVEngine:
-    options = {"preprocessing": "similar", "recompute_ratio": 0.15, "store_misses": False, **options}
+    options = {"preprocessing": "similar", "recompute_ratio": 0.15, "store_misses": False,
+               "prefix_cache_bytes": 0, **options}  # fmt: skip
     engine = FusedKVEngine(
         model or tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=folder, dtype="float32", **options
     )

@@ -264,8 +264,9 @@ class ServedRequest:
         if sharing is None:
             self.report.not_shared = fusion.why_private
             return
-        # The last time that all of it stands in one place.
-        self._leave()
+        if not bool(fused.logits.isnan().any()):
+            # The last time that all of it stands in one place.
+            self._leave()
         try:
             fused.cache, self.report.shared_kv_bytes = sharing.share()
         except (ChunkDamagedError, StoreError) as error:
