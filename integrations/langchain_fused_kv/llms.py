@@ -17,7 +17,7 @@ from langchain_core.outputs import (
 )
 from pydantic import ConfigDict
 
-from fused_kv_llm.adapter import PER_CALL_OPTIONS, FusedKVModel, collect_in_thread, iterate_in_threads
+from fused_kv_llm.adapter import PER_CALL_OPTIONS, FusedKVModel, collect_in_thread, iterate_in_threads, stream_all
 from langchain_fused_kv.base import LangChainFusedKV
 
 __all__ = ["FusedKVLLM"]
@@ -149,14 +149,15 @@ class FusedKVLLM(LangChainFusedKV, BaseLLM):
     def _pieces(self, prompts: list[str], stop: list[str] | None, call: dict[str, Any]) -> Generator[_Piece]:
         """Yield the answers' text piece by piece; the last piece of each answer comes with its usage and report."""
         options = self._engine_call(stop, call)
-        for prompt in prompts:
-            check = self._runtime.check_retrievals(prompt)
-            with closing(self.engine.stream(prompt, **options)) as pieces:
-                for piece in pieces:
-                    info = None
-                    if piece.report is not None:
-                        info = self._runtime.finish(piece.finish_reason, piece.report, check)
-                    yield piece.text, info
+        checks = [self._runtime.check_retrievals(prompt) for prompt in prompts]
+        with closing(stream_all(self.engine, prompts, options)) as answers:
+            for answer, check in zip(answers, checks, strict=True):
+                with closing(answer):
+                    for piece in answer:
+                        info = None
+                        if piece.report is not None:
+                            info = self._runtime.finish(piece.finish_reason, piece.report, check)
+                        yield piece.text, info
 
     def _result(self, pieces: Iterable[_Piece]) -> LLMResult:
         generations: list[list[Generation | ChatGeneration | GenerationChunk | ChatGenerationChunk]] = []

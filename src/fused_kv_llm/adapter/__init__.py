@@ -5,6 +5,7 @@ Nothing here knows LangChain or LlamaIndex.
 
 from __future__ import annotations
 
+from .batch import stream_all
 from .model import PER_CALL_OPTIONS, FusedKVModel
 from .retrieval_log import RetrievalCheck, RetrievalLog
 from .runtime import Runtime
@@ -22,4 +23,5 @@ __all__ = [
     "in_thread",
     "iterate_in_threads",
     "lease_engine",
+    "stream_all",
 ]
