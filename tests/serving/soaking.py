@@ -83,7 +83,8 @@ class Soak:
 
     def _engine(self, tenant: str) -> FusedKVEngine:
         options = {"dtype": "float32", "preprocessing": "none", "recompute_ratio": 0.3, "store_misses": False}
-        limits = {"max_num_seqs": 8, "max_queued": 16, "max_batched_rows": 48, "memory_bytes": 2**20}
+        limits = {"max_num_seqs": 8, "max_queued": 16, "max_batched_rows": 48, "memory_bytes": 2**20,
+                  "prefix_cache_bytes": 0}  # fmt: skip
         return FusedKVEngine(
             self.model, tokenizer=smollm2_tokenizer(), kv_dir=self.folder, tenant=tenant, **options, **limits
         )
