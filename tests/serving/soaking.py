@@ -21,7 +21,7 @@ from waiting import wait_until
 
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.errors import DeadlineError, EngineClosedError, QueueFullError, RequestCancelledError
-from fused_kv_llm.model import FusedCache
+from fused_kv_llm.model import FusedCache, ViewCache
 from fused_kv_llm.store import KVStore
 
 __all__ = ["Soak", "State"]
@@ -82,11 +82,19 @@ class Soak:
             engine.build_kv_cache([*STABLE, *FRAGILE], progress=False)
 
     def _engine(self, tenant: str) -> FusedKVEngine:
+        # The answers of one tenant share the KV of their chunks.
+        sharing = "always" if tenant == TENANTS[0] else "auto"
         options = {"dtype": "float32", "preprocessing": "none", "recompute_ratio": 0.3, "store_misses": False}
         limits = {"max_num_seqs": 8, "max_queued": 16, "max_batched_rows": 48, "memory_bytes": 2**20,
                   "prefix_cache_bytes": 0}  # fmt: skip
         return FusedKVEngine(
-            self.model, tokenizer=smollm2_tokenizer(), kv_dir=self.folder, tenant=tenant, **options, **limits
+            self.model,
+            tokenizer=smollm2_tokenizer(),
+            kv_dir=self.folder,
+            tenant=tenant,
+            share_chunk_kv=sharing,
+            **options,
+            **limits,
         )
 
     def close(self) -> None:
@@ -221,7 +229,9 @@ class Soak:
         gc.collect()
         # What is free in the allocator's arenas, too many threads' to be told from a leak, is given back.
         getattr(ctypes.CDLL(None), "malloc_trim", lambda size: None)(0)
-        held = [thing for thing in gc.get_objects() if type(thing) is FusedCache and thing._buffer is not None]
+        held = [
+            thing for thing in gc.get_objects() if type(thing) in (FusedCache, ViewCache) and thing._buffer is not None
+        ]
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         threads = tuple(sorted(thread.name for thread in set(threading.enumerate()) - self._others))
         stores = sum(type(thing) is KVStore and thing not in self._other_stores for thing in gc.get_objects())
