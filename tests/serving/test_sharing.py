@@ -92,23 +92,23 @@ def test_answers_are_those_of_private_copies(private: FusedKVEngine, shared: Fus
 
 
 def test_a_further_request_takes_two_fifths_of_a_copy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held, begin = list[tuple[int, int, int]](), ServedRequest._begin_decoding
+    buffers, take = list[int](), ServedRequest._take_fused
 
-    def noted(self: ServedRequest) -> None:
-        begin(self)
-        cache, pages = self._prompt_kv.cache, self.home.context.pages
-        held.append((self.kv_nbytes, cache._buffer.nbytes, pages.nbytes if pages is not None else 0))
+    def noted(self: ServedRequest, *args: Any) -> None:
+        take(self, *args)
+        buffers.append(self._prompt_kv.cache._buffer.nbytes)
 
-    monkeypatch.setattr(ServedRequest, "_begin_decoding", noted)
+    monkeypatch.setattr(ServedRequest, "_take_fused", noted)
+    reports = {}
     for how in ("never", "always"):
         with make_engine(folder, share_chunk_kv=how) as engine:
-            for one in [engine.submit(rag_prompt(SHORT[:6], question), max_tokens=30) for question in QUESTIONS[:4]]:
-                one.result()
-    private, shared = held[:4], held[4:]
-    for what in (0, 1):
-        assert max(one[what] for one in shared) <= 0.4 * min(one[what] for one in private)
+            asked = [engine.submit(rag_prompt(SHORT[:6], question), max_tokens=30) for question in QUESTIONS[:4]]
+            reports[how] = [one.result().report for one in asked]
+    own = {how: [report.own_kv_bytes for report in found] for how, found in reports.items()}
+    assert max(own["always"]) <= 0.4 * min(own["never"])
+    assert max(buffers[4:]) <= 0.4 * min(buffers[:4])
     # All see the same pages.
-    assert len({pages for _, _, pages in shared}) == 1
+    assert len({report.shared_kv_bytes for report in reports["always"]}) == 1
 
 
 def buffers(kind: type[FusedCache]) -> int:
@@ -174,6 +174,9 @@ def test_tenants_share_no_page(folder: Path, tmp_path: Path) -> None:
                    for engine in (one, other, one)]  # fmt: skip
         for handle in handles:
             handle.wait_for_first()
+        # The first token comes before a request shares.
+        scheduler = one.requests._loop.scheduler
+        wait_until(lambda: all(type(running._fused.cache) is ViewCache for running in scheduler._running))
         pools = [engine.requests.context.pages for engine in (one, other)]
         with one.model_lock:
             keys = [set(pool._pages) for pool in pools]

@@ -272,7 +272,7 @@ class ServedRequest:
         except (ChunkDamagedError, StoreError) as error:
             self.report.not_shared = f"a chunk could not be read again: {error}"
         else:
-            self.kv_nbytes = fused.cache.nbytes
+            self.kv_nbytes = self.report.own_kv_bytes = fused.cache.nbytes
 
     def _leave(self) -> None:
         """Leave to later requests what is complete of the prompt and the answer."""
@@ -313,11 +313,12 @@ class ServedRequest:
 
     def _take_fused(self, prompt: FusedPrompt) -> None:
         self._fused = prompt
+        self._begin_decoding()
+        # The first token does not wait for what only saves memory. If it is the last, all has been given back.
+        self._write(prompt.logits)
         if self._fusion is not None:
             self._share(self._fusion, prompt)
         self._close_fusion()
-        self._begin_decoding()
-        self._write(prompt.logits)
 
     def _begin_decoding(self) -> None:
         self.state = RequestState.DECODING
