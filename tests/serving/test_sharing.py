@@ -234,6 +234,18 @@ def test_a_page_that_cannot_be_read_leaves_the_copy(folder: Path, monkeypatch: p
         nothing_is_left(engine)
 
 
+def test_what_a_request_that_shared_leaves_is_its_prompt(folder: Path) -> None:
+    """Its own rows are no prompt: a second turn goes on from what it left before it shared."""
+    found = []
+    for how in ("never", "always"):
+        with make_engine(folder, share_chunk_kv=how) as engine:
+            first = engine.generate(rag_prompt(SHORT[:4]), max_tokens=20)
+            answers = [engine.generate(rag_prompt(SHORT[:4]), max_tokens=20) for _ in range(2)]
+            assert (first.report.shared_kv_bytes > 0) == (how == "always")
+            found.append([first.token_ids, *(one.token_ids for one in answers)])
+    assert found[0] == found[1]
+
+
 def test_a_model_that_cannot_share_says_so(tmp_path: Path) -> None:
     model = tiny_model("mistral", sliding_window=64)
     with make_engine(tmp_path, model, share_chunk_kv="always") as engine:

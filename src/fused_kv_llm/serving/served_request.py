@@ -14,7 +14,7 @@ from torch import Tensor
 from fused_kv_llm.config import GenerationConfig
 from fused_kv_llm.decoding import Constraint
 from fused_kv_llm.errors import ChunkDamagedError, DeadlineError, RequestCancelledError, StoreError
-from fused_kv_llm.model import ForwardPass, FusedCache, RaggedPart, may_pause
+from fused_kv_llm.model import ForwardPass, RaggedPart, ViewCache, may_pause
 from fused_kv_llm.online import (
     STUCK_S,
     AnswerWriter,
@@ -278,7 +278,7 @@ class ServedRequest:
         """Leave to later requests what is complete of the prompt and the answer."""
         if self._fused is not None:
             cache, kept = self._fused.cache, self._fused.kept
-            if not isinstance(cache, FusedCache):
+            if isinstance(cache, ViewCache):
                 # Its prompt was left before its chunks were shared.
                 return
             answer = [] if self._writer is None else self._writer.token_ids[: cache.length - len(kept.ids)]
