@@ -16,6 +16,7 @@ from models import smollm2_tokenizer, tiny_model
 from waiting import wait_until
 
 from fused_kv_llm import FusedKVEngine
+from fused_kv_llm.engine.requests import RequestRunner
 from fused_kv_llm.errors import ChunkDamagedError, ConfigError, FusedKVError
 from fused_kv_llm.kv import ChunkPage
 from fused_kv_llm.model import FusedCache, ViewCache
@@ -234,9 +235,15 @@ def test_a_page_that_cannot_be_read_leaves_the_copy(folder: Path, monkeypatch: p
         nothing_is_left(engine)
 
 
-def test_what_a_request_that_shared_leaves_is_its_prompt(folder: Path) -> None:
+def test_what_a_request_that_shared_leaves_is_its_prompt(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own rows are no prompt: a second turn goes on from what it left before it shared."""
-    found = []
+    found, left, keep = [], list[type](), RequestRunner.keep
+
+    def noted(self: RequestRunner, kept: Any, cache: FusedCache) -> None:
+        left.append(type(cache))
+        keep(self, kept, cache)
+
+    monkeypatch.setattr(RequestRunner, "keep", noted)
     for how in ("never", "always"):
         with make_engine(folder, share_chunk_kv=how) as engine:
             first = engine.generate(rag_prompt(SHORT[:4]), max_tokens=20)
@@ -244,6 +251,7 @@ def test_what_a_request_that_shared_leaves_is_its_prompt(folder: Path) -> None:
             assert (first.report.shared_kv_bytes > 0) == (how == "always")
             found.append([first.token_ids, *(one.token_ids for one in answers)])
     assert found[0] == found[1]
+    assert set(left) == {FusedCache}
 
 
 def test_a_model_that_cannot_share_says_so(tmp_path: Path) -> None:
