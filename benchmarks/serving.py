@@ -21,6 +21,7 @@ import argparse
 import json
 import tempfile
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ RUNNING, LONG_PASSAGES, LONG_ANSWER = 7, 38, 1000
 SHORT_AT_ONCE, GENERATE_BATCH_AT_ONCE = 8, 8
 # Fewest requests of a load.
 FEWEST = 8
+_request_numbers = count(1)
 
 
 class Questions:
@@ -60,9 +62,13 @@ class Questions:
         return [list(self._encode(text)) for text in texts]
 
 
-def repeated(prompts: list[Any], users: int, rounds: int) -> list[Any]:
-    """Return the prompts of a load: so many a user, in turn."""
-    return [prompts[number % len(prompts)] for number in range(max(FEWEST, rounds * users))]
+def repeated(prompts: list[str], users: int, rounds: int) -> list[str]:
+    """Return the prompts of a load: so many a user, in turn, with other first words each time.
+
+    No system then answers one from what it kept of an earlier one.
+    """
+    numbers = range(max(FEWEST, rounds * users))
+    return [f"{next(_request_numbers)}. {prompts[number % len(prompts)]}" for number in numbers]
 
 
 def of_fused(args: argparse.Namespace, engine: FusedKVEngine, asked: Questions) -> dict[str, Any]:
@@ -166,7 +172,7 @@ def main() -> None:
     """Run the benchmark."""
     args = arguments()
     kv_dir = args.kv_dir or Path(tempfile.mkdtemp(prefix="fused-kv-bench-"))
-    options = {"kv_dir": kv_dir, "dtype": args.dtype, "memory_bytes": 4 * 2**30, "prefix_cache_bytes": 0}
+    options = {"kv_dir": kv_dir, "dtype": args.dtype, "memory_bytes": 4 * 2**30}
     with FusedKVEngine(args.model, max_batched_rows=args.max_batched_rows, **options) as engine:
         asked = Questions(args, engine)
         print(engine.build_kv_cache(asked.passages, preprocess="wait").summary())

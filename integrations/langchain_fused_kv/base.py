@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from langchain_core.documents import Document
 
-from fused_kv_llm.adapter import PER_CALL_OPTIONS, FusedKVModel
+from fused_kv_llm.adapter import PER_CALL_OPTIONS, FusedKVModel, batch_progress
 from langchain_fused_kv.sources import documents_of
 
 __all__ = ["LangChainFusedKV"]
@@ -22,6 +22,18 @@ class LangChainFusedKV(FusedKVModel):
 
     def _text_of(self, item: Any) -> str:
         return item.page_content if isinstance(item, Document) else super()._text_of(item)
+
+    def batch(self, inputs: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Answer prompts at once, as LangChain's own; a terminal or a notebook shows how far a long batch is."""
+        with batch_progress(len(inputs)):
+            answers: list[Any] = super().batch(inputs, *args, **kwargs)  # type: ignore[misc]
+        return answers
+
+    async def abatch(self, inputs: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Do what :meth:`batch` does, asynchronously."""
+        with batch_progress(len(inputs)):
+            answers: list[Any] = await super().abatch(inputs, *args, **kwargs)  # type: ignore[misc]
+        return answers
 
     @property
     def _identifying_params(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from .batch import stream_all
 from .model import PER_CALL_OPTIONS, FusedKVModel
+from .progress import batch_progress
 from .retrieval_log import RetrievalCheck, RetrievalLog
 from .runtime import Runtime
 from .sharing import EngineLease, lease_engine
@@ -19,6 +20,7 @@ __all__ = [
     "RetrievalCheck",
     "RetrievalLog",
     "Runtime",
+    "batch_progress",
     "collect_in_thread",
     "in_thread",
     "iterate_in_threads",

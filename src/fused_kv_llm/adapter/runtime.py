@@ -12,6 +12,7 @@ from fused_kv_llm.engine import FusedKVEngine
 from fused_kv_llm.errors import FusedKVWarning
 from fused_kv_llm.report import FusionReport
 
+from .progress import count_answer
 from .retrieval_log import RetrievalCheck, RetrievalLog
 from .sharing import EngineLease
 
@@ -102,6 +103,7 @@ class Runtime:
         if check.explanation is not None:
             report.warnings.append(f"no retrieved text is in the prompt: {check.explanation}")
         self.last_report = report
+        count_answer()
         return {
             "finish_reason": reason,
             "fused_kv": report.to_dict(),
