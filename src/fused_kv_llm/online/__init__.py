@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from .context import FusionContext, Recipe
-from .fusion import FusedPrompt, Fusion, fuse
+from .fused_prompt import FusedPrompt
+from .fusion import Fusion, fuse
 from .generation import AnswerWriter, FinishReason, Generation, Piece
 from .kept_prompt import FusedRecipe, KeptPrompt, fused_recipe
 from .load_ahead import STUCK_S, LayerRead, LoadAhead
