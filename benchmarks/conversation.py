@@ -77,7 +77,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         options = {"kv_dir": folder, "dtype": args.dtype, "preprocessing": "none", "store_misses": False}
         with (
-            FusedKVEngine("smollm2-135m", **options) as keeps,
+            FusedKVEngine("smollm2-135m", prefix_cache_bytes=None, **options) as keeps,
             FusedKVEngine(keeps.loaded, prefix_cache_bytes=0, **options) as plain,
         ):
             keeps.build_kv_cache([text for one in questions for text in one.passages], progress=False)

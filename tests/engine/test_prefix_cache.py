@@ -24,7 +24,8 @@ CHUNKS, QUESTIONS = SHORT[:4], ("How many passengers can she carry?", "Who owns 
 
 
 def make_engine(folder: Path, model: Any = None, **options: Any) -> FusedKVEngine:
-    options = {"preprocessing": "none", "store_misses": False, "dtype": "float32", "recompute_ratio": 0.3, **options}
+    options = {"preprocessing": "none", "store_misses": False, "dtype": "float32", "recompute_ratio": 0.3,
+               "prefix_cache_bytes": None, **options}  # fmt: skip
     engine = FusedKVEngine(model or tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=folder, **options)
     engine.build_kv_cache(CHUNKS, preprocess="wait", progress=False)
     return engine
@@ -389,7 +390,8 @@ def test_a_forked_process_begins_anew(engine: FusedKVEngine) -> None:
 @pytest.mark.parametrize("ratio", [1.0, 0.15])
 def test_a_conversation_with_smollm2_computes_only_what_is_new(tmp_path: Path, ratio: float) -> None:
     """Its chat template continues: a turn's prompt and answer are the first tokens of the next turn's prompt."""
-    options = {"kv_dir": tmp_path, "dtype": "float32", "preprocessing": "none", "recompute_ratio": ratio}
+    options = {"kv_dir": tmp_path, "dtype": "float32", "preprocessing": "none", "recompute_ratio": ratio,
+               "prefix_cache_bytes": None}  # fmt: skip
     with FusedKVEngine("smollm2-135m", **options) as engine:
         engine.build_kv_cache(CHUNKS, progress=False)
         messages = [{"role": "user", "content": rag_prompt(CHUNKS, QUESTIONS[0])}]

@@ -57,7 +57,7 @@ def test_what_a_former_request_left_changes_nothing(tmp_path: Path) -> None:
                 want = engine.generate(prompt, max_tokens=5, selector=selector).token_ids
                 kept = engine.requests.context.pool.take(1)
                 poisoned = torch.full((4 * 10**6,), float("nan"))
-                engine.requests.context.pool.take = lambda numel, buffer=poisoned: buffer  # type: ignore[method-assign]
+                engine.requests.context.pool.take = lambda numel, buffer=poisoned, **kwargs: buffer  # type: ignore[method-assign]
                 assert engine.generate(prompt, max_tokens=5, selector=selector).token_ids == want
                 del engine.requests.context.pool.take
                 engine.requests.context.pool.give_back(kept)
@@ -72,7 +72,7 @@ def test_a_probe_of_one_row_reads_nothing_stale(tmp_path: Path) -> None:
         selections = []
         for poison in (0.0, 5.0, float("nan")):
             poisoned = torch.full((10**6,), poison)
-            engine.requests.context.pool.take = lambda numel, buffer=poisoned: buffer  # type: ignore[method-assign]
+            engine.requests.context.pool.take = lambda numel, buffer=poisoned, **kwargs: buffer  # type: ignore[method-assign]
             fused, report = engine.prefill(SHORT[0], recompute_ratio=0.15, selector="all_layers")
             assert report.fresh_tokens == 1
             selections.append(fused.selected.tolist())

@@ -146,12 +146,12 @@ def test_an_answer_goes_on_while_a_prompt_is_computed(engine: FusedKVEngine, mon
         began_s = time.perf_counter()
         return part(self, max_rows)
 
-    def noted_advance(self: ServedRequest, pause_at_s: float, max_rows: int | None) -> None:
+    def noted_advance(self: ServedRequest, pause_at_s: float, max_rows: int | None) -> FusedPrompt | None:
         events.append("alone" if max_rows is None else "layers")
         now_s = time.perf_counter()
         times.append((pause_at_s - now_s, now_s - began_s))
         # A layer of this model takes no time.
-        advance(self, pause_at_s if max_rows is None else AT_ONCE, max_rows)
+        return advance(self, pause_at_s if max_rows is None else AT_ONCE, max_rows)
 
     asked = rag_prompt(SHORT[:6])
     expected = [engine.generate(asked, max_tokens=tokens).token_ids for tokens in (200, 30)]

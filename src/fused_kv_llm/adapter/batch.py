@@ -35,7 +35,7 @@ def stream_all(engine: FusedKVEngine, prompts: Sequence[str], options: dict[str,
     Raises
     ------
     QueueFullError
-        If so many requests of others wait that not one prompt of this call was taken.
+        If so many requests of others wait that the next prompt is not taken, and none of this call is under way.
     """
     ahead: deque[PieceStream] = deque()
     left = deque(prompts)

@@ -160,6 +160,8 @@ class Fusion:
             About how many rows, see :func:`.slices.first_slice`; None for all that are left.
         """
         if self._slice is None:
+            # Pending only if the model's layers were hooked while the probe was left.
+            self.select()
             kind = self._request.kind[self._rows]
             rows = self._rows[: first_slice(kind, max_rows or self._rows.shape[0])]
             self._slice = self._part(self._pass_of(rows))

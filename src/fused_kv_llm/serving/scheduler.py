@@ -210,7 +210,9 @@ class Scheduler:
             time_s = answers_s * (_SHARE_WHILE_OTHERS_WAIT if self.is_loading else _SHARE_OF_ANSWERS)
             max_rows = request.home.limits.layer_rows
         with self._lock:
-            request.advance(time.perf_counter() + time_s, max_rows)
+            prompt = request.advance(time.perf_counter() + time_s, max_rows)
+        if prompt is not None:
+            request.take(prompt)
 
     def _compute_together(self, answers: Sequence[ServedRequest], fusing: ServedRequest, *, is_new: bool) -> None:
         """Compute every answer's next token, and as many of a prompt's rows as there is room.

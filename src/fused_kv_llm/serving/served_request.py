@@ -190,8 +190,13 @@ class ServedRequest:
         """Whether its prompt's passes may be left between two layers, see :meth:`advance`."""
         return may_pause(self.home.context.loaded.model.get_decoder())
 
-    def advance(self, pause_at_s: float, max_rows: int | None) -> None:
+    def advance(self, pause_at_s: float, max_rows: int | None) -> FusedPrompt | None:
         """Compute its prompt by itself until a moment, see :meth:`fused_kv_llm.online.Fusion.advance`.
+
+        Returns
+        -------
+        FusedPrompt or None
+            What :meth:`take` takes, if nothing is left to do.
 
         Raises
         ------
@@ -199,14 +204,13 @@ class ServedRequest:
             As :meth:`begin` does.
         """
         if self._fusion is None:
-            return
+            return None
         with self._span.within(self._stage):
             prompt = self._fusion.advance(pause_at_s, max_rows)
-        if prompt is not None:
-            if self._loading is not None:
-                seconds = self.report.seconds
-                self._loading.learn(seconds.get("probe", 0.0) + seconds["fuse"] - self._fusion.read_s)
-            self._take_fused(prompt)
+        if prompt is not None and self._loading is not None:
+            seconds = self.report.seconds
+            self._loading.learn(seconds.get("probe", 0.0) + seconds["fuse"] - self._fusion.read_s)
+        return prompt
 
     def plan_again(self, error: ChunkDamagedError) -> None:
         """Go back to planning, without a chunk that turned out to be damaged."""
@@ -234,7 +238,7 @@ class ServedRequest:
             self._end_slice()
             prompt = self._fusion.computed(logits)
             if prompt is not None:
-                self._take_fused(prompt)
+                self.take(prompt)
             return
         self._prompt_kv.cache.length += 1
         self._write(logits)
@@ -269,8 +273,9 @@ class ServedRequest:
             self._leave()
         try:
             fused.cache, self.report.shared_kv_bytes = sharing.share()
-        except (ChunkDamagedError, StoreError) as error:
-            self.report.not_shared = f"a chunk could not be read again: {error}"
+        except (ChunkDamagedError, StoreError, MemoryError, RuntimeError) as error:
+            # It only saves memory, and the copy is as it was.
+            self.report.not_shared = f"a chunk's page could not be made: {error}"
         else:
             self.kv_nbytes = self.report.own_kv_bytes = fused.cache.nbytes
 
@@ -311,7 +316,8 @@ class ServedRequest:
             raise RuntimeError(f"a request that is {self.state.value} has no answer yet")
         return self._writer
 
-    def _take_fused(self, prompt: FusedPrompt) -> None:
+    def take(self, prompt: FusedPrompt) -> None:
+        """Go on with a complete prompt: send its first token, and decode."""
         self._fused = prompt
         self._begin_decoding()
         # The first token does not wait for what only saves memory. If it is the last, all has been given back.
