@@ -93,13 +93,13 @@ def test_answers_are_those_of_private_copies(private: FusedKVEngine, shared: Fus
 
 
 def test_a_further_request_takes_two_fifths_of_a_copy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    buffers, take = list[int](), ServedRequest._take_fused
+    buffers, take = list[int](), ServedRequest.take
 
     def noted(self: ServedRequest, *args: Any) -> None:
         take(self, *args)
         buffers.append(self._prompt_kv.cache._buffer.nbytes)
 
-    monkeypatch.setattr(ServedRequest, "_take_fused", noted)
+    monkeypatch.setattr(ServedRequest, "take", noted)
     reports = {}
     for how in ("never", "always"):
         with make_engine(folder, share_chunk_kv=how) as engine:
