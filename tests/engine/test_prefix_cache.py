@@ -193,21 +193,64 @@ def test_fused_kv_never_answers_ratio_one_nor_another_recipe(engine: FusedKVEngi
         ask(engine, prompt)
 
 
-def test_exact_kv_answers_fused_look_ups_and_may_end_inside_a_chunk(
-    engine: FusedKVEngine, without: FusedKVEngine
-) -> None:
+def test_at_ratio_one_a_match_may_end_inside_a_chunk(engine: FusedKVEngine, without: FusedKVEngine) -> None:
     ask(engine, f"{CHUNKS[0]}\n\n{CHUNKS[1][:120]} and so on, she says.", recompute_ratio=1.0)
     prompt = f"{CHUNKS[0]}\n\n{CHUNKS[1]}\n\n{CHUNKS[2]}\n\n{QUESTIONS[0]}"
-    report = ask(engine, prompt)[0].report
-    inside = len(engine.token_ids(CHUNKS[0])) + len(engine.token_ids(CHUNKS[1][:120])) - 2
-    assert report.prefix_tokens > inside
-    assert report.chunks_found == 3
-    chunks = sum(len(engine.token_ids(text)) for text in CHUNKS[:3])
-    assert 0 < report.reused_tokens + report.recomputed_tokens < chunks - inside + 8
     got, logits = ask(engine, prompt, recompute_ratio=1.0)
+    inside = len(engine.token_ids(CHUNKS[0])) + len(engine.token_ids(CHUNKS[1][:120])) - 2
+    assert got.report.prefix_tokens > inside
+    assert got.report.chunks_found == 3
     want, wanted = ask(without, prompt, recompute_ratio=1.0)
     assert got.token_ids == want.token_ids
     torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
+
+
+def asked_in(template: str, chunks: list[str], question: str) -> list[dict[str, str]]:
+    """Return a prompt in which the question stands first, last, or in its own message; all have a system prompt."""
+    context = "\n\n".join(chunks)
+    last = {"role": "user", "content": f"Question: {question}\n\nContext:\n{context}"}
+    if template == "question last":
+        last = {"role": "user", "content": f"Read this with care, and all of it.\n\n{context}\n\nQuestion: {question}"}
+    elif template == "context in the system prompt":
+        return [{"role": "system", "content": f"{SYSTEM}\n\n{context}"}, {"role": "user", "content": question}]
+    return [{"role": "system", "content": SYSTEM}, last]
+
+
+SYSTEM = "You answer for the harbour office. Be short, name the ship, and say so if you do not know something."
+TEMPLATES = ("question first", "question last", "context in the system prompt")
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("options", [{}, {"selector": "qcfuse"}, {"selector": "cacheblend"}, {"selector": "fusionrag"},
+                                     {"selector": "boundary"}, {"recompute_ratio": 0.0}])  # fmt: skip
+def test_answers_do_not_depend_on_what_others_have_asked(
+    engine: FusedKVEngine, without: FusedKVEngine, template: str, options: dict[str, Any]
+) -> None:
+    """What is computed is the same below ratio 1 as well, whatever was asked before; only a repeated prompt goes on."""
+    prompt = asked_in(template, CHUNKS[:3], QUESTIONS[0])
+    want, wanted = ask(without, prompt, **options)
+    before = [
+        (asked_in(template, CHUNKS[:3], QUESTIONS[1]), options),
+        (asked_in(template, CHUNKS[:3], QUESTIONS[1]), {"recompute_ratio": 1.0}),
+        (asked_in(template, CHUNKS[2:], QUESTIONS[0]), {"recompute_ratio": 1.0}),
+        (asked_in(template, CHUNKS[:2], QUESTIONS[0][:20]), {"recompute_ratio": 0.6}),
+    ]
+    for history in (*([one] for one in before), before):
+        engine.clear_prefix_cache()
+        for earlier, how in history:
+            ask(engine, earlier, **how)
+        got, logits = ask(engine, prompt, **options)
+        torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
+        assert got.token_ids == want.token_ids
+        assert got.report.prompt_tokens == want.report.prompt_tokens
+
+
+def test_a_system_prompt_is_computed_once(engine: FusedKVEngine) -> None:
+    reports = [ask(engine, asked_in("question last", CHUNKS[:3], question))[0].report for question in QUESTIONS]
+    system = len(engine.token_ids(SYSTEM))
+    assert reports[0].prefix_cache_tokens == 0
+    assert reports[1].prefix_cache_tokens > system
+    assert reports[1].reused_tokens == reports[0].reused_tokens
 
 
 def test_context_shifts_count_from_the_header(tmp_path: Path) -> None:
@@ -302,6 +345,17 @@ def test_deleting_a_chunk_forgets_what_may_be_made_of_it(engine: FusedKVEngine) 
     assert engine.requests.prefixes.nbytes == 0
     report = ask(engine, prompt)[0].report
     assert (report.chunks_found, report.prefix_cache_tokens) == (len(CHUNKS) - 1, 0)
+
+
+def test_refreshing_forgets_what_was_fused_from_other_context_shifts(engine: FusedKVEngine) -> None:
+    prompt = rag_prompt(CHUNKS, QUESTIONS[0])
+    ask(engine, prompt)
+    assert engine.requests.prefixes.nbytes > 0
+    engine.build_kv_cache(CHUNKS, preprocess="wait", refresh=True, progress=False)
+    assert engine.requests.prefixes.nbytes == 0
+    ask(engine, prompt)
+    engine.preprocess(refresh=True, progress=False)
+    assert engine.requests.prefixes.nbytes == 0
 
 
 def test_a_model_that_was_changed_forgets_everything(engine: FusedKVEngine) -> None:

@@ -233,11 +233,11 @@ class EngineConfig(BaseModel):
     gets short and it saves memory, ``"always"``, or ``"never"``. A copy for each is faster."""
 
     prefix_cache_bytes: Annotated[int | str | None, Option(unit="bytes"), BeforeValidator(_size)] = Field(
-        default=0, frozen=True
+        default=None, frozen=True
     )
     """How much KV of answered prompts is kept in memory for prompts that begin with the same tokens, such as the next
-    turn of a conversation: a number or a text such as ``"1GiB"``, None for an eighth of the memory that is free. By
-    default none is kept."""
+    turn of a conversation: a number or a text such as ``"1GiB"``; 0 keeps none. By default an eighth of the memory that
+    is free."""
 
     max_queued: Annotated[int, Option(unit="requests"), BeforeValidator(_queued)] = Field(default=1024, frozen=True)
     """How many requests may wait; more are refused with ``QueueFullError``."""

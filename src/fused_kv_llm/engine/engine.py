@@ -158,7 +158,7 @@ class FusedKVEngine:
         chunks = list(texts) if not isinstance(texts, str) else texts
         report = self.corpus.ingest(chunks, neighbours, progress=progress)
         self.build_anchors(chunks, progress=progress)
-        self.corpus.preprocess(report, preprocess, refresh=refresh, progress=progress)
+        self._preprocess(report, preprocess, refresh=refresh, progress=progress)
         return report
 
     def preprocess(self, *, refresh: bool = False, progress: bool = True) -> IngestReport:
@@ -185,8 +185,15 @@ class FusedKVEngine:
             If the disk cannot hold the result.
         """
         report = IngestReport()
-        self.corpus.preprocess(report, "wait", refresh=refresh, progress=progress)
+        self._preprocess(report, "wait", refresh=refresh, progress=progress)
         return report
+
+    def _preprocess(self, report: IngestReport, when: Preprocess, *, refresh: bool, progress: bool) -> None:
+        try:
+            self.corpus.preprocess(report, when, refresh=refresh, progress=progress)
+        finally:
+            if refresh:
+                self.clear_prefix_cache()
 
     def build_anchors(
         self, texts: Iterable[str], *, selector: str | Selector | None = None, progress: bool = True

@@ -17,7 +17,7 @@ from torch import Tensor
 from fused_kv_llm.config import GenerationConfig
 from fused_kv_llm.decoding import Constraint
 from fused_kv_llm.errors import ChunkDamagedError, ModelChangedError
-from fused_kv_llm.kv import PagePool, PrefixTree, why_not_shared
+from fused_kv_llm.kv import PagePool, PrefixMatch, PrefixTree, why_not_shared
 from fused_kv_llm.model import CachePool, FusedCache
 from fused_kv_llm.online import (
     FusedPrompt,
@@ -131,7 +131,12 @@ class RequestRunner:
         if self.prefixes.max_bytes == 0:
             return self.planner.plan(prompt, report)
         key = fused_recipe(recipe, self._loaded, self.context.shift_name)
-        return self.planner.plan(prompt, report, lambda ids: self.prefixes.match(ids, key))
+
+        def find(ids: list[int], first_chunk: int) -> PrefixMatch:
+            # A chunk that was computed in full for somebody else would be one whose tokens are not selected from.
+            return self.prefixes.match(ids, key, len(ids) if recipe.ratio >= 1 else first_chunk)
+
+        return self.planner.plan(prompt, report, find)
 
     def keep(self, kept: KeptPrompt, cache: FusedCache) -> None:
         """Keep what later requests may use of a request's KV; what cannot be kept is not."""

@@ -29,6 +29,8 @@ class PrefixMatch:
         Tokens matched.
     runs : list of PrefixRun
         How they came by their KV.
+    is_exact : bool
+        Whether all of it is that of a full prefill.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class PrefixMatch:
                 self._kv.append((node.kv[0][:, :, :count], node.kv[1][:, :, :count]))
                 self.num_tokens += count
                 self.runs.append(PrefixRun(self.num_tokens, node.recipe, node.whole))
+        self.is_exact = all(run.recipe is None for run in self.runs)
         # Its ancestors are no leaves, so they stay as well.
         self._last = path[-1][0] if path else None
         if self._last is not None:

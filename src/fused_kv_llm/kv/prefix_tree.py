@@ -69,7 +69,7 @@ class PrefixTree:
         with self._lock:
             return sum(1 for _ in _below(self._root))
 
-    def match(self, ids: Sequence[int], recipe: Hashable | None) -> PrefixMatch:
+    def match(self, ids: Sequence[int], recipe: Hashable | None, exact_stop: int | None = None) -> PrefixMatch:
         """Find the KV of the longest prefix of `ids`, and pin it.
 
         Parameters
@@ -77,6 +77,8 @@ class PrefixTree:
         ids : sequence of int
         recipe : hashable or None
             None for KV that is exact; otherwise exact KV may be followed by fused KV of this recipe.
+        exact_stop : int or None
+            Exact KV is used of tokens before this one only; None for no such bound.
 
         Returns
         -------
@@ -85,7 +87,7 @@ class PrefixTree:
         """
         tokens = np.asarray(ids, np.int64)
         with self._lock:
-            path = self._longest(tokens, recipe)
+            path = self._longest(tokens, recipe, len(tokens) if exact_stop is None else exact_stop)
             for node, _ in path:
                 self._eviction.used(node)
             return PrefixMatch(path, self.version, self._unpin)
@@ -145,13 +147,14 @@ class PrefixTree:
         self._leaves: set[PrefixNode] = set()
         self._nbytes = 0
 
-    def _longest(self, ids: TokenIds, recipe: Hashable | None) -> list[tuple[PrefixNode, int]]:
+    def _longest(self, ids: TokenIds, recipe: Hashable | None, exact_stop: int) -> list[tuple[PrefixNode, int]]:
         """Return the nodes of the longest match with how many of their tokens are matched; exact ones where it ties."""
         best, most = list[tuple[PrefixNode, int]](), 0
         ways: list[tuple[PrefixNode, int, list[tuple[PrefixNode, int]]]] = [(self._root, 0, [])]
         while ways:
             node, at, path = ways.pop(0)
-            for child, count in node.matching(ids[at:], recipe):
+            for child, same in node.matching(ids[at:], recipe):
+                count = same if child.recipe is not None else min(same, exact_stop - at)
                 longer = [*path, (child, count)]
                 if at + count > most:
                     best, most = longer, at + count

@@ -112,6 +112,9 @@ class Fusion:
         if self._selection is not None:
             self._selected = self._selection.positions(pause_at_s)
             self._selection = None
+            if self._request.seen_tokens < self._request.prefix_tokens:
+                # A probe may write where it does not look.
+                self._kv.write_prefix()
             self._report.selection_bytes += self._kv.bytes_read
             self._rows = self._request.rows(self._selected)
 

@@ -67,7 +67,7 @@ class RequestPlanner:
         self,
         prompt: str | Sequence[dict[str, Any]] | ChatPrompt,
         report: FusionReport,
-        find_prefix: Callable[[list[int]], PrefixMatch] | None = None,
+        find_prefix: Callable[[list[int], int], PrefixMatch] | None = None,
     ) -> Request:
         """Plan one prompt.
 
@@ -77,7 +77,8 @@ class RequestPlanner:
         report : FusionReport
             Gets the chunks that were found but could not be opened.
         find_prefix : callable or None
-            Finds what earlier prompts have left of this one, by its ids; None uses the header's KV only.
+            Finds what earlier prompts have left of this one, by its ids and where its first chunk begins; None uses the
+            header's KV only.
 
         Returns
         -------
@@ -107,7 +108,7 @@ class RequestPlanner:
         found = [segment for segment in plan.segments if segment.key is not None and segment.start >= header_tokens]
         chunks: list[PlacedChunk] = []
         with ExitStack() as opened:
-            match = None if find_prefix is None else find_prefix(ids)
+            match = None if find_prefix is None else find_prefix(ids, found[0].start if found else len(ids))
             if match is not None:
                 opened.callback(match.release)
             prefix_tokens = header_tokens if match is None else max(header_tokens, match.num_tokens)
@@ -122,13 +123,13 @@ class RequestPlanner:
                 report.chunks_missed += 1
                 report.warnings.append(f"chunk {segment.key[:16]} could not be read and was computed instead")
                 self._on_missing(rows[segment.key].text)
-            request = Request(ids, prefix_tokens, chunks, rendered.text, encoded.offsets)
-            request.header_tokens = min(header_tokens, request.prefix_tokens)
+            request = Request(ids, header_tokens, chunks, rendered.text, encoded.offsets)
             request.num_covered = len(found) - len(left)
             if match is not None:
                 request.since = match.version
-                request.match = match if prefix_tokens > header_tokens else None
-                if request.match is None:
+                if prefix_tokens > header_tokens:
+                    request.begin_after(match)
+                else:
                     match.release()
             opened.pop_all()
         return request

@@ -83,7 +83,7 @@ class QuestionProbe:
     ) -> None:
         self._loaded, self._cache, device = loaded, kv.cache, loaded.device
         rows, question = request.question_rows()
-        prefix = torch.arange(request.prefix_tokens)
+        prefix = torch.arange(request.seen_tokens)
         chunk = request.chunk_positions
         available = torch.cat((prefix, chunk, rows)).sort().values
         seen = () if anchors is None else anchors.positions
@@ -98,7 +98,7 @@ class QuestionProbe:
             return
         at = torch.searchsorted(visible, rows).to(device)
         scored = anchors.place(kv.cache, visible, available)
-        scored[:, :, : request.prefix_tokens] = kv.cache.keys[list(view.layers), 0, :, : request.prefix_tokens]
+        scored[:, :, : request.seen_tokens] = kv.cache.keys[list(view.layers), 0, :, : request.seen_tokens]
         keys = _of_sidecars(scored, view, torch.searchsorted(available, rows).to(device), at)
         positions = visible.to(device)
         self._pass = _ProbePass(

@@ -19,6 +19,7 @@ __all__ = ["Request"]
 
 _SHORT_TAIL_TOKENS = 16
 _TEXT_SEGMENT_TOKENS = 8
+_KNOWN = -2
 
 
 class Request:
@@ -45,6 +46,9 @@ class Request:
         By chunk key, context shifts that were opened ahead, or None for a chunk without one. Others are opened later.
     header_tokens : int
         Leading tokens that every prompt has, after which chunks were prefilled; part of the prefix.
+    seen_tokens : int
+        Leading tokens that the probe sees: the prefix if it contains fused KV, and otherwise the header only. Which
+        tokens are recomputed does not depend on whether somebody has asked something that begins alike, then.
     match : PrefixMatch or None
         The prefix's KV, if it is more than the header's.
     since : int or None
@@ -65,10 +69,10 @@ class Request:
         self.text = text
         self.offsets = offsets
         # The last token is always computed: its logits are what the request is for.
-        self.prefix_tokens = self.header_tokens = min(prefix_tokens, len(ids) - 1)
+        self.prefix_tokens = self.header_tokens = self.seen_tokens = min(prefix_tokens, len(ids) - 1)
         self.chunks = chunks
         self.kind = torch.full((len(ids),), -1, dtype=torch.int64)
-        self.kind[: self.prefix_tokens] = -2
+        self.kind[: self.prefix_tokens] = _KNOWN
         for index, chunk in enumerate(chunks):
             self.kind[chunk.segment.start : chunk.segment.stop] = index
         self.kind[-1] = -1
@@ -82,6 +86,22 @@ class Request:
     def known_runs(self) -> list[PrefixRun]:
         """How the prefix's tokens came by their KV."""
         return [PrefixRun(self.prefix_tokens)] if self.match is None else self.match.runs
+
+    def begin_after(self, match: PrefixMatch) -> None:
+        """Use the KV of a longer prefix than the header's; it contains none of the request's chunks."""
+        self.match = match
+        self.prefix_tokens = min(match.num_tokens, len(self.ids) - 1)
+        self.kind[self.header_tokens : self.prefix_tokens] = _KNOWN
+        if not match.is_exact:
+            self.seen_tokens = self.prefix_tokens
+
+    def _begin_after_header(self) -> None:
+        """Compute what stands behind the header, though its KV is known."""
+        self.kind[self.header_tokens : self.prefix_tokens] = -1
+        self.prefix_tokens = self.header_tokens
+        if self.match is not None:
+            self.match.release()
+        self.match = None
 
     def close(self) -> None:
         """Close the chunks and context shifts, once nobody reads them any more; closing twice is harmless.
@@ -136,7 +156,7 @@ class Request:
 
         The question is the fresh text after the last chunk. Where that is only a template's footer, the question
         probably stands before the chunks. Then the longer fresh texts before them are computed too, so that the footer
-        attends to them.
+        attends to them; also those whose KV is known, if the probe does not see it.
         """
         chunk = self.chunk_positions
         last_chunk = int(chunk[-1]) if chunk.shape[0] else -1
@@ -144,6 +164,9 @@ class Request:
         tail = fresh[fresh > last_chunk]
         if tail.shape[0] >= _SHORT_TAIL_TOKENS:
             return tail, int(tail.shape[0])
+        if self.seen_tokens < self.prefix_tokens:
+            self._begin_after_header()
+            fresh = self.fresh_positions
         before = fresh[fresh < last_chunk]
         runs = torch.tensor_split(before, ((before.diff() != 1).nonzero()[:, 0] + 1).tolist())
         texts = [run for run in runs if run.shape[0] >= _TEXT_SEGMENT_TOKENS]

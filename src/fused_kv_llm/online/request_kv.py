@@ -44,17 +44,22 @@ class RequestKV:
         self._context = context
         self._request = request
         self.cache = FusedCache(context.loaded.geometry, capacity, context.pool)
-        count, keys, values = request.prefix_tokens, self.cache.keys[:, 0], self.cache.values[:, 0]
-        if request.match is not None:
-            request.match.write(keys, values, count)
-        else:
-            keys[:, :, :count] = context.prefix.keys[:, :, :count]
-            values[:, :, :count] = context.prefix.values[:, :, :count]
+        self.write_prefix()
         self.chunks: ChunkFeed | None = None
         self.shifts: ShiftFeed | None = None
         self.fillers: tuple[LayerFiller, ...] = ()
         notes = context.pages is not None and bool(request.chunks)
         self.changes = ChunkChanges(len(request.chunks), context.loaded.geometry) if notes else None
+
+    def write_prefix(self) -> None:
+        """Put the KV of the prefix into the cache."""
+        request, prefix = self._request, self._context.prefix
+        count, keys, values = request.prefix_tokens, self.cache.keys[:, 0], self.cache.values[:, 0]
+        if request.match is not None:
+            request.match.write(keys, values, count)
+        else:
+            keys[:, :, :count] = prefix.keys[:, :, :count]
+            values[:, :, :count] = prefix.values[:, :, :count]
 
     def feed(self, first_layers: Sequence[int], *, shifts_at_once: bool) -> None:
         """Begin to read the request's chunks and their context shifts.
