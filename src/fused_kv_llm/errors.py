@@ -53,6 +53,7 @@ __all__ = [
     "StoreFullError",
     "StoreUnavailableError",
     "UnsupportedModelError",
+    "VariantDamagedError",
 ]
 
 
@@ -168,6 +169,25 @@ class ChunkDamagedError(StoreError):
         self.key = key
         self.reason = reason
         super().__init__(f"The stored KV of chunk {key[:16]} is damaged: {reason}")
+
+
+class VariantDamagedError(ChunkDamagedError):
+    """A variant of a chunk's KV cannot be used; the chunk itself can.
+
+    Parameters
+    ----------
+    key : str
+        The key of the chunk.
+    name : str
+        The name of the variant.
+    reason : str
+        What was found.
+    """
+
+    def __init__(self, key: str, name: str, reason: str) -> None:
+        super().__init__(key, reason)
+        self.name = name
+        self.args = (f"The variant {name} of chunk {key[:16]} is damaged and its plain KV was used instead: {reason}",)
 
 
 class ChunkKeyError(ChunkDamagedError):

@@ -103,9 +103,9 @@ def _count(value: Any, info: ValidationInfo) -> Any:
     return value
 
 
-def _queued(value: Any) -> Any:
+def _not_negative(value: Any, info: ValidationInfo) -> Any:
     if not is_whole(value) or value < 0:
-        raise ConfigError(f"max_queued={value!r} is not a whole number of at least 0")
+        raise ConfigError(f"{info.field_name}={value!r} is not a whole number of at least 0")
     return value
 
 
@@ -207,6 +207,17 @@ class EngineConfig(BaseModel):
     """Whether retrieved chunks that a prompt contains and the store lacks are ingested after the request, in the
     background."""
 
+    variants: Annotated[int, Option(unit="variants"), BeforeValidator(_not_negative)] = Field(default=0, frozen=True)
+    """How many variants of a chunk are kept beside its plain KV: its KV behind the chunks that stood before it in
+    earlier prompts (Cache-Craft section 3.3). They are computed in the background, by prefilling prompts once more, and
+    used by the selector cache_craft_variants."""
+
+    variant_bytes: Annotated[int | str | None, Option(unit="bytes"), BeforeValidator(_size)] = Field(
+        default=None, frozen=True
+    )
+    """How much the variants of all chunks may take: a number or a text such as ``"10GB"``; by default what `disk_bytes`
+    leaves. The variants that save least make room for others; chunks never do."""
+
     max_num_seqs: Annotated[int | None, Option(unit="requests"), BeforeValidator(_count)] = Field(
         default=None, frozen=True
     )
@@ -239,7 +250,9 @@ class EngineConfig(BaseModel):
     turn of a conversation: a number or a text such as ``"1GiB"``; 0 keeps none. By default an eighth of the memory that
     is free."""
 
-    max_queued: Annotated[int, Option(unit="requests"), BeforeValidator(_queued)] = Field(default=1024, frozen=True)
+    max_queued: Annotated[int, Option(unit="requests"), BeforeValidator(_not_negative)] = Field(
+        default=1024, frozen=True
+    )
     """How many requests may wait; more are refused with ``QueueFullError``."""
 
     wrap_chat_template: Annotated[bool, Option(identity=True)] = Field(default=True, frozen=True)

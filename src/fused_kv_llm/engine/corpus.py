@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from fused_kv_llm.chunk import chunk_texts
-from fused_kv_llm.config import EngineConfig
+from fused_kv_llm.config import EngineConfig, parse_bytes
 from fused_kv_llm.offline import (
     AnchorBuilder,
     BackgroundWork,
@@ -16,12 +16,16 @@ from fused_kv_llm.offline import (
     Ingestor,
     Preprocess,
     Preprocessor,
+    PromptChunks,
     Similarity,
+    VariantBuilder,
     as_embedder,
 )
+from fused_kv_llm.prompt import Segment
 from fused_kv_llm.report import IngestReport
 from fused_kv_llm.selectors import View, sidecar_name
 from fused_kv_llm.serving import loop_of
+from fused_kv_llm.store import Variants
 from fused_kv_llm.thread_pool import release_openmp_workers
 
 from .parts import EngineParts
@@ -52,9 +56,24 @@ class EngineCorpus:
         How the neighbours of chunks are found; None prefills every chunk by itself.
     store_misses : bool
         Whether chunks that prompts contain and the store lacks are ingested in the background.
+    variants, variant_bytes : int, int, str or None
+        How many variants are kept of a chunk, and bytes of all.
+
+    Attributes
+    ----------
+    variants : Variants or None
+        None if none are kept.
     """
 
-    def __init__(self, parts: EngineParts, similarity: Similarity | None, *, store_misses: bool) -> None:
+    def __init__(
+        self,
+        parts: EngineParts,
+        similarity: Similarity | None,
+        *,
+        store_misses: bool,
+        variants: int = 0,
+        variant_bytes: int | str | None = None,
+    ) -> None:
         loaded, store, encode = parts.loaded, parts.store, parts.renderer.encode_chunk
         self._store, self._catalog = store, parts.catalog
         owner = loop_of(loaded.model)
@@ -66,7 +85,10 @@ class EngineCorpus:
         self._ingestor = Ingestor(loaded, store, parts.identity, parts.prefix, planner, owner, self._preprocessor)
         self._anchors = AnchorBuilder(loaded, store, parts.prefix, encode, owner)
         self._store_misses, self._shift_name = store_misses, parts.shift_name
-        self._background = BackgroundWork(self._ingestor, self._preprocessor)
+        limit = None if variant_bytes is None else parse_bytes(variant_bytes, "variant_bytes")
+        self.variants = Variants(store.sidecars, variants, limit) if variants else None
+        self._builder = None if self.variants is None else VariantBuilder(loaded, store, self.variants, owner)
+        self._background = BackgroundWork(self._ingestor, self._preprocessor, self._builder)
 
     def ingest(self, texts: Iterable[str], neighbours: GivenNeighbours | None, *, progress: bool) -> IngestReport:
         """Prefill every chunk once and store its KV."""
@@ -135,6 +157,11 @@ class EngineCorpus:
         """Ingest the remembered chunks that a prompt contains."""
         if self._store_misses:
             self._background.ingest_expected(prompt_text)
+
+    def keep_variants(self, ids: Sequence[int], segments: Sequence[Segment]) -> None:
+        """Have the chunks of a prompt kept as they are in it, if variants are kept."""
+        if self.variants is not None:
+            self._background.keep_variants(PromptChunks(tuple(ids), tuple(segments)))
 
     def wait(self, *, progress: bool) -> None:
         """Return when there is nothing left to do in the background."""

@@ -89,7 +89,13 @@ class FusedKVEngine:
         try:
             # First, since it may be refused: the corpus opens a file of its own.
             self.recompute_ratio, self._selector = self._chosen(config.recompute_ratio, config.selector)
-            self.corpus = EngineCorpus(parts, similarity, store_misses=config.store_misses)
+            self.corpus = EngineCorpus(
+                parts,
+                similarity,
+                store_misses=config.store_misses,
+                variants=config.variants,
+                variant_bytes=config.variant_bytes,
+            )
             self.requests = RequestRunner(parts, self.corpus, limits_of(config, parts.loaded.device), config.tenant)
         except BaseException:
             self.store.close()

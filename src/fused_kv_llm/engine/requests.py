@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fused_kv_llm.config import GenerationConfig
 from fused_kv_llm.decoding import Constraint
-from fused_kv_llm.errors import ChunkDamagedError, ModelChangedError
+from fused_kv_llm.errors import ChunkDamagedError, ModelChangedError, VariantDamagedError
 from fused_kv_llm.kv import PagePool, PrefixMatch, PrefixTree, why_not_shared
 from fused_kv_llm.model import CachePool, FusedCache
 from fused_kv_llm.online import (
@@ -26,6 +26,8 @@ from fused_kv_llm.online import (
     Recipe,
     Request,
     RequestPlanner,
+    TakeKV,
+    VariantChoice,
     fuse,
     fused_recipe,
     layer_scores,
@@ -33,7 +35,7 @@ from fused_kv_llm.online import (
 )
 from fused_kv_llm.prompt import ChatPrompt
 from fused_kv_llm.report import FusionReport, stage_span
-from fused_kv_llm.selectors import View
+from fused_kv_llm.selectors import VariantSelector, View
 from fused_kv_llm.serving import Limits, RequestHandle, ServedRequest, Terms, loop_of
 from fused_kv_llm.thread_pool import ThreadPool
 
@@ -74,6 +76,7 @@ class RequestRunner:
             parts.loaded.model_id,
             lambda text: corpus.expect([text]),
         )
+        self._variants = None if corpus.variants is None else VariantChoice(corpus.variants)
         threads = reader_threads(parts.loaded.device)
         self._readers = ThreadPool(threads, "fused-kv-read") if threads else None
         pool = CachePool(parts.loaded.dtype, parts.loaded.device)
@@ -114,7 +117,7 @@ class RequestRunner:
         while True:
             started = time.perf_counter()
             with stage_span("align"):
-                request = self.planner.plan(prompt, report)
+                request = self._noted(self.planner.plan(prompt, report, take=self._take(recipe, report)))
             report.seconds["align"] = report.seconds.get("align", 0.0) + time.perf_counter() - started
             capacity = min(request.num_tokens + max_tokens, self.context_length)
             try:
@@ -128,15 +131,29 @@ class RequestRunner:
 
     def plan_served(self, prompt: str | Messages | ChatPrompt, recipe: Recipe, report: FusionReport) -> Request:
         """Find what earlier requests have left of a prompt, and open the chunks of the rest."""
+        take = self._take(recipe, report)
         if self.prefixes.max_bytes == 0:
-            return self.planner.plan(prompt, report)
+            return self._noted(self.planner.plan(prompt, report, take=take))
         key = fused_recipe(recipe, self._loaded, self.context.shift_name)
 
         def find(ids: list[int], first_chunk: int) -> PrefixMatch:
             # A chunk that was computed in full for somebody else would be one whose tokens are not selected from.
             return self.prefixes.match(ids, key, len(ids) if recipe.ratio >= 1 else first_chunk)
 
-        return self.planner.plan(prompt, report, find)
+        return self._noted(self.planner.plan(prompt, report, find, take))
+
+    def _take(self, recipe: Recipe, report: FusionReport) -> TakeKV | None:
+        """Return what takes variants of chunks; None if plain KV is to be used, or none at all."""
+        choice, selector = self._variants, recipe.selector
+        if choice is None or not isinstance(selector, VariantSelector) or recipe.ratio >= 1:
+            return None
+        return lambda chunk, before: choice.take(chunk, before, selector, report)
+
+    def _noted(self, request: Request) -> Request:
+        """Have the chunks of a prompt kept as they are in it, later and in the background."""
+        if self._variants is not None:
+            self._corpus.keep_variants(request.ids, request.segments)
+        return request
 
     def keep(self, kept: KeptPrompt, cache: FusedCache) -> None:
         """Keep what later requests may use of a request's KV; what cannot be kept is not."""
@@ -154,7 +171,11 @@ class RequestRunner:
             self.prefixes.clear()
 
     def discard(self, error: ChunkDamagedError, report: FusionReport) -> None:
-        """Put a damaged chunk away; the next plan has it computed as fresh text."""
+        """Put a damaged chunk away; the next plan has it computed as fresh text, or takes its plain KV."""
+        if isinstance(error, VariantDamagedError):
+            if self._variants is not None:
+                self._variants.discard(error, report)
+            return
         self._corpus.expect(row.text for row in self._store.rows([error.key]).values())
         self._store.discard(error.key, error.reason)
         report.chunks_missed += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .chunk_changes import ChunkChanges
 from .chunk_sink import ChunkSink
 from .page_pool import ChunkPage, PagePool, why_not_shared
-from .placed_chunk import PlacedChunk
+from .placed_chunk import PlacedChunk, VariantUse
 from .prefix_eviction import LeastRecentlyUsed, PrefixEviction
 from .prefix_match import PrefixMatch
 from .prefix_node import PrefixRun
@@ -24,5 +24,6 @@ __all__ = [
     "PrefixRun",
     "PrefixTree",
     "ShiftSink",
+    "VariantUse",
     "why_not_shared",
 ]

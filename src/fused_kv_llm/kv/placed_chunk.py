@@ -4,10 +4,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from fused_kv_llm.prompt import Segment
 from fused_kv_llm.store import StoredKV
 
-__all__ = ["PlacedChunk"]
+__all__ = ["PlacedChunk", "VariantUse"]
+
+
+@dataclass(frozen=True, slots=True)
+class VariantUse:
+    """A variant that stands in for a chunk's plain KV.
+
+    Parameters
+    ----------
+    name : str
+        The variant's.
+    overhead : float
+        Its cache fix overhead in this prompt.
+    token_inter : Tensor
+        float32 ``[T]``, see :class:`.VariantRecord`.
+    """
+
+    name: str
+    overhead: float
+    token_inter: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +40,14 @@ class PlacedChunk:
     segment : Segment
         Prompt positions ``[start, stop)`` and the offset of the first token in the chunk.
     stored : StoredKV
-        The open chunk.
+        The open chunk, or one of its variants.
+    variant : VariantUse or None
+        Which variant it is, if it is one.
     """
 
     segment: Segment
     stored: StoredKV
+    variant: VariantUse | None = None
 
     @property
     def num_tokens(self) -> int:

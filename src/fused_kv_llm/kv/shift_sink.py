@@ -48,7 +48,8 @@ class ShiftSink:
         self._shifted = [
             (number, chunk, weight)
             for number, (chunk, weight) in enumerate(zip(chunks, weights, strict=True))
-            if weight > 0
+            # A variant has been computed behind other chunks already.
+            if weight > 0 and chunk.variant is None
         ]
         self._cache = cache
         self._geometry = geometry

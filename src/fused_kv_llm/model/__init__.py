@@ -14,6 +14,7 @@ from .geometry import Geometry, KVShape, Rotation
 from .loading import LoadedModel, choose_device, choose_dtype, load_model
 from .lock import ModelLock, lock_of
 from .narrowing import NarrowingPass
+from .numbers import check_numbers
 from .owner import ModelOwner, StoppedError
 from .packed import PackedChunk, prefill_packed
 from .pass_context import ForwardPass, KVPass, LayerFiller, StopForwardError
@@ -49,6 +50,7 @@ __all__ = [
     "StoppedError",
     "ViewCache",
     "attention_weights",
+    "check_numbers",
     "choose_device",
     "choose_dtype",
     "compare_reference",

@@ -11,6 +11,7 @@ from .neighbours import GivenNeighbours
 from .prefill import Ingestor
 from .preprocess import Preprocessor
 from .questions import questions_from_chunks, retriever_of
+from .variant_builder import PromptChunks, VariantBuilder
 from .vectors import corpus_vectors
 
 __all__ = [
@@ -23,8 +24,10 @@ __all__ = [
     "Preprocess",
     "PreprocessingCounts",
     "Preprocessor",
+    "PromptChunks",
     "SentenceEmbedder",
     "Similarity",
+    "VariantBuilder",
     "as_embedder",
     "corpus_vectors",
     "questions_from_chunks",

@@ -16,6 +16,7 @@ from .batches import PendingChunk
 from .prefill import Ingestor
 from .preprocess import Preprocessor
 from .progress import PassCounts, progress_bar
+from .variant_builder import PromptChunks, VariantBuilder
 
 __all__ = ["BackgroundWork", "Preprocess", "PreprocessingCounts"]
 
@@ -23,6 +24,7 @@ Preprocess = Literal["background", "wait", "later"]
 """When an ingestion has chunks preprocessed: beside requests, before it returns, or not yet."""
 
 _REMEMBERED_TEXTS = 4096
+_REMEMBERED_PROMPTS = 64
 _SHOWN_EVERY_S = 0.2
 
 _log = logging.getLogger(__name__)
@@ -59,9 +61,15 @@ class BackgroundWork:
     ingestor : Ingestor
     preprocessor : Preprocessor or None
         Does the second pass of ingestion.
+    variants : VariantBuilder or None
+        Keeps chunks as they are in prompts.
     """
 
-    def __init__(self, ingestor: Ingestor, preprocessor: Preprocessor | None) -> None:
+    def __init__(
+        self, ingestor: Ingestor, preprocessor: Preprocessor | None, variants: VariantBuilder | None = None
+    ) -> None:
+        self._variants = variants
+        self._prompts: deque[PromptChunks] = deque(maxlen=_REMEMBERED_PROMPTS)
         self._ingestor = ingestor
         self._preprocessor = preprocessor
         self._expected: OrderedDict[str, None] = OrderedDict()
@@ -90,6 +98,13 @@ class BackgroundWork:
                 del self._expected[text]
             if present:
                 self._missing.extend(present)
+                self._start()
+
+    def keep_variants(self, prompt: PromptChunks) -> None:
+        """Queue a prompt whose chunks are to be kept as they are in it; the oldest of too many is forgotten."""
+        if self._variants is not None and len(prompt.segments) > 1:
+            with self._changed:
+                self._prompts.append(prompt)
                 self._start()
 
     def preprocess(self, *, refresh: bool = False) -> None:
@@ -156,14 +171,17 @@ class BackgroundWork:
     def _run(self) -> None:
         while True:
             with self._changed:
-                if self._is_stopping() or not (self._missing or self._wanted):
+                if self._is_stopping() or not (self._missing or self._prompts or self._wanted):
                     self._thread = None
                     self._changed.notify_all()
                     atexit.unregister(self.close)
                     return
                 text = self._missing.popleft() if self._missing else None
+                prompt = self._prompts.popleft() if text is None and self._prompts else None
             if text is not None:
                 self._ingest(text)
+            elif prompt is not None and self._variants is not None:
+                self._keep(self._variants, prompt)
             elif self._preprocessor is not None:
                 self._preprocess(self._preprocessor)
 
@@ -174,6 +192,14 @@ class BackgroundWork:
             _log.warning("A chunk met in a prompt could not be ingested in the background: %s", error)
         else:
             self._wanted = self._preprocessor is not None
+
+    def _keep(self, variants: VariantBuilder, prompt: PromptChunks) -> None:
+        try:
+            variants.run(prompt, self._is_stopping)
+        except StoppedError:
+            return
+        except Exception as error:  # whatever it is, the prompts behind it in the queue must not wait forever
+            _log.warning("The chunks of a prompt could not be kept as variants: %s", error)
 
     def _preprocess(self, preprocessor: Preprocessor) -> None:
         with self._changed:

@@ -9,12 +9,13 @@ from .generation import AnswerWriter, FinishReason, Generation, Piece
 from .kept_prompt import FusedRecipe, KeptPrompt, fused_recipe
 from .load_ahead import STUCK_S, LayerRead, LoadAhead
 from .loading_depth import MovingAverage, loading_depth
-from .planning import RequestPlanner
+from .planning import RequestPlanner, TakeKV
 from .read_ahead import reader_threads
 from .request import Request
 from .request_loading import RequestLoading
 from .selection import layer_scores, view_of
 from .sharing import Sharing
+from .variant_choice import VariantChoice
 
 __all__ = [
     "STUCK_S",
@@ -35,6 +36,8 @@ __all__ = [
     "RequestLoading",
     "RequestPlanner",
     "Sharing",
+    "TakeKV",
+    "VariantChoice",
     "fuse",
     "fused_recipe",
     "layer_scores",

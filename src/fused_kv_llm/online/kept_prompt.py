@@ -8,7 +8,7 @@ from dataclasses import dataclass, is_dataclass
 from fused_kv_llm.kv import PlacedChunk, PrefixRun
 from fused_kv_llm.model import LoadedModel
 from fused_kv_llm.report import FusionReport
-from fused_kv_llm.selectors import FirstLayersView, Selector, View
+from fused_kv_llm.selectors import FirstLayersView, Selector, VariantSelector, View
 
 from .context import Recipe
 from .selection import view_of
@@ -79,12 +79,14 @@ def fused_recipe(recipe: Recipe, loaded: LoadedModel, shift_name: str | None) ->
     Returns
     -------
     FusedRecipe or None
-        None at ratio 1, where nothing is fused, and for a selector that is no frozen dataclass: it may choose otherwise
-        the next time.
+        None at ratio 1, where nothing is fused; for a selector that is no frozen dataclass, which may choose otherwise
+        the next time; and for one that takes variants of chunks, of which there may be others then.
     """
     selector = recipe.selector
     params = getattr(type(selector), "__dataclass_params__", None)
     if recipe.ratio >= 1 or not is_dataclass(selector) or params is None or not params.frozen:
+        return None
+    if isinstance(selector, VariantSelector):
         return None
     try:
         hash(selector)

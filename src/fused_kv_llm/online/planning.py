@@ -17,7 +17,10 @@ from fused_kv_llm.store import KVStore, StoredKV
 
 from .request import Request
 
-__all__ = ["RequestPlanner"]
+__all__ = ["RequestPlanner", "TakeKV"]
+
+TakeKV = Callable[[PlacedChunk, Sequence[str]], PlacedChunk]
+"""Takes an open chunk and the keys of those before it in the prompt; returns what is used of it, open."""
 
 _MIN_REUSED_TOKENS = 8
 
@@ -68,6 +71,7 @@ class RequestPlanner:
         prompt: str | Sequence[dict[str, Any]] | ChatPrompt,
         report: FusionReport,
         find_prefix: Callable[[list[int], int], PrefixMatch] | None = None,
+        take: TakeKV | None = None,
     ) -> Request:
         """Plan one prompt.
 
@@ -79,6 +83,8 @@ class RequestPlanner:
         find_prefix : callable or None
             Finds what earlier prompts have left of this one, by its ids and where its first chunk begins; None uses the
             header's KV only.
+        take : callable or None
+            Exchanges a chunk's plain KV for a variant, see :meth:`.VariantChoice.take`; None uses plain KV.
 
         Returns
         -------
@@ -118,12 +124,17 @@ class RequestPlanner:
                     continue
                 stored = self._open(segment.key, rows[segment.key].token_ids)
                 if stored is not None:
-                    chunks.append(PlacedChunk(segment, opened.enter_context(stored)))
+                    chunk = PlacedChunk(segment, opened.enter_context(stored))
+                    if take is not None:
+                        chunk = take(chunk, [str(one.key) for one in found if one.start < segment.start])
+                        opened.enter_context(chunk.stored)
+                    chunks.append(chunk)
                     continue
                 report.chunks_missed += 1
                 report.warnings.append(f"chunk {segment.key[:16]} could not be read and was computed instead")
                 self._on_missing(rows[segment.key].text)
             request = Request(ids, header_tokens, chunks, rendered.text, encoded.offsets)
+            request.segments = tuple(found)
             request.num_covered = len(found) - len(left)
             if match is not None:
                 request.since = match.version

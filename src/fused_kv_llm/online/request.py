@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fused_kv_llm.kv import PlacedChunk, PrefixMatch, PrefixRun
+from fused_kv_llm.prompt import Segment
 from fused_kv_llm.store import StoredSidecar
 
 from .load_ahead import LoadAhead
@@ -55,6 +56,8 @@ class Request:
         See :class:`.KeptPrompt`.
     num_covered : int
         Chunks that the prefix contains.
+    segments : tuple of Segment
+        All stored chunks that were found in the prompt, whether their KV could be opened or not.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class Request:
         self.match: PrefixMatch | None = None
         self.since: int | None = None
         self.num_covered = 0
+        self.segments: tuple[Segment, ...] = ()
 
     @property
     def known_runs(self) -> list[PrefixRun]:

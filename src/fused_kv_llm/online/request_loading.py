@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from fused_kv_llm.kv import PlacedChunk
 from fused_kv_llm.report import FusionReport
 from fused_kv_llm.selectors import View, budget_tokens, sidecar_name
 from fused_kv_llm.store import Sidecars, StoredSidecar
@@ -139,8 +140,7 @@ class RequestLoading:
         chunks, header, sidecars = self._request.chunks, self._request.header_tokens, self._context.sidecars
         places: list[Callable[[int, int], None]] = []
         if self._context.shift_name is not None:
-            # The first chunk of a prompt is not shifted.
-            shifted = dict.fromkeys(chunk.stored.key for chunk in chunks if chunk.segment.start > header)
+            shifted = dict.fromkeys(chunk.stored.key for chunk in chunks if _is_shifted(chunk, header))
             num_layers = self._context.loaded.geometry.num_layers
             opened = self._request.shifts
             places += [_Shift(sidecars, key, self._context.shift_name, num_layers, opened).load for key in shifted]
@@ -148,6 +148,11 @@ class RequestLoading:
             keys = dict.fromkeys(chunk.stored.key for chunk in chunks)
             places += [_Whole(sidecars, key, self._anchors).load for key in keys]
         return places
+
+
+def _is_shifted(chunk: PlacedChunk, header_tokens: int) -> bool:
+    """Whether a context shift is added to a chunk: not to a prompt's first one, and not to a variant."""
+    return chunk.segment.start > header_tokens and chunk.variant is None
 
 
 class _Shift:

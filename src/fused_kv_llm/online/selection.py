@@ -16,6 +16,7 @@ from fused_kv_llm.selectors import (
     FirstLayersView,
     Probe,
     Selector,
+    VariantSelector,
     View,
     budget_tokens,
     checked_selection,
@@ -27,6 +28,7 @@ from .context import FusionContext, Recipe
 from .probe import QuestionProbe
 from .request import Request
 from .request_kv import RequestKV
+from .variant_choice import describe_variants
 
 __all__ = ["Selection", "describe_chunks", "layer_scores", "timed", "view_of"]
 
@@ -124,6 +126,9 @@ class Selection:
             with timed(report, "probe"):
                 known = replace(known, scores=self._question_probe().scores(pause_at_s).mean(0))
         with timed(report, "select"):
+            if isinstance(recipe.selector, VariantSelector):
+                overhead, recorded = describe_variants(request, recipe.selector.alpha)
+                known = replace(known, overhead=overhead, recorded=recorded)
             return checked_selection(recipe.selector, known, budget)
 
     def _question_probe(self) -> QuestionProbe:

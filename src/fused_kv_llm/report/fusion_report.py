@@ -49,6 +49,10 @@ class FusionReport:
         tier they came from; each file counts once.
     selection_bytes : int
         Bytes of stored KV and sidecars that the selector had to see before recomputation could begin.
+    variants : list of dict
+        With a selector that uses variants of chunks, one for each chunk: ``chunk``, the beginning of its key;
+        ``variant``, the name of the one that was used, empty for plain KV; ``overhead``, its cache fix overhead; and
+        ``recomputed_tokens``.
     own_kv_bytes, shared_kv_bytes : int
         Bytes of the KV that the request had for itself while its answer was written, with room for all of it, and of
         the chunks' pages that it shared with others; 0 if it had a copy of them.
@@ -79,6 +83,7 @@ class FusionReport:
     bytes_loaded: dict[str, int] = field(default_factory=dict)
     sidecar_bytes_loaded: dict[str, int] = field(default_factory=dict)
     selection_bytes: int = 0
+    variants: list[dict[str, Any]] = field(default_factory=list)
     own_kv_bytes: int = 0
     shared_kv_bytes: int = 0
     not_shared: str = ""

@@ -10,6 +10,7 @@ from .base import NarrowingSelector, Probe, Selector, TransferringSelector, chec
 from .boundary import Boundary
 from .budget import budget_tokens
 from .cache_craft import CacheCraft, focused_chunks
+from .cache_fix import CacheFix, VariantSelector, cache_context_impact, fix_overhead, plain_overhead
 from .full_reuse import FullReuse
 from .heavy_hitters import HeavyHitters
 from .kv_deviation import CACHEBLEND, KVSHARE, KVDeviation
@@ -24,6 +25,7 @@ __all__ = [
     "AnchorRule",
     "Anchors",
     "CacheCraft",
+    "CacheFix",
     "FirstLayersView",
     "KVDeviation",
     "NarrowingSelector",
@@ -32,13 +34,17 @@ __all__ = [
     "Selector",
     "SinkAttention",
     "TransferringSelector",
+    "VariantSelector",
     "View",
     "anchor_positions",
     "budget_tokens",
+    "cache_context_impact",
     "checked_selection",
     "critical_layers",
+    "fix_overhead",
     "focused_chunks",
     "knorm_scores",
+    "plain_overhead",
     "resolve_selector",
     "save_profile",
     "sidecar_name",
@@ -46,7 +52,7 @@ __all__ = [
 ]
 
 _ALL: tuple[Selector, ...] = (
-    FullReuse(), Random(), Boundary(), CACHEBLEND, KVSHARE, HeavyHitters(), CacheCraft(),
+    FullReuse(), Random(), Boundary(), CACHEBLEND, KVSHARE, HeavyHitters(), CacheCraft(), CacheFix(),
     FUSIONRAG, PROPHETKV, QCFUSE, MIDDLE_LAYERS, ALL_LAYERS, SinkAttention(),
 )  # fmt: skip
 SELECTORS: dict[str, Selector] = {selector.name: selector for selector in _ALL}

@@ -41,6 +41,11 @@ class Probe:
         The same, summed over the tokens of its own chunk only.
     given : Tensor or None
         float32 ``[C, K]``, attention each token gives to every one of the ``K`` chunks, averaged alike.
+    overhead : Tensor or None
+        float64 ``[K]``, cache fix overhead of each chunk's stored KV; None unless a :class:`.VariantSelector` chooses.
+    recorded : Tensor or None
+        float32 ``[C]``, attention that each token gave to the chunks before its own when its KV was stored; 0 where it
+        was stored behind none. None where `overhead` is.
     """
 
     positions: Tensor
@@ -52,6 +57,8 @@ class Probe:
     received: Tensor | None = None
     received_within: Tensor | None = None
     given: Tensor | None = None
+    overhead: Tensor | None = None
+    recorded: Tensor | None = None
 
 
 @runtime_checkable

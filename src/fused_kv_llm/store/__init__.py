@@ -27,6 +27,8 @@ from fused_kv_llm.store.sidecars import Sidecars
 from fused_kv_llm.store.stats import StoreStats
 from fused_kv_llm.store.store import KVStore
 from fused_kv_llm.store.uses import StoreCounters
+from fused_kv_llm.store.variant_record import VariantRecord, variant_name
+from fused_kv_llm.store.variants import Variants
 
 __all__ = [
     "CAN_ANNOUNCE",
@@ -50,8 +52,11 @@ __all__ = [
     "StoredLayers",
     "StoredSidecar",
     "ThrottledReader",
+    "VariantRecord",
+    "Variants",
     "check_folder_key",
     "public_url",
     "rebuild_index",
     "stored_bytes_per_token",
+    "variant_name",
 ]

@@ -44,6 +44,32 @@ class Sidecars:
         """Return the keys of an identity's chunks that have no sidecar of that name."""
         return self._parts.index.keys_without_sidecar(identity, name)
 
+    def names(self, key: str) -> list[str]:
+        """Return the names of a chunk's sidecars, in their order."""
+        return sorted(self._parts.index.ledger.sidecars(key))
+
+    def sizes(self, beginning: str) -> dict[tuple[str, str], int]:
+        """Return the bytes of all sidecars on the disk whose names have this beginning, by chunk and name."""
+        return self._parts.index.ledger.sidecars_named(beginning)
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether the disk budget has room for so many more bytes, so that no chunk makes room for them."""
+        return self._parts.budget.fits(nbytes)
+
+    def remove(self, key: str, name: str) -> None:
+        """Delete a sidecar, which need not be there.
+
+        Raises
+        ------
+        StoreUnavailableError
+            The store is closed, read-only or cannot be written.
+        """
+        self._parts.check_writable()
+        with self._parts.index.transaction():
+            self._parts.index.ledger.drop_sidecar(key, name)
+            self._parts.folder.remove(key, name)
+        self._parts.reader.forget_sidecar(key, name)
+
     def put(self, key: str, name: str, tensors: Mapping[str, torch.Tensor], *, by_rows: bool = False) -> int:
         """Write a sidecar, replacing an old one.
 

@@ -7,7 +7,7 @@ from fused_kv_llm.store.format.codec import FileCodec
 from fused_kv_llm.store.format.header import ChunkHeader, FileHeader
 from fused_kv_llm.store.format.names import check_key, check_name, file_name, parse_name
 from fused_kv_llm.store.format.part import Part, byte_view
-from fused_kv_llm.store.format.quantize import STORAGE_DTYPES, check_kv_dtype, expand, stored_bytes_per_token
+from fused_kv_llm.store.format.quantize import STORAGE_DTYPES, check_kv_dtype, compress, expand, stored_bytes_per_token
 
 __all__ = [
     "KEY_VARIABLE",
@@ -21,6 +21,7 @@ __all__ = [
     "check_key",
     "check_kv_dtype",
     "check_name",
+    "compress",
     "expand",
     "file_name",
     "open_cipher",

@@ -141,6 +141,16 @@ class Ledger:
         with self._database.connection() as connection:
             return dict(connection.execute("SELECT name, nbytes FROM sides WHERE key = ?", (key,)).fetchall())
 
+    def sidecars_named(self, beginning: str) -> dict[tuple[str, str], int]:
+        """Return the sizes of all sidecars on the disk whose names have this beginning, by chunk and name."""
+        with self._database.connection() as connection:
+            query = (
+                "SELECT sides.key, sides.name, sides.nbytes FROM sides JOIN places USING (key) "
+                "WHERE on_disk = 1 AND substr(name, 1, ?) = ?"
+            )
+            found = connection.execute(query, (len(beginning), beginning)).fetchall()
+        return {(key, name): nbytes for key, name, nbytes in found}
+
     def total(self, name: str) -> float:
         """Return ``"disk_nbytes"`` or ``"clock"``."""
         with self._database.connection() as connection:

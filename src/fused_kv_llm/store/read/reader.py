@@ -139,6 +139,14 @@ class FileReader:
                 self._known.pop(file, None)
                 self._memory.discard(file)
 
+    def forget_sidecar(self, key: str, name: str) -> None:
+        """Serve a sidecar to nobody from now on; its chunk stays."""
+        with self._lock:
+            file = file_name(key, name)
+            self._open_files.pop(file, None)
+            self._known.pop(file, None)
+            self._memory.discard(file)
+
     def forget_all(self) -> None:
         """Empty the memory tier; nothing that is being read at the moment gets into it."""
         with self._lock:

@@ -88,6 +88,11 @@ class StoredKV:
         self._lock = threading.Lock()
 
     @property
+    def header(self) -> ChunkHeader:
+        """What the chunk's file says about it."""
+        return self._header
+
+    @property
     def key(self) -> str:
         """The chunk's key."""
         return self._header.key

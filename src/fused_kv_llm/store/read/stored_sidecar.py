@@ -49,6 +49,11 @@ class StoredSidecar:
         return self._source.version
 
     @property
+    def forms(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of every tensor, by its name."""
+        return {part.name: (part.shape, part.dtype) for part in self._source.header.parts}
+
+    @property
     def rows(self) -> int | None:
         """Length of all tensors' first axes; None if they differ, or one tensor is a scalar."""
         found = {shape[0] if shape else None for shape in self._shapes.values()}

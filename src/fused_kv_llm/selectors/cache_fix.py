@@ -1,0 +1,131 @@
+"""Cache-Craft with variants: cache fix overhead from what was recorded when KV was cached (section 3.1 to 3.3)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from .base import Probe, Selector, required
+from .budget import allocate, top_positions
+from .cache_craft import adjusted_overlap
+from .views import View
+
+__all__ = ["CacheFix", "VariantSelector", "cache_context_impact", "fix_overhead", "plain_overhead"]
+
+
+@runtime_checkable
+class VariantSelector(Selector, Protocol):
+    """A selector for which the engine takes the variant of the least cache fix overhead, where variants are kept."""
+
+    @property
+    def alpha(self) -> float:
+        """What the overhead is scaled with (equation 12)."""
+
+    @property
+    def takes_variants(self) -> bool:
+        """Whether variants are looked for; a selector that never does need not have this."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheFix:
+    """Recompute of each chunk as many tokens as its cache fix overhead says, those that looked most at other chunks.
+
+    ``N_i = ceil(CFO_i |C_i|)`` of the tokens with the highest recorded attention to the chunks that stood before
+    (equation 14); where the request's ratio allows fewer, each chunk's part is cut alike. Of a chunk's plain KV, which
+    was computed behind no chunk, no attention is recorded: its first tokens are taken, and none of the prompt's first
+    chunk, since that stands where it was computed.
+
+    Parameters
+    ----------
+    alpha : float
+        Scale of the overhead (equations 12 and 13).
+    """
+
+    name: ClassVar[str] = "cache_craft_variants"
+    takes_variants: ClassVar[bool] = True
+    alpha: float = 1.0
+
+    def view(self, num_layers: int) -> View:
+        """Return that nothing of the prompt is looked at: everything was recorded."""
+        return View()
+
+    def select(self, probe: Probe, budget: int) -> Tensor:
+        """Return the most contextualised tokens of the chunks.
+
+        Raises
+        ------
+        FusedKVError
+            If the probe does not say what was recorded, which is a fault of the caller.
+        """
+        overhead = required(probe.overhead, "the chunks' overheads", self.name)
+        recorded = required(probe.recorded, "recorded attention to earlier chunks", self.name)
+        sizes = torch.bincount(probe.chunk_index, minlength=overhead.shape[0])
+        counts = torch.minimum((overhead * sizes - 1e-9).ceil().long(), sizes)
+        if int(counts.sum()) > budget:
+            counts = allocate(budget, counts, sizes)
+        parts = [
+            top_positions(probe.positions[mine], recorded[mine], int(counts[chunk]))
+            for chunk in range(sizes.shape[0])
+            for mine in [probe.chunk_index == chunk]
+        ]
+        return torch.cat(parts).sort().values
+
+
+def cache_context_impact(inter: Tensor, intra: Tensor, prefix_tokens: Sequence[int], num_tokens: int) -> float:
+    """Return how much what stood before a chunk shaped its KV (equations 9 to 11).
+
+    Parameters
+    ----------
+    inter : Tensor
+        ``[L, P]``: by layer, the chunk's attention to each chunk before it (equation 3).
+    intra : Tensor
+        ``[L]``: by layer, its attention to its own earlier tokens (equation 4).
+    prefix_tokens : sequence of int
+        Tokens of the chunks before it.
+    num_tokens : int
+        Its own.
+
+    Returns
+    -------
+    float
+        ``1 / (1 + exp(-a / b))``, from 0.5, where it looked at none of them, towards 1.
+    """
+    sizes = torch.tensor(list(prefix_tokens), dtype=torch.float64)
+    a = float((inter.double() / (num_tokens * sizes)).sum(-1).mean())
+    b = float((intra.double() / num_tokens**2).mean())
+    # A chunk of one token has no earlier one of its own.
+    ratio = a / b if b > 0.0 else math.inf if a > 0.0 else 0.0
+    return 1.0 / (1.0 + math.exp(-ratio))
+
+
+def fix_overhead(
+    impact: float, inter: Sequence[float], old: Sequence[str], new: Sequence[str], alpha: float = 1.0
+) -> float:
+    """Return a chunk's cache fix overhead ``alpha CCI (1 - beta')``, at most 1 (equation 12).
+
+    Parameters
+    ----------
+    impact : float
+        CCI.
+    inter, old, new
+        As :func:`.cache_craft.adjusted_overlap` takes them.
+    alpha : float
+    """
+    return min(1.0, alpha * impact * (1.0 - adjusted_overlap(inter, old, new)))
+
+
+def plain_overhead(is_first: bool, alpha: float = 1.0) -> float:
+    """Return the overhead of KV that was computed behind no chunk.
+
+    Parameters
+    ----------
+    is_first : bool
+        Whether no chunk stands before it in the prompt either.
+    alpha : float
+    """
+    return fix_overhead(0.5, (), (), () if is_first else ("another",), alpha)
