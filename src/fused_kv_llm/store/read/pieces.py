@@ -12,6 +12,7 @@ from contextlib import suppress
 
 from fused_kv_llm.store.format import Part
 from fused_kv_llm.store.read.blocks import BlockReader, read_block
+from fused_kv_llm.store.read.buffers import map_pages
 
 __all__ = ["CAN_ANNOUNCE", "announce", "begin_reading", "read_pieces"]
 
@@ -49,6 +50,7 @@ def read_pieces(
     OSError, EOFError
         The file cannot be read, or is too short.
     """
+    map_pages(target)
     size, stored_size = part.piece_nbytes, part.stored_piece_nbytes
     step = max(1, _BLOCK_NBYTES // max(1, stored_size))
     damaged = []
