@@ -27,7 +27,7 @@ FLOORS = [
     {"errors", "report"},
     {"chunk", "config", "context_shift", "paths", "reading_lock", "thread_pool"},
     {"store", "prompt", "model"},
-    {"selectors", "decoding", "catalog", "kv"},
+    {"selectors", "decoding", "catalog", "kv", "retrieval"},
     {"offline", "online"},
     {"serving"},
     {"engine"},
