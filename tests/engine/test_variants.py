@@ -11,6 +11,7 @@ from corpus import SHORT, rag_prompt
 from models import smollm2_tokenizer, tiny_model
 
 from fused_kv_llm import FusedKVEngine, FusionReport
+from fused_kv_llm.errors import ConfigError
 from fused_kv_llm.store import variant_name
 
 _FIX = {"selector": "cache_craft_variants", "recompute_ratio": 0.9}
@@ -207,3 +208,26 @@ def test_served_requests_share_pages_of_variants(tmp_path: Path) -> None:
         handles = [engine.submit(prompt, max_tokens=6, **_FIX) for _ in range(3)]
         for handle in handles:
             assert handle.result().token_ids == alone.token_ids
+
+
+def test_preprocessing_leaves_variants_behind_its_contexts(tmp_path: Path) -> None:
+    with open_engine(tmp_path, preprocessing="similar") as engine:
+        near = {SHORT[3]: SHORT[:3], **{text: [] for text in SHORT[:3]}}
+        engine.build_kv_cache(SHORT[:4], neighbours=near, variant_contexts=1, preprocess="wait", progress=False)
+        assert names_of(engine, SHORT[3]) == [variant_name(keys_of(engine, SHORT[:3]))]
+        # The context's own chunks are kept as they are in it, too.
+        assert [len(names_of(engine, text)) for text in SHORT[:3]] == [0, 1, 1]
+        # Nothing is added to a variant: it has a context already.
+        report = ask(engine, SHORT[:4])
+        assert used(report) == [False, True, True, True]
+        assert report.sidecar_bytes_loaded == {}
+
+
+def test_preprocessing_keeps_no_variants_unless_it_is_asked_to(tmp_path: Path) -> None:
+    near = {SHORT[3]: SHORT[:3], **{text: [] for text in SHORT[:3]}}
+    with open_engine(tmp_path, preprocessing="similar") as engine:
+        engine.build_kv_cache(SHORT[:4], neighbours=near, preprocess="wait", progress=False)
+        assert names_of(engine, SHORT[3]) == []
+    for options in ({"variants": 0, "preprocessing": "similar"}, {"preprocessing": "none"}):
+        with open_engine(tmp_path, **options) as engine, pytest.raises(ConfigError, match="variant_contexts=1"):
+            engine.build_kv_cache(SHORT[:4], variant_contexts=1, progress=False)

@@ -97,12 +97,14 @@ class EngineCorpus:
         finally:
             release_openmp_workers()
 
-    def preprocess(self, report: IngestReport, when: Preprocess, *, refresh: bool, progress: bool) -> None:
+    def preprocess(
+        self, report: IngestReport, when: Preprocess, *, refresh: bool, progress: bool, contexts: int = 0
+    ) -> None:
         """Preprocess what is stored and is not preprocessed yet, or have it done in the background."""
         if self._preprocessor is None:
             return
         if when != "later":
-            self._background.preprocess(refresh=refresh)
+            self._background.preprocess(refresh=refresh, contexts=contexts)
         if when == "wait":
             started = time.perf_counter()
             counts = self._background.wait(progress=progress)

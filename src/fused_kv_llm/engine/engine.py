@@ -120,6 +120,7 @@ class FusedKVEngine:
         neighbours: GivenNeighbours | None = None,
         preprocess: Preprocess = "background",
         refresh: bool = False,
+        variant_contexts: int = 0,
         progress: bool = True,
     ) -> IngestReport:
         """Prefill every chunk once and store its KV; resumes where an interrupted call stopped.
@@ -142,6 +143,10 @@ class FusedKVEngine:
         refresh : bool
             Whether chunks whose neighbours have changed are preprocessed again. Otherwise they stay usable and
             are counted in ``chunks_stale``.
+        variant_contexts : int
+            Behind how many contexts of three similar chunks each chunk that is preprocessed is also kept as a variant,
+            for engines with ``variants``. Each takes a prefill of all four, in the background or before this returns
+            as `preprocess` says.
         progress : bool
             Whether to show progress: a bar for each pass, or lines where the output is no terminal. Work in the
             background shows none; see :meth:`wait_for_background`.
@@ -161,10 +166,15 @@ class FusedKVEngine:
         """
         if preprocess not in get_args(Preprocess):
             raise ConfigError(f"preprocess={preprocess!r} is unknown: use 'background', 'wait' or 'later'")
+        if variant_contexts and (self.corpus.variants is None or self.config.preprocessing == "none"):
+            raise ConfigError(
+                f"variant_contexts={variant_contexts!r} keeps nothing: make the engine with variants=... and "
+                'preprocessing="similar", whose contexts are used'
+            )
         chunks = list(texts) if not isinstance(texts, str) else texts
         report = self.corpus.ingest(chunks, neighbours, progress=progress)
         self.build_anchors(chunks, progress=progress)
-        self._preprocess(report, preprocess, refresh=refresh, progress=progress)
+        self._preprocess(report, preprocess, refresh=refresh, progress=progress, contexts=variant_contexts)
         return report
 
     def preprocess(self, *, refresh: bool = False, progress: bool = True) -> IngestReport:
@@ -194,9 +204,11 @@ class FusedKVEngine:
         self._preprocess(report, "wait", refresh=refresh, progress=progress)
         return report
 
-    def _preprocess(self, report: IngestReport, when: Preprocess, *, refresh: bool, progress: bool) -> None:
+    def _preprocess(
+        self, report: IngestReport, when: Preprocess, *, refresh: bool, progress: bool, contexts: int = 0
+    ) -> None:
         try:
-            self.corpus.preprocess(report, when, refresh=refresh, progress=progress)
+            self.corpus.preprocess(report, when, refresh=refresh, progress=progress, contexts=contexts)
         finally:
             if refresh:
                 self.clear_prefix_cache()

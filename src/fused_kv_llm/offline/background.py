@@ -6,8 +6,9 @@ import atexit
 import logging
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 from fused_kv_llm.model import StoppedError
@@ -70,6 +71,8 @@ class BackgroundWork:
     ) -> None:
         self._variants = variants
         self._prompts: deque[PromptChunks] = deque(maxlen=_REMEMBERED_PROMPTS)
+        self._contexts = 0
+        self._similar: Iterator[PromptChunks] = iter(())
         self._ingestor = ingestor
         self._preprocessor = preprocessor
         self._expected: OrderedDict[str, None] = OrderedDict()
@@ -107,16 +110,19 @@ class BackgroundWork:
                 self._prompts.append(prompt)
                 self._start()
 
-    def preprocess(self, *, refresh: bool = False) -> None:
+    def preprocess(self, *, refresh: bool = False, contexts: int = 0) -> None:
         """Begin to preprocess all stored chunks that are not preprocessed yet; after `close` do nothing.
 
         Parameters
         ----------
         refresh : bool
             Whether chunks whose neighbours have changed are preprocessed again.
+        contexts : int
+            Behind how many contexts of similar chunks a chunk is kept as a variant, once it is preprocessed.
         """
         if self._preprocessor is not None:
             with self._changed:
+                self._contexts = max(self._contexts, contexts)
                 self._wanted, self._refresh = True, self._refresh or refresh
                 self._start()
 
@@ -171,13 +177,13 @@ class BackgroundWork:
     def _run(self) -> None:
         while True:
             with self._changed:
-                if self._is_stopping() or not (self._missing or self._prompts or self._wanted):
+                text = self._missing.popleft() if self._missing else None
+                prompt = None if text is not None else self._next_prompt()
+                if self._is_stopping() or (text is None and prompt is None and not self._wanted):
                     self._thread = None
                     self._changed.notify_all()
                     atexit.unregister(self.close)
                     return
-                text = self._missing.popleft() if self._missing else None
-                prompt = self._prompts.popleft() if text is None and self._prompts else None
             if text is not None:
                 self._ingest(text)
             elif prompt is not None and self._variants is not None:
@@ -193,6 +199,12 @@ class BackgroundWork:
         else:
             self._wanted = self._preprocessor is not None
 
+    def _next_prompt(self) -> PromptChunks | None:
+        """Return a prompt whose chunks are to be kept next, one of a live request first; None if there is none."""
+        if self._prompts:
+            return self._prompts.popleft()
+        return None if self._wanted else next(self._similar, None)
+
     def _keep(self, variants: VariantBuilder, prompt: PromptChunks) -> None:
         try:
             variants.run(prompt, self._is_stopping)
@@ -203,8 +215,9 @@ class BackgroundWork:
 
     def _preprocess(self, preprocessor: Preprocessor) -> None:
         with self._changed:
-            refresh, counts = self._refresh, self._counts
+            refresh, counts, contexts = self._refresh, self._counts, self._contexts
             self._wanted = self._refresh = False
+            self._contexts = 0
         try:
             plan = preprocessor.plan(self._is_interrupted, refresh=refresh)
             with self._changed:
@@ -217,10 +230,14 @@ class BackgroundWork:
                 counts.add(len(chunk.token_ids), nbytes)
                 counts.refreshed += chunk.key in plan.refreshed
 
+            if contexts and self._variants is not None:
+                # Made when nothing else is to be done; also of what is left if this is interrupted.
+                self._similar = chain(self._similar, preprocessor.prompts(plan, contexts))
             counts.neighbour_tokens += preprocessor.run(plan, written, self._is_interrupted)
         except StoppedError:
             with self._changed:
                 self._wanted, self._refresh = True, self._refresh or refresh
+                self._contexts = max(self._contexts, contexts)
         except Exception as error:
             if self._is_stopping():
                 # Perhaps only because the interpreter is being taken down: what is left is done by a later call.

@@ -18,6 +18,7 @@ from fused_kv_llm.chunk import ChunkKV
 from fused_kv_llm.context_shift import context_shift, shift_name
 from fused_kv_llm.errors import ChunkDamagedError, ConfigError
 from fused_kv_llm.model import LoadedModel, ModelOwner, PackedChunk, PrefixKV, StoppedError, prefill_packed
+from fused_kv_llm.prompt import Segment
 from fused_kv_llm.store import KVStore
 
 from .batches import PendingChunk, batches, walk_neighbours
@@ -25,6 +26,7 @@ from .corpus import CorpusPlanner
 from .neighbour_graph import NeighbourGraph, Similarity
 from .neighbours import GivenNeighbours, given_neighbours
 from .plain_kv import PlainKVCache
+from .variant_builder import PromptChunks
 from .writer import BackgroundWriter
 
 __all__ = ["BATCH_TOKENS", "CONTEXT_CHUNKS", "PreprocessingPlan", "Preprocessor"]
@@ -209,6 +211,24 @@ class Preprocessor:
             # What has been computed is written, also after a stop, so the next run goes on from there.
             writer.close()
         return self._neighbour_tokens
+
+    def prompts(self, plan: PreprocessingPlan, contexts: int) -> Iterator[PromptChunks]:
+        """Yield every chunk of a plan behind its first contexts, as prompts that leave variants.
+
+        Parameters
+        ----------
+        plan : PreprocessingPlan
+        contexts : int
+            How many of each chunk's.
+        """
+        for chunk in plan.chunks:
+            for context in chunk.contexts[:contexts]:
+                ids, segments = list(self._prefix.token_ids), list[Segment]()
+                for key in (*context, chunk.key):
+                    start = len(ids)
+                    ids += plan.token_ids[key]
+                    segments.append(Segment(start, len(ids), key))
+                yield PromptChunks(tuple(ids), tuple(segments))
 
     def close(self) -> None:
         """Close the file of neighbours."""
