@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, get_args, overload
 from fused_kv_llm.chunk import chunk_text
 from fused_kv_llm.config import DEFAULT_MODEL, EngineConfig, GenerationConfig, check_ratio, check_seed
 from fused_kv_llm.decoding import Constraint
-from fused_kv_llm.errors import ConfigError
+from fused_kv_llm.errors import ConfigError, PromptError
 from fused_kv_llm.offline import GivenNeighbours, Preprocess
 from fused_kv_llm.online import FusedPrompt, Generation, Recipe, view_of
 from fused_kv_llm.prompt import ChatPrompt
@@ -23,6 +23,7 @@ from .constructor import has_options, has_options_after_model, show_options
 from .corpus import EngineCorpus, similarity_of
 from .parts import open_parts
 from .requests import Messages, RequestRunner
+from .speculation import Speculation
 
 __all__ = ["FusedKVEngine"]
 
@@ -406,6 +407,91 @@ class FusedKVEngine:
         ratio, chosen = self._chosen(recompute_ratio, selector)
         recipe, terms = Recipe(chosen, ratio, config.seed or 0), Terms(priority, timeout_s)
         return self.requests.submit(prompt, recipe, config, constraint, terms)
+
+    def speculate(
+        self,
+        *,
+        max_tokens: int = 256,
+        seed: int | None = None,
+        recompute_ratio: float | Literal["auto"] | None = None,
+        selector: str | Selector | None = None,
+        **ignored: Any,
+    ) -> Speculation:
+        """Begin to propose prompts while a search goes on, see :class:`.Speculation`.
+
+        A proposal is loaded and computed up to its first token while nobody else is answered. Once the search has ended
+        (:meth:`.Speculation.finish`), :meth:`submit` and all that go through it take up the proposal if they are called
+        with the same prompt. Nothing of a proposal is seen before, and nothing of a wrong one ever.
+
+        Parameters
+        ----------
+        max_tokens : int
+            No answer to be longer than that.
+        seed, recompute_ratio, selector
+            As they will be given to :meth:`submit`.
+        **ignored
+            Its other options, which may be others then.
+
+        Returns
+        -------
+        Speculation
+            A context manager.
+
+        Raises
+        ------
+        ConfigError
+            If an option cannot work.
+
+        Examples
+        --------
+        >>> import tempfile
+        >>> from fused_kv_llm import FusedKVEngine
+        >>> engine = FusedKVEngine("smollm2-135m", kv_dir=tempfile.mkdtemp())
+        >>> with engine.speculate(max_tokens=4) as speculation:
+        ...     under_way = speculation.propose("What is a ferry?")
+        ...     speculation.finish("What is a ferry?")
+        >>> engine.generate("What is a ferry?", max_tokens=4).report.speculation
+        'confirmed'
+        """
+        config = GenerationConfig.create(max_tokens=max_tokens, seed=seed)
+        ratio, chosen = self._chosen(recompute_ratio, selector)
+        return Speculation(self.requests.speculations, Recipe(chosen, ratio, config.seed or 0), config)
+
+    def submit_staged(self, prompts: Iterable[str | Messages | ChatPrompt], **options: Any) -> RequestHandle:
+        """Have the last one of several prompts answered, and those before it computed until the next one comes.
+
+        Parameters
+        ----------
+        prompts : iterable of str or list of messages
+            What would be asked if a search ended after each of its stages; made in the caller's thread.
+        **options
+            Those of :meth:`submit`.
+
+        Returns
+        -------
+        RequestHandle
+            Of the last prompt.
+
+        Raises
+        ------
+        PromptError
+            If there is no prompt.
+        """
+        with self.speculate(**options) as speculation:
+            last: list[str | Messages | ChatPrompt] = []
+            for prompt in prompts:
+                # The last one too: nobody knows that it is, until the stages end.
+                speculation.propose(prompt)
+                last = [prompt]
+            if not last:
+                raise PromptError("There is no prompt to answer: the stages ended before the first one.")
+            speculation.finish(last[0])
+        return self.submit(last[0], **options)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests are being answered or wait, so that nothing is done on suspicion."""
+        return self.requests.is_busy
 
     def stream(self, prompt: str | Messages | ChatPrompt, **options: Any) -> PieceStream:
         """Answer a prompt, token by token; closing or dropping the stream gives its memory back.

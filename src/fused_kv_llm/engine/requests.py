@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -41,6 +42,7 @@ from fused_kv_llm.thread_pool import ThreadPool
 
 from .corpus import EngineCorpus
 from .parts import EngineParts
+from .speculation import Speculations
 
 __all__ = ["Messages", "RequestRunner"]
 
@@ -89,6 +91,7 @@ class RequestRunner:
         )  # fmt: skip
         self.prefixes = PrefixTree(limits.prefix_bytes)
         self._loop = loop_of(parts.loaded.model)
+        self.speculations = Speculations(self._loop, self, parts.renderer)
 
     def submit(
         self,
@@ -101,7 +104,12 @@ class RequestRunner:
         """Have a prompt answered, beside the requests of others."""
         # Planned later: the caller's messages may be others by then.
         prompt = prompt if isinstance(prompt, str) else deepcopy(prompt)
+        found = self.speculations.claim(prompt, recipe, config, constraint, terms)
+        if isinstance(found, RequestHandle):
+            return found
         request = ServedRequest(self, prompt, recipe, config, constraint, terms, self._loop.cancel)
+        if found is not None:
+            found.describe(request.report)
         try:
             self._loop.submit(request)
         except BaseException:
@@ -127,20 +135,44 @@ class RequestRunner:
             except ChunkDamagedError as error:
                 self.discard(error, report)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests of this model are being answered or wait."""
+        return self._loop.is_busy
+
     # -- what the step loop asks for -------------------------------------------------------------------------
 
-    def plan_served(self, prompt: str | Messages | ChatPrompt, recipe: Recipe, report: FusionReport) -> Request:
+    def plan_served(
+        self, prompt: str | Messages | ChatPrompt, recipe: Recipe, report: FusionReport, *, counted: bool = True
+    ) -> Request:
         """Find what earlier requests have left of a prompt, and open the chunks of the rest."""
+        request = self._plan(prompt, recipe, report, counted=counted)
+        return self._noted(request) if counted else request
+
+    def uses_of(self, request: Request, report: FusionReport) -> Callable[[], None]:
+        """Return what counts the uses of a planned request's chunks, once it turns out to be one."""
+        tiers = {chunk.stored.key: chunk.stored.tier for chunk in request.chunks}
+        missed, noted = report.chunks_missed, partial(self._noted, request)
+
+        def count() -> None:
+            self._store.count_uses(tiers, missed=missed)
+            noted()
+
+        return count
+
+    def _plan(
+        self, prompt: str | Messages | ChatPrompt, recipe: Recipe, report: FusionReport, *, counted: bool
+    ) -> Request:
         take = self._take(recipe, report)
         if self.prefixes.max_bytes == 0:
-            return self._noted(self.planner.plan(prompt, report, take=take))
+            return self.planner.plan(prompt, report, take=take, counted=counted)
         key = fused_recipe(recipe, self._loaded, self.context.shift_name)
 
         def find(ids: list[int], first_chunk: int) -> PrefixMatch:
             # A chunk that was computed in full for somebody else would be one whose tokens are not selected from.
             return self.prefixes.match(ids, key, len(ids) if recipe.ratio >= 1 else first_chunk)
 
-        return self._noted(self.planner.plan(prompt, report, find, take))
+        return self.planner.plan(prompt, report, find, take, counted=counted)
 
     def _take(self, recipe: Recipe, report: FusionReport) -> TakeKV | None:
         """Return what takes variants of chunks; None if plain KV is to be used, or none at all."""
@@ -216,6 +248,7 @@ class RequestRunner:
     def close(self) -> None:
         """Give up the requests that are not answered yet, and stop the threads that read ahead."""
         self.closed = True
+        self.speculations.close()
         self._loop.close(self)
         self.prefixes.clear()
         if self._readers is not None:

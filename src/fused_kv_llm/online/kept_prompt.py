@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, is_dataclass
+from itertools import takewhile
 
 from fused_kv_llm.kv import PlacedChunk, PrefixRun
 from fused_kv_llm.model import LoadedModel
@@ -64,6 +65,14 @@ class KeptPrompt:
     ids: list[int]
     runs: list[PrefixRun]
     since: int | None
+
+    def common_with(self, ids: Sequence[int]) -> KeptPrompt:
+        """Return what another prompt begins with too, as far as it may be kept."""
+        same = next((at for at, (one, other) in enumerate(zip(self.ids, ids, strict=False)) if one != other), None)
+        count = min(len(self.ids), len(ids)) if same is None else same
+        # Up to the first run that cannot be parted: those behind it would begin with its tokens.
+        whole = takewhile(lambda run: not run.whole or run.stop <= count, self.runs)
+        return KeptPrompt(self.ids[:count], [PrefixRun(min(run.stop, count), *run[1:]) for run in whole], self.since)
 
     def with_answer(self, answer_ids: Sequence[int]) -> KeptPrompt:
         """Return the same with tokens of the answer, which continues whatever the prompt ended with."""

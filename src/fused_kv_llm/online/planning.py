@@ -72,6 +72,8 @@ class RequestPlanner:
         report: FusionReport,
         find_prefix: Callable[[list[int], int], PrefixMatch] | None = None,
         take: TakeKV | None = None,
+        *,
+        counted: bool = True,
     ) -> Request:
         """Plan one prompt.
 
@@ -85,6 +87,8 @@ class RequestPlanner:
             header's KV only.
         take : callable or None
             Exchanges a chunk's plain KV for a variant, see :meth:`.VariantChoice.take`; None uses plain KV.
+        counted : bool
+            Whether the chunks are used, for hit rates and policies, see :meth:`.KVStore.open`.
 
         Returns
         -------
@@ -122,7 +126,7 @@ class RequestPlanner:
             for segment in left:
                 if segment.key is None:
                     continue
-                stored = self._open(segment.key, rows[segment.key].token_ids)
+                stored = self._open(segment.key, rows[segment.key].token_ids, counted=counted)
                 if stored is not None:
                     chunk = PlacedChunk(segment, opened.enter_context(stored))
                     if take is not None:
@@ -145,8 +149,8 @@ class RequestPlanner:
             opened.pop_all()
         return request
 
-    def _open(self, key: str, token_ids: Sequence[int]) -> StoredKV | None:
-        stored = self._store.open(key, token_ids)
+    def _open(self, key: str, token_ids: Sequence[int], *, counted: bool) -> StoredKV | None:
+        stored = self._store.open(key, token_ids, counted=counted)
         if stored is None or stored.identity == self._identity:
             return stored
         # The file's checksummed header outranks the index, which could have been altered by hand.

@@ -58,6 +58,14 @@ class FusionReport:
         the chunks' pages that it shared with others; 0 if it had a copy of them.
     not_shared : str
         Why it had a copy, although it was to share; empty if it shared, or was not to.
+    speculation : str
+        How a request fared whose prompt was proposed while a search went on: ``"confirmed"``, the first proposal was
+        right; ``"corrected"``, a later one was, perhaps that of the search's end; ``"wrong"``, none was; ``"off"``, the
+        engine had other work. Empty without speculation.
+    speculations_dropped : int
+        Proposals that were given up.
+    search_s, search_hidden_s : float
+        Seconds of the search, and those of them in which this prompt was being loaded or computed already.
     seconds : dict of str to float
         Seconds by stage: queue, align, load, probe, select, fuse, first_token, and step, the mean from token to token.
     ttft_s : float
@@ -87,6 +95,10 @@ class FusionReport:
     own_kv_bytes: int = 0
     shared_kv_bytes: int = 0
     not_shared: str = ""
+    speculation: str = ""
+    speculations_dropped: int = 0
+    search_s: float = 0.0
+    search_hidden_s: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
     ttft_s: float = 0.0
     warnings: list[str] = field(default_factory=list)

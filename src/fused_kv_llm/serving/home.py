@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from fused_kv_llm.errors import ChunkDamagedError
@@ -26,9 +26,20 @@ class RequestHome(Protocol):
     closed: bool
 
     def plan_served(
-        self, prompt: str | Sequence[dict[str, Any]] | ChatPrompt, recipe: Recipe, report: FusionReport
+        self,
+        prompt: str | Sequence[dict[str, Any]] | ChatPrompt,
+        recipe: Recipe,
+        report: FusionReport,
+        *,
+        counted: bool = True,
     ) -> Request:
-        """Find what earlier requests have left of a prompt, and open the chunks of the rest."""
+        """Find what earlier requests have left of a prompt, and open the chunks of the rest.
+
+        What is not `counted` is used when :meth:`uses_of` says so.
+        """
+
+    def uses_of(self, request: Request, report: FusionReport) -> Callable[[], None]:
+        """Return what counts the uses of a planned request's chunks, once it turns out to be one."""
 
     def keep(self, kept: KeptPrompt, cache: FusedCache) -> None:
         """Keep what later requests may use of a request's KV; what cannot be kept is not."""

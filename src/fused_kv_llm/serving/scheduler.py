@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from fused_kv_llm.errors import ChunkDamagedError, DeadlineError
+from fused_kv_llm.errors import ChunkDamagedError, DeadlineError, RequestCancelledError
 from fused_kv_llm.model import ModelLock, RaggedError, forward_ragged
 from fused_kv_llm.online import STUCK_S
 from fused_kv_llm.thread_pool import ThreadPool
@@ -46,7 +46,9 @@ class Scheduler:
     post : callable
         Has the thread that computes call something; other threads tell with it what they have done.
     on_end : callable
-        Called when a request has ended.
+        Called with a request that has ended.
+    may_drop : callable
+        Whether a provisional request may be given up: whether it has not been confirmed by another thread meanwhile.
 
     Attributes
     ----------
@@ -55,8 +57,14 @@ class Scheduler:
     waiting : WaitingRequests
     """
 
-    def __init__(self, lock: ModelLock, post: Callable[[Callable[[], None]], None], on_end: Callable[[], None]) -> None:
-        self._lock, self._post, self._on_end = lock, post, on_end
+    def __init__(
+        self,
+        lock: ModelLock,
+        post: Callable[[Callable[[], None]], None],
+        on_end: Callable[[ServedRequest], None],
+        may_drop: Callable[[ServedRequest], bool],
+    ) -> None:
+        self._lock, self._post, self._on_end, self._may_drop = lock, post, on_end, may_drop
         self.loads_ahead, self.waiting = True, WaitingRequests()
         self._loading: set[ServedRequest] = set()
         self._given_up: dict[ServedRequest, BaseException] = {}
@@ -80,7 +88,9 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a step would do something."""
-        if self._running or self._next_with_room() is not None:
+        if any(request.state is not RequestState.HELD for request in self._running):
+            return True
+        if self._next_with_room() is not None:
             return True
         return len(self.waiting) > 0 and self._may_plan()
 
@@ -113,6 +123,7 @@ class Scheduler:
     def step(self) -> None:
         """Do what is due: give up, plan ahead, let in, compute."""
         self._give_up_overdue()
+        self._make_way()
         self._plan_ahead()
         self._cores.look()
         begun = self._let_in()
@@ -130,10 +141,26 @@ class Scheduler:
     def _give_up_overdue(self) -> None:
         now_s = time.perf_counter()
         for request in self.requests():
-            if request.deadline_s <= now_s and request not in self._given_up:
+            if request.deadline_s <= now_s and request.provisional:
+                self.drop(request)
+            elif request.deadline_s <= now_s and request not in self._given_up:
                 waited = f"{request.terms.timeout_s} s (timeout_s)"
                 self.give_up(request, DeadlineError(f"The request was not answered within {waited}; it was "
                                                      f"{request.state.value} then."))  # fmt: skip
+
+    def _make_way(self) -> None:
+        """Give up what nobody has asked yet for those who have (RAGCache, algorithm 2).
+
+        Prompts that are complete take memory only: they stay while there is enough.
+        """
+        provisional = [request for request in self.requests() if request.provisional]
+        if not provisional or all(request.provisional for request in self.requests()):
+            return
+        waiting = next((request for request in self._ready if not request.provisional), None)
+        is_tight = waiting is not None and not self._has_room(waiting)
+        for request in provisional:
+            if is_tight or request.state is not RequestState.HELD:
+                self.drop(request)
 
     def _plan_ahead(self) -> None:
         """Have the next requests' chunks found, opened and loaded."""
@@ -195,8 +222,10 @@ class Scheduler:
         request = next((request for request in self._ready if request.may_begin(alone=alone)), None)
         if request is None or alone:
             return request
-        has_room = len(self._running) < request.home.limits.num_seqs and self._kv.has_room(request)
-        return request if has_room else None
+        return request if self._has_room(request) else None
+
+    def _has_room(self, request: ServedRequest) -> bool:
+        return len(self._running) < request.home.limits.num_seqs and self._kv.has_room(request)
 
     def _begin(self, request: ServedRequest) -> None:
         request.wants_shared = self._kv.wants_shared
@@ -274,6 +303,16 @@ class Scheduler:
         if not request.is_done:
             self._guarded(request, self._load, request)
 
+    def go_on(self, request: ServedRequest, *how: Any) -> None:
+        """Answer a provisional request, which was confirmed; see :meth:`.ServedRequest.go_on`."""
+        if not request.is_done:
+            self._guarded(request, request.go_on, *how)
+
+    def drop(self, request: ServedRequest) -> None:
+        """Give up a provisional request, unless it was confirmed meanwhile."""
+        if not request.is_done and self._may_drop(request):
+            self.give_up(request, RequestCancelledError("The request was provisional, and nobody asked for it."))
+
     def give_up(self, request: ServedRequest, error: BaseException) -> None:
         """End a request with an error, at once or when its chunks are open."""
         if request in self._loading:
@@ -295,7 +334,7 @@ class Scheduler:
             # Its caller knows why it ended. The others go on.
             _log.warning("What a request held could not be given back: %s", failure)
         finally:
-            self._on_end()
+            self._on_end(request)
 
 
 def _most_bytes(ahead: Sequence[ServedRequest]) -> float:

@@ -42,6 +42,7 @@ class RequestState(Enum):
     WAITING = "waiting"
     LOADING = "loading"
     FUSING = "fusing"
+    HELD = "held"
     DECODING = "decoding"
     DONE = "done"
 
@@ -59,9 +60,20 @@ class ServedRequest:
     terms : Terms
     on_cancel : callable
         Tells the step loop that this request was cancelled; see :class:`.handle.RequestHandle`.
+    provisional : bool
+        Whether nobody has asked this yet. Such a request is held when its prompt is complete, counts for nothing and
+        leaves nothing, until :meth:`go_on`.
 
     Attributes
     ----------
+    provisional : bool
+        Whether it still is.
+    is_confirmed, is_dropped : bool
+        Whether a provisional request is to go on, or is given up; never both. The step loop's guard is held to set one.
+    expires_s : float
+        ``time.perf_counter()`` at which a provisional request is dropped.
+    successor_ids : sequence of int
+        The prompt that comes in place of a provisional request: what both begin with is left to it.
     handle : RequestHandle
     state : RequestState
     max_tokens : int
@@ -86,8 +98,15 @@ class ServedRequest:
         constraint: Constraint | None,
         terms: Terms,
         on_cancel: Callable[[ServedRequest], None],
+        *,
+        provisional: bool = False,
     ) -> None:
         self.home, self.terms = home, terms
+        self.provisional, self.is_confirmed, self.is_dropped = provisional, False, False
+        self.expires_s = float("inf")
+        self.successor_ids: Sequence[int] = ()
+        self._held: FusedPrompt | None = None
+        self._count_uses: Callable[[], None] | None = None
         self.state = RequestState.WAITING
         self.arrived_s = time.perf_counter()
         self.handle = RequestHandle(lambda: on_cancel(self))
@@ -113,6 +132,8 @@ class ServedRequest:
     @property
     def deadline_s(self) -> float:
         """``time.perf_counter()`` at which the request is given up."""
+        if self.provisional:
+            return self.expires_s
         return float("inf") if self.terms.timeout_s is None else self.arrived_s + self.terms.timeout_s
 
     # -- stages ----------------------------------------------------------------------------------------------
@@ -138,7 +159,9 @@ class ServedRequest:
         started_s = time.perf_counter()
         self._add("queue", started_s - self.arrived_s if "queue" not in self.report.seconds else 0.0)
         with self._span.within(self._stage, "align"):
-            self._planned = self.home.plan_served(self._prompt, self._recipe, self.report)
+            counted = not self.provisional
+            self._planned = self.home.plan_served(self._prompt, self._recipe, self.report, counted=counted)
+            self._count_uses = None if counted else self.home.uses_of(self._planned, self.report)
         self._add("align", time.perf_counter() - started_s)
         loaded, self.prompt_tokens = self.home.context.loaded, self._planned.num_tokens
         self._capacity = min(self.prompt_tokens + self.max_tokens, self.home.context_length)
@@ -212,6 +235,22 @@ class ServedRequest:
             self._loading.learn(seconds.get("probe", 0.0) + seconds["fuse"] - self._fusion.read_s)
         return prompt
 
+    def go_on(self, config: GenerationConfig, constraint: Constraint | None, terms: Terms, asked_s: float) -> None:
+        """Answer what was provisional so far.
+
+        Parameters
+        ----------
+        config, constraint, terms
+            How; `max_tokens` is no larger than it was.
+        asked_s : float
+            ``time.perf_counter()`` when it was asked.
+        """
+        self._config, self._constraint, self.terms, self.arrived_s = config, constraint, terms, asked_s
+        self.provisional = False
+        held, self._held = self._held, None
+        if held is not None:
+            self.take(held)
+
     def plan_again(self, error: ChunkDamagedError) -> None:
         """Go back to planning, without a chunk that turned out to be damaged."""
         self._loading = None
@@ -251,7 +290,10 @@ class ServedRequest:
         try:
             # What an error has spoilt is of no use to others.
             if error is None or isinstance(error, (RequestCancelledError, DeadlineError)):
-                self._leave()
+                if self.provisional:
+                    self._leave_to_successor()
+                else:
+                    self._leave()
         finally:
             try:
                 self._give_back()
@@ -292,9 +334,22 @@ class ServedRequest:
             cache, kept = self._fusion.complete
             self.home.keep(kept, cache)
 
+    def _leave_to_successor(self) -> None:
+        """Leave what the right prompt begins with too; what nobody asked for is left to nobody."""
+        found = None
+        if self._held is not None:
+            found = self._held.cache, self._held.kept
+        elif self._fusion is not None:
+            found = self._fusion.complete
+        if found is not None and len(self.successor_ids):
+            self.home.keep(found[1].common_with(self.successor_ids), found[0])
+
     def _give_back(self) -> None:
         self._close_planned()
         self._close_fusion()
+        if self._held is not None:
+            self._held.cache.release()
+        self._held = None
         if self._fused is not None:
             self._fused.cache.release()
             self.home.answered(self._fused.text)
@@ -317,7 +372,13 @@ class ServedRequest:
         return self._writer
 
     def take(self, prompt: FusedPrompt) -> None:
-        """Go on with a complete prompt: send its first token, and decode."""
+        """Go on with a complete prompt: send its first token, and decode; a provisional one is held."""
+        if self.provisional:
+            self._held, self.state = prompt, RequestState.HELD
+            return
+        count, self._count_uses = self._count_uses, None
+        if count is not None:
+            count()
         self._fused = prompt
         self._begin_decoding()
         # The first token does not wait for what only saves memory. If it is the last, all has been given back.

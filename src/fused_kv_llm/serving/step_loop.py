@@ -6,7 +6,7 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -64,11 +64,13 @@ class StepLoop:
         """Forget everything; a forked process has none of its parent's threads and answers none of its requests."""
         # Reentrant: the collector may drop a stream, and so cancel its request, anywhere.
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self.scheduler = Scheduler(self._lock, self._inbox.put, self._ended)
+        self.scheduler = Scheduler(self._lock, self._inbox.put, self._ended, self._may_drop)
         self._pieces = IngestionPieces()
         self._thread: threading.Thread | None = None
         self._closing: list[tuple[RequestHome | None, threading.Event]] = []
         self._open = 0
+        # Those of them that nobody has asked yet.
+        self._provisional = set[ServedRequest]()
 
     # -- for callers' threads --------------------------------------------------------------------------------
 
@@ -94,14 +96,66 @@ class StepLoop:
         with self._guard:
             if request.home.closed:
                 raise EngineClosedError("The engine was closed: make a new one, which finds what is stored.")
-            if self._open >= limits.queued + limits.num_seqs:
+            others = self._open - len(self._provisional)
+            if others >= limits.queued + limits.num_seqs:
                 raise QueueFullError(
-                    f"{self._open} requests are being answered or wait, of which {limits.num_seqs} run at once "
+                    f"{others} requests are being answered or wait, of which {limits.num_seqs} run at once "
                     f"(max_num_seqs) and {limits.queued} may wait (max_queued). Try again later, or raise max_queued."
                 )
             self._open += 1
             self._inbox.put(partial(self.scheduler.waiting.add, request))
             self._start()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests are being answered or wait, besides provisional ones."""
+        return self._open > len(self._provisional)
+
+    def submit_provisional(self, request: ServedRequest) -> bool:
+        """Take a request that nobody has asked yet, unless others are being answered; return whether it was taken."""
+        with self._guard:
+            if request.home.closed or self.is_busy or len(self._provisional) >= request.home.limits.num_seqs:
+                return False
+            self._open += 1
+            self._provisional.add(request)
+            self._inbox.put(partial(self.scheduler.waiting.add, request))
+            self._start()
+            return True
+
+    def confirm(self, request: ServedRequest, *how: Any) -> bool:
+        """Have a provisional request answered as :meth:`.ServedRequest.go_on` says; False if it has been given up."""
+        with self._guard:
+            if request.is_dropped or request.handle.done:
+                return False
+            request.is_confirmed = True
+            self._provisional.discard(request)
+            self._inbox.put(partial(self.scheduler.go_on, request, *how))
+            return True
+
+    def drop(self, request: ServedRequest, successor_ids: Sequence[int] = ()) -> None:
+        """Give a provisional request up at the next step; it may be called anywhere, also by the collector.
+
+        Parameters
+        ----------
+        request : ServedRequest
+        successor_ids : sequence of int
+            The prompt that comes in its place.
+        """
+
+        def leave() -> None:
+            request.successor_ids = successor_ids
+            self.scheduler.drop(request)
+
+        self._inbox.put(leave)
+
+    def wake(self) -> None:
+        """Have the loop look again when something is due."""
+        self._inbox.put(lambda: None)
+
+    def _may_drop(self, request: ServedRequest) -> bool:
+        with self._guard:
+            request.is_dropped = not request.is_confirmed
+            return request.is_dropped
 
     def _start(self) -> None:
         if self._thread is None:
@@ -217,9 +271,10 @@ class StepLoop:
                 done.set()
         self._closing = [one for one in self._closing if not one[1].is_set()]
 
-    def _ended(self) -> None:
+    def _ended(self, request: ServedRequest) -> None:
         with self._guard:
             self._open -= 1
+            self._provisional.discard(request)
 
 
 _loops: WeakKeyDictionary[Any, StepLoop] = WeakKeyDictionary()

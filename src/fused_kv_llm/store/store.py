@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -224,6 +224,23 @@ class KVStore:
         elif self._parts.uses.hit(key, stored.tier) and not self._parts.read_only:
             self._parts.prefetcher.run(self._parts.budget.flush_uses)
         return stored
+
+    def count_uses(self, tiers: Mapping[str, str], *, missed: int = 0) -> None:
+        """Count uses of chunks that were opened without being counted, see :meth:`open`.
+
+        Parameters
+        ----------
+        tiers : mapping of str to str
+            By the chunks' keys, the tiers that they came from.
+        missed : int
+            Chunks that were wanted and not there.
+        """
+        self._parts.check_open()
+        if missed:
+            self._parts.uses.add(misses=missed)
+        due = [self._parts.uses.hit(check_key(key), tier) for key, tier in tiers.items()]
+        if any(due) and not self._parts.read_only:
+            self._parts.prefetcher.run(self._parts.budget.flush_uses)
 
     def discard(self, key: str, reason: str) -> bool:
         """Take a damaged chunk out of the store and warn about it.
