@@ -88,7 +88,7 @@ def check_books(tree: PrefixTree) -> None:
     every = nodes(tree)
     assert tree.nbytes == sum(node.nbytes for node in every) <= tree.max_bytes
     assert tree.nbytes == TOKEN_NBYTES * sum(node.num_tokens for node in every)
-    assert tree._leaves == {node for node in every if node.is_leaf}
+    assert tree._levels.leaves == {node for node in every if node.is_leaf}
     tensors = [tensor for node in every for tensor in node.kv or ()]
     assert all(tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors)
     assert len({tensor.data_ptr() for tensor in tensors}) == len(tensors)

@@ -172,7 +172,7 @@ class EngineConfig(BaseModel):
     chunks of least value make room."""
 
     policy: str = Field(default=DEFAULT_POLICY, frozen=True)
-    """Which chunks make room: lru, lfu, gdsf, pgdsf or reuse."""
+    """Which chunks make room, and which KV of answered prompts: lru, lfu, gdsf, pgdsf or reuse."""
 
     kv_dtype: Annotated[str, Option(identity=True)] = Field(default="auto", frozen=True)
     """Dtype in which keys and values are stored: auto (the model's), float32, bfloat16, float16, int8 or int4."""

@@ -22,6 +22,7 @@ from .calibration import read_calibration
 from .constructor import has_options, has_options_after_model, show_options
 from .corpus import EngineCorpus, similarity_of
 from .parts import open_parts
+from .prefixes import open_prefixes
 from .requests import Messages, RequestRunner
 from .speculation import Speculation
 
@@ -97,7 +98,9 @@ class FusedKVEngine:
                 variants=config.variants,
                 variant_bytes=config.variant_bytes,
             )
-            self.requests = RequestRunner(parts, self.corpus, limits_of(config, parts.loaded.device), config.tenant)
+            limits = limits_of(config, parts.loaded.device)
+            prefixes = open_prefixes(config.policy, limits, parts.loaded.device)
+            self.requests = RequestRunner(parts, self.corpus, limits, prefixes, config.tenant)
         except BaseException:
             self.store.close()
             raise

@@ -60,11 +60,15 @@ class RequestRunner:
     corpus : EngineCorpus
         Learns of chunks that are missing or damaged.
     limits : Limits
+    prefixes : PrefixTree
+        What requests leave to later ones.
     tenant : str
         Tenants take turns.
     """
 
-    def __init__(self, parts: EngineParts, corpus: EngineCorpus, limits: Limits, tenant: str) -> None:
+    def __init__(
+        self, parts: EngineParts, corpus: EngineCorpus, limits: Limits, prefixes: PrefixTree, tenant: str
+    ) -> None:
         self._loaded, self._store, self._corpus = parts.loaded, parts.store, corpus
         self._model_lock, self.closed = parts.model_lock, False
         self.limits, self.tenant, self.context_length = limits, tenant, parts.context_length
@@ -89,7 +93,7 @@ class RequestRunner:
             parts.loaded, parts.prefix, pool, parts.store.sidecars, self._readers, parts.shift_name,
             PagePool(geometry) if shares and not why_not else None, why_not,
         )  # fmt: skip
-        self.prefixes = PrefixTree(limits.prefix_bytes)
+        self.prefixes = prefixes
         self._loop = loop_of(parts.loaded.model)
         self.speculations = Speculations(self._loop, self, parts.renderer)
 

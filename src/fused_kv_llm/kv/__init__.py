@@ -6,7 +6,8 @@ from .chunk_changes import ChunkChanges
 from .chunk_sink import ChunkSink
 from .page_pool import ChunkPage, PagePool, why_not_shared
 from .placed_chunk import PlacedChunk, VariantUse
-from .prefix_eviction import LeastRecentlyUsed, PrefixEviction
+from .prefix_eviction import LeastRecentlyUsed, PrefixEviction, RankedEviction, RecomputeSeconds
+from .prefix_levels import HostLevel, SwapCounts
 from .prefix_match import PrefixMatch
 from .prefix_node import PrefixRun
 from .prefix_tree import PrefixTree
@@ -16,6 +17,7 @@ __all__ = [
     "ChunkChanges",
     "ChunkPage",
     "ChunkSink",
+    "HostLevel",
     "LeastRecentlyUsed",
     "PagePool",
     "PlacedChunk",
@@ -23,7 +25,10 @@ __all__ = [
     "PrefixMatch",
     "PrefixRun",
     "PrefixTree",
+    "RankedEviction",
+    "RecomputeSeconds",
     "ShiftSink",
+    "SwapCounts",
     "VariantUse",
     "why_not_shared",
 ]

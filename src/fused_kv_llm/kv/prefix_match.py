@@ -41,8 +41,9 @@ class PrefixMatch:
         self._kv: list[tuple[Tensor, Tensor]] = []
         self.num_tokens = 0
         for node, count in path:
-            if node.kv is not None:
-                self._kv.append((node.kv[0][:, :, :count], node.kv[1][:, :, :count]))
+            kv = node.kv or node.host_kv
+            if kv is not None:
+                self._kv.append((kv[0][:, :, :count], kv[1][:, :, :count]))
                 self.num_tokens += count
                 self.runs.append(PrefixRun(self.num_tokens, node.recipe, node.whole))
         self.is_exact = all(run.recipe is None for run in self.runs)

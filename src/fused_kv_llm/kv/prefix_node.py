@@ -52,8 +52,10 @@ class PrefixNode:
     ----------
     pins : int
         Requests that need it and its ancestors.
-    used_at : int
-        The tree's clock when it was last used.
+    about : object
+        What the rule that ranks nodes knows of it; None before its first use.
+    host_kv : tuple of Tensor or None
+        A copy of its KV on the host, see :class:`.PrefixLevels`. Then `kv` may be None.
     """
 
     def __init__(
@@ -66,7 +68,9 @@ class PrefixNode:
         whole: bool,
     ) -> None:
         self.parent, self.ids, self.recipe, self.whole, self.kv = parent, ids, recipe, whole, kv
-        self.pins = self.used_at = 0
+        self.pins = 0
+        self.about: object = None
+        self.host_kv: tuple[Tensor, Tensor] | None = None
         self._children: dict[_ChildKey, list[PrefixNode]] = {}
 
     @property
@@ -76,8 +80,13 @@ class PrefixNode:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its keys and values."""
+        """Bytes of its keys and values on the device."""
         return 0 if self.kv is None else sum(tensor.nbytes for tensor in self.kv)
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of its copy on the host."""
+        return 0 if self.host_kv is None else sum(tensor.nbytes for tensor in self.host_kv)
 
     @property
     def is_leaf(self) -> bool:
@@ -88,6 +97,14 @@ class PrefixNode:
         """Iterate over the nodes behind it."""
         for nodes in self._children.values():
             yield from nodes
+
+    def below(self) -> Iterator[PrefixNode]:
+        """Iterate over all nodes that stand behind it, at any distance."""
+        found = list(self.children())
+        while found:
+            one = found.pop()
+            yield one
+            found.extend(one.children())
 
     def shared(self, ids: TokenIds) -> int:
         """Return how many of its tokens `ids` begin with; all or none of a node that is matched whole."""
@@ -144,22 +161,31 @@ class PrefixNode:
 
         Whoever has pinned this node needs both, and this one keeps its ancestors.
         """
-        if self.kv is None or self.parent is None or self.whole or not 0 < count < self.num_tokens:
+        missing = self.kv is None and self.host_kv is None
+        if missing or self.parent is None or self.whole or not 0 < count < self.num_tokens:
             raise ValueError(f"a node of {self.num_tokens} tokens (whole={self.whole}) cannot be split at {count}")
-        keys, values = self.kv
         parent = self.parent
         self.detach()
-        first = keys[:, :, :count].contiguous(), values[:, :, :count].contiguous()
-        head = PrefixNode(parent, self.ids[:count].copy(), self.recipe, first, whole=False)
-        head.used_at = self.used_at
+        head = PrefixNode(parent, self.ids[:count].copy(), self.recipe, None, whole=False)
+        head.about = self.about
+        head.kv, self.kv = _cut(self.kv, count)
+        head.host_kv, self.host_kv = _cut(self.host_kv, count)
         parent.attach(head)
-        # Copies, so that each goes with its own memory.
-        self.ids, self.kv = (
-            self.ids[count:].copy(),
-            (keys[:, :, count:].contiguous(), values[:, :, count:].contiguous()),
-        )
+        self.ids = self.ids[count:].copy()
         head.attach(self)
         return head
+
+
+_KV = tuple[Tensor, Tensor] | None
+
+
+def _cut(kv: _KV, count: int) -> tuple[_KV, _KV]:
+    """Return the KV of the first `count` tokens and of the others: copies, so that each goes with its own memory."""
+    if kv is None:
+        return None, None
+    keys, values = kv
+    first = keys[:, :, :count].contiguous(), values[:, :, :count].contiguous()
+    return first, (keys[:, :, count:].contiguous(), values[:, :, count:].contiguous())
 
 
 def _key(node: PrefixNode) -> _ChildKey:

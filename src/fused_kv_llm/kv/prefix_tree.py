@@ -21,6 +21,7 @@ from torch import Tensor
 from fused_kv_llm.errors import FusedKVError
 
 from .prefix_eviction import LeastRecentlyUsed, PrefixEviction
+from .prefix_levels import HostLevel, PrefixLevels, SwapCounts
 from .prefix_match import PrefixMatch
 from .prefix_node import PrefixNode, PrefixRun, TokenIds
 
@@ -37,6 +38,8 @@ class PrefixTree:
     eviction : PrefixEviction or None
         Which nodes make room: those used longest ago, if None. Inner nodes never do before what stands behind them,
         and nodes that are pinned stay.
+    host : HostLevel or None
+        Where they go then; None forgets them.
 
     Attributes
     ----------
@@ -44,9 +47,12 @@ class PrefixTree:
         Goes up when something is forgotten on purpose.
     """
 
-    def __init__(self, max_bytes: int, eviction: PrefixEviction | None = None) -> None:
+    def __init__(
+        self, max_bytes: int, eviction: PrefixEviction | None = None, host: HostLevel | None = None
+    ) -> None:
         self._max_bytes = max_bytes
         self._eviction = eviction or LeastRecentlyUsed()
+        self._levels = PrefixLevels(max_bytes, self._eviction, host)
         # Reentrant: the collector may end a dropped request, which unpins a node, while this thread holds it.
         self._lock = threading.RLock()
         self.version = 0
@@ -60,14 +66,24 @@ class PrefixTree:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are kept."""
-        return self._nbytes
+        """Bytes that are kept on the device."""
+        return self._levels.nbytes
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes that are kept on the host besides."""
+        return self._levels.host_nbytes
+
+    @property
+    def swaps(self) -> SwapCounts:
+        """Bytes that went between device and host."""
+        return self._levels.swaps
 
     @property
     def num_nodes(self) -> int:
         """Nodes that are kept."""
         with self._lock:
-            return sum(1 for _ in _below(self._root))
+            return sum(1 for _ in self._root.below())
 
     def match(self, ids: Sequence[int], recipe: Hashable | None, exact_stop: int | None = None) -> PrefixMatch:
         """Find the KV of the longest prefix of `ids`, and pin it.
@@ -90,10 +106,19 @@ class PrefixTree:
             path = self._longest(tokens, recipe, len(tokens) if exact_stop is None else exact_stop)
             for node, _ in path:
                 self._eviction.used(node)
+            if path:
+                with self._pinned(path[-1][0]):
+                    self._levels.bring(node for node, _ in path)
             return PrefixMatch(path, self.version, self._unpin)
 
     def insert(
-        self, ids: Sequence[int], runs: Sequence[PrefixRun], keys: Tensor, values: Tensor, since: int | None = None
+        self,
+        ids: Sequence[int],
+        runs: Sequence[PrefixRun],
+        keys: Tensor,
+        values: Tensor,
+        since: int | None = None,
+        cached: int | None = None,
     ) -> int:
         """Keep a copy of what of a sequence's KV is not here yet, as far as there is room.
 
@@ -107,6 +132,8 @@ class PrefixTree:
         since : int or None
             The :attr:`version` when the sequence was begun: nothing is kept if something was forgotten since, which it
             may be made of.
+        cached : int or None
+            How many of its tokens were found here: the others were computed. None takes it to be what is here now.
 
         Returns
         -------
@@ -127,10 +154,20 @@ class PrefixTree:
             for run in merged:
                 while at < run.stop:
                     with self._pinned(node):
-                        child = self._child(node, run, tokens, at) or self._grow(node, run, tokens, at, (keys, values))
+                        known = self._child(node, run, tokens, at)
+                        if known is None and cached is None:
+                            cached = at
+                        child = known or self._grow(node, run, tokens, at, (keys, values))
                     if child is None:
                         return at
-                    self._eviction.used(child)
+                    if known is None or (cached is not None and at >= cached):
+                        behind = at if cached is None else min(at, cached)
+                        self._eviction.computed(child, behind, merged[-1].stop - behind)
+                    else:
+                        self._eviction.kept(child)
+                    with self._pinned(child):
+                        if not self._levels.bring([child]):
+                            return at + child.num_tokens
                     node, at = child, at + child.num_tokens
             return at
 
@@ -144,8 +181,7 @@ class PrefixTree:
 
     def _empty(self) -> None:
         self._root = PrefixNode(None, np.empty(0, np.int64), None, None, whole=False)
-        self._leaves: set[PrefixNode] = set()
-        self._nbytes = 0
+        self._levels.empty()
 
     def _longest(self, ids: TokenIds, recipe: Hashable | None, exact_stop: int) -> list[tuple[PrefixNode, int]]:
         """Return the nodes of the longest match with how many of their tokens are matched; exact ones where it ties."""
@@ -169,7 +205,11 @@ class PrefixTree:
         if child is None:
             return None
         shared = child.shared(rest)
-        return child if shared == child.num_tokens else child.split(shared)
+        if shared == child.num_tokens:
+            return child
+        head = child.split(shared)
+        self._levels.cut(head)
+        return head
 
     def _grow(
         self, node: PrefixNode, run: PrefixRun, ids: TokenIds, at: int, kv: tuple[Tensor, Tensor]
@@ -179,34 +219,15 @@ class PrefixTree:
         needed = (run.stop - at) * token_nbytes
         if run.whole and needed > self._max_bytes:
             return None
-        stop = min(run.stop, at + self._make_room(needed) // max(1, token_nbytes))
+        stop = min(run.stop, at + self._levels.make_room(needed) // max(1, token_nbytes))
         if stop <= at or (run.whole and stop < run.stop):
             return None
         copied = kv[0][:, :, at:stop].clone(), kv[1][:, :, at:stop].clone()
         child = PrefixNode(node, ids[at:stop].copy(), run.recipe, copied, whole=run.whole)
-        self._leaves.discard(node)
         node.attach(child)
-        self._leaves.add(child)
-        self._nbytes += child.nbytes
+        # Ranked when it is used, which is next.
+        self._levels.add(child)
         return child
-
-    def _make_room(self, nbytes: int) -> int:
-        """Evict leaves until so many bytes fit, if they ever can; return how many do."""
-        while self._nbytes + nbytes > self._max_bytes:
-            leaf = min((one for one in self._leaves if not one.pins), key=self._eviction.rank, default=None)
-            if leaf is None:
-                break
-            self._evict(leaf)
-        return self._max_bytes - self._nbytes
-
-    def _evict(self, leaf: PrefixNode) -> None:
-        parent = leaf.parent
-        leaf.detach()
-        self._leaves.discard(leaf)
-        self._nbytes -= leaf.nbytes
-        self._eviction.evicted(leaf)
-        if parent is not None and parent is not self._root and parent.is_leaf:
-            self._leaves.add(parent)
 
     @contextmanager
     def _pinned(self, node: PrefixNode) -> Iterator[None]:
@@ -243,14 +264,6 @@ def _merged(runs: Sequence[PrefixRun], num_tokens: int) -> list[PrefixRun]:
         merged.append(run)
         at = run.stop
     return merged
-
-
-def _below(node: PrefixNode) -> Iterator[PrefixNode]:
-    found = list(node.children())
-    while found:
-        one = found.pop()
-        yield one
-        found.extend(one.children())
 
 
 _trees: WeakSet[PrefixTree] = WeakSet()

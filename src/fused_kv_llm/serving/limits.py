@@ -12,6 +12,7 @@ from fused_kv_llm.config import EngineConfig
 
 __all__ = ["Limits", "limits_of"]
 
+_HOST = torch.device("cpu")
 _SHARE_OF_MEMORY = 0.25
 _SHARE_OF_PREFIXES = 0.125
 _SEQUENCES = {"cpu": 16, "cuda": 128}
@@ -42,6 +43,8 @@ class Limits:
         Whether requests that decode share the KV of their chunks.
     prefix_bytes : int
         KV that requests have left for later ones; beside `pool_bytes`.
+    prefix_host_bytes : int
+        The same on the host, for what has to leave a GPU; 0 on a CPU.
     """
 
     num_seqs: int
@@ -51,12 +54,14 @@ class Limits:
     queued: int
     share_chunk_kv: Literal["auto", "always", "never"]
     prefix_bytes: int
+    prefix_host_bytes: int = 0
 
 
 def limits_of(config: EngineConfig, device: torch.device) -> Limits:
     """Return the limits of a configuration, those that it leaves open after the machine."""
     on_gpu = device.type == "cuda"
     cores = max(1, torch.get_num_threads())
+    keeps_prefixes = config.prefix_cache_bytes is None or int(config.prefix_cache_bytes) > 0
     rows = _ROWS_ON_A_GPU if on_gpu else _ROWS_PER_CORE * cores
     return Limits(
         num_seqs=config.max_num_seqs or _SEQUENCES["cuda" if on_gpu else "cpu"],
@@ -66,6 +71,7 @@ def limits_of(config: EngineConfig, device: torch.device) -> Limits:
         queued=config.max_queued,
         share_chunk_kv=config.share_chunk_kv,
         prefix_bytes=_bytes_of(config.prefix_cache_bytes, _SHARE_OF_PREFIXES, device),
+        prefix_host_bytes=int(_SHARE_OF_PREFIXES * _free_bytes(_HOST)) if on_gpu and keeps_prefixes else 0,
     )
 
 

@@ -13,6 +13,9 @@ from fused_kv_llm.store.index import (
     Entry,
     EvictionQueue,
     IdentityTotals,
+    Policy,
+    RecomputeCost,
+    resolve_policy,
 )
 from fused_kv_llm.store.read import (
     CAN_ANNOUNCE,
@@ -45,6 +48,8 @@ __all__ = [
     "IdentityTotals",
     "ImportReport",
     "KVStore",
+    "Policy",
+    "RecomputeCost",
     "Sidecars",
     "StoreCounters",
     "StoreStats",
@@ -57,6 +62,7 @@ __all__ = [
     "check_folder_key",
     "public_url",
     "rebuild_index",
+    "resolve_policy",
     "stored_bytes_per_token",
     "variant_name",
 ]

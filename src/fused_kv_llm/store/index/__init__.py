@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fused_kv_llm.store.index.chunk_index import ChunkIndex
 from fused_kv_llm.store.index.ledger import Place, Uses, Victim
-from fused_kv_llm.store.index.policies import POLICIES, Entry, EvictionQueue, Policy, resolve_policy
+from fused_kv_llm.store.index.policies import POLICIES, Entry, EvictionQueue, Policy, RecomputeCost, resolve_policy
 from fused_kv_llm.store.index.rows import ChunkRow, ContentRows, IdentityTotals
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "IdentityTotals",
     "Place",
     "Policy",
+    "RecomputeCost",
     "Uses",
     "Victim",
     "resolve_policy",
