@@ -231,3 +231,18 @@ def test_preprocessing_keeps_no_variants_unless_it_is_asked_to(tmp_path: Path) -
     for options in ({"variants": 0, "preprocessing": "similar"}, {"preprocessing": "none"}):
         with open_engine(tmp_path, **options) as engine, pytest.raises(ConfigError, match="variant_contexts=1"):
             engine.build_kv_cache(SHORT[:4], variant_contexts=1, progress=False)
+
+
+def test_question_attention_can_work_on_variants(tmp_path: Path) -> None:
+    with open_engine(tmp_path) as engine:
+        engine.build_kv_cache(SHORT[:4], progress=False)
+        learn(engine, SHORT[:4])
+        prompt = rag_prompt(SHORT[:4])
+        exact, _ = engine.prefill(prompt, recompute_ratio=1.0)
+        want, errors = exact.logits.clone(), []
+        for selector, takes in (("sink_attention", False), ("sink_attention_variants", True)):
+            fused, report = engine.prefill(prompt, selector=selector, recompute_ratio=0.15)
+            assert report.recomputed_tokens == int(0.15 * (report.reused_tokens + report.recomputed_tokens))
+            assert sum(one["variant"] != "" for one in report.variants) == (3 if takes else 0)
+            errors.append(float((fused.logits - want).abs().max()))
+        assert errors[1] < 0.7 * errors[0]

@@ -36,7 +36,7 @@ from fused_kv_llm.online import (
 )
 from fused_kv_llm.prompt import ChatPrompt
 from fused_kv_llm.report import FusionReport, stage_span
-from fused_kv_llm.selectors import VariantSelector, View
+from fused_kv_llm.selectors import View, variant_selector
 from fused_kv_llm.serving import Limits, RequestHandle, ServedRequest, Terms, loop_of
 from fused_kv_llm.thread_pool import ThreadPool
 
@@ -180,8 +180,8 @@ class RequestRunner:
 
     def _take(self, recipe: Recipe, report: FusionReport) -> TakeKV | None:
         """Return what takes variants of chunks; None if plain KV is to be used, or none at all."""
-        choice, selector = self._variants, recipe.selector
-        if choice is None or not isinstance(selector, VariantSelector) or recipe.ratio >= 1:
+        choice, selector = self._variants, variant_selector(recipe.selector)
+        if choice is None or selector is None or recipe.ratio >= 1:
             return None
         return lambda chunk, before: choice.take(chunk, before, selector, report)
 

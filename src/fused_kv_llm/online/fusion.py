@@ -23,7 +23,7 @@ from fused_kv_llm.model import (
     pause_at,
 )
 from fused_kv_llm.report import FusionReport, PromptTrace
-from fused_kv_llm.selectors import FirstLayersView, TransferringSelector, VariantSelector, View, budget_tokens
+from fused_kv_llm.selectors import FirstLayersView, TransferringSelector, View, budget_tokens, variant_selector
 
 from .context import FusionContext, Recipe
 from .first_layers import FirstLayersPass
@@ -260,8 +260,8 @@ class Fusion:
         report.chunks_found = len(request.chunks) + request.num_covered
         if self._reuses:
             report.bytes_loaded = _bytes_by_tier(request.chunks)
-            if isinstance(self._recipe.selector, VariantSelector):
-                report.variants = report_variants(request, self._recipe.selector.alpha, self._selected)
+            if (selector := variant_selector(self._recipe.selector)) is not None:
+                report.variants = report_variants(request, selector.alpha, self._selected)
         if kv.shifts is not None and kv.shifts.bytes_loaded:
             report.sidecar_bytes_loaded["context_shift"] = kv.shifts.bytes_loaded
         if request.offsets is not None:

@@ -9,7 +9,7 @@ from itertools import takewhile
 from fused_kv_llm.kv import PlacedChunk, PrefixRun
 from fused_kv_llm.model import LoadedModel
 from fused_kv_llm.report import FusionReport
-from fused_kv_llm.selectors import FirstLayersView, Selector, VariantSelector, View
+from fused_kv_llm.selectors import FirstLayersView, Selector, View, variant_selector
 
 from .context import Recipe
 from .selection import view_of
@@ -95,7 +95,7 @@ def fused_recipe(recipe: Recipe, loaded: LoadedModel, shift_name: str | None) ->
     params = getattr(type(selector), "__dataclass_params__", None)
     if recipe.ratio >= 1 or not is_dataclass(selector) or params is None or not params.frozen:
         return None
-    if isinstance(selector, VariantSelector):
+    if variant_selector(selector) is not None:
         return None
     try:
         hash(selector)

@@ -16,11 +16,11 @@ from fused_kv_llm.selectors import (
     FirstLayersView,
     Probe,
     Selector,
-    VariantSelector,
     View,
     budget_tokens,
     checked_selection,
     critical_layers,
+    variant_selector,
 )
 
 from .anchors import ChunkAnchors, read_anchors
@@ -126,8 +126,8 @@ class Selection:
             with timed(report, "probe"):
                 known = replace(known, scores=self._question_probe().scores(pause_at_s).mean(0))
         with timed(report, "select"):
-            if isinstance(recipe.selector, VariantSelector):
-                overhead, recorded = describe_variants(request, recipe.selector.alpha)
+            if (selector := variant_selector(recipe.selector)) is not None:
+                overhead, recorded = describe_variants(request, selector.alpha)
                 known = replace(known, overhead=overhead, recorded=recorded)
             return checked_selection(recipe.selector, known, budget)
 

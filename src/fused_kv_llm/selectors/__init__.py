@@ -10,14 +10,14 @@ from .base import NarrowingSelector, Probe, Selector, TransferringSelector, chec
 from .boundary import Boundary
 from .budget import budget_tokens
 from .cache_craft import CacheCraft, focused_chunks
-from .cache_fix import CacheFix, VariantSelector, cache_context_impact, fix_overhead, plain_overhead
+from .cache_fix import CacheFix, VariantSelector, cache_context_impact, fix_overhead, plain_overhead, variant_selector
 from .full_reuse import FullReuse
 from .heavy_hitters import HeavyHitters
 from .kv_deviation import CACHEBLEND, KVSHARE, KVDeviation
 from .profiles import critical_layers
 from .query_attention import ALL_LAYERS, FUSIONRAG, MIDDLE_LAYERS, PROPHETKV, QCFUSE, QueryAttention
 from .random import Random
-from .sink_attention import SinkAttention
+from .sink_attention import SINK_ATTENTION_VARIANTS, SinkAttention
 from .views import AnchorRule, Anchors, FirstLayersView, View
 
 __all__ = [
@@ -49,11 +49,12 @@ __all__ = [
     "save_profile",
     "sidecar_name",
     "sink_scores",
+    "variant_selector",
 ]
 
 _ALL: tuple[Selector, ...] = (
     FullReuse(), Random(), Boundary(), CACHEBLEND, KVSHARE, HeavyHitters(), CacheCraft(), CacheFix(),
-    FUSIONRAG, PROPHETKV, QCFUSE, MIDDLE_LAYERS, ALL_LAYERS, SinkAttention(),
+    FUSIONRAG, PROPHETKV, QCFUSE, MIDDLE_LAYERS, ALL_LAYERS, SinkAttention(), SINK_ATTENTION_VARIANTS,
 )  # fmt: skip
 SELECTORS: dict[str, Selector] = {selector.name: selector for selector in _ALL}
 

@@ -15,7 +15,7 @@ from .budget import allocate, top_positions
 from .cache_craft import adjusted_overlap
 from .views import View
 
-__all__ = ["CacheFix", "VariantSelector", "cache_context_impact", "fix_overhead", "plain_overhead"]
+__all__ = ["CacheFix", "VariantSelector", "cache_context_impact", "fix_overhead", "plain_overhead", "variant_selector"]
 
 
 @runtime_checkable
@@ -28,7 +28,12 @@ class VariantSelector(Selector, Protocol):
 
     @property
     def takes_variants(self) -> bool:
-        """Whether variants are looked for; a selector that never does need not have this."""
+        """Whether it does; a selector that never does need not have this."""
+
+
+def variant_selector(selector: Selector) -> VariantSelector | None:
+    """Return a selector that takes variants of chunks; None for one that takes plain KV."""
+    return selector if isinstance(selector, VariantSelector) and selector.takes_variants else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from .base import Probe, required
 from .budget import top_positions
 from .views import View
 
-__all__ = ["SinkAttention"]
+__all__ = ["SINK_ATTENTION_VARIANTS", "SinkAttention"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +40,21 @@ class SinkAttention:
     coverage : float
         Adaptive budget: stop once the selected tokens receive this share of the attention that the question gives to
         all chunk tokens, in (0, 1]; the ratio is the most that is recomputed then. 1 always spends the budget.
+    name : str
+    takes_variants : bool
+        Whether it works on variants of chunks, see :class:`.VariantSelector`.
+    alpha : float
+        Scale of their overhead.
     """
 
-    name: ClassVar[str] = "sink_attention"
     weight: float = 16.0
     tokens: float = 10.0
     full_context: bool = True
     transfer: float = 0.5
     coverage: float = 1.0
+    name: str = "sink_attention"
+    takes_variants: bool = False
+    alpha: float = 1.0
 
     def __post_init__(self) -> None:
         if not 0.0 < self.coverage <= 1.0:
@@ -74,3 +80,6 @@ class SinkAttention:
             covered = scores[ranked].cumsum(0) / scores.sum()
             budget = min(budget, 1 + int((covered < self.coverage).sum()))
         return top_positions(probe.positions, weighted, budget)
+
+
+SINK_ATTENTION_VARIANTS = SinkAttention(name="sink_attention_variants", takes_variants=True)
