@@ -14,6 +14,7 @@ from fused_kv_llm.offline import (
     CorpusPlanner,
     GivenNeighbours,
     Ingestor,
+    PrefillCost,
     Preprocess,
     Preprocessor,
     PromptChunks,
@@ -63,6 +64,8 @@ class EngineCorpus:
     ----------
     variants : Variants or None
         None if none are kept.
+    cost : PrefillCost
+        What computing tokens costs.
     """
 
     def __init__(
@@ -82,7 +85,10 @@ class EngineCorpus:
         self._preprocessor = (
             None if similarity is None else Preprocessor(loaded, store, parts.prefix, planner, similarity, owner)
         )
-        self._ingestor = Ingestor(loaded, store, parts.identity, parts.prefix, planner, owner, self._preprocessor)
+        self.cost = PrefillCost(loaded, store.kv_dir)
+        self._ingestor = Ingestor(
+            loaded, store, parts.identity, parts.prefix, planner, owner, self._preprocessor, self.cost
+        )
         self._anchors = AnchorBuilder(loaded, store, parts.prefix, encode, owner)
         self._store_misses, self._shift_name = store_misses, parts.shift_name
         limit = None if variant_bytes is None else parse_bytes(variant_bytes, "variant_bytes")

@@ -99,7 +99,7 @@ class FusedKVEngine:
                 variant_bytes=config.variant_bytes,
             )
             limits = limits_of(config, parts.loaded.device)
-            prefixes = open_prefixes(config.policy, limits, parts.loaded.device)
+            prefixes = open_prefixes(config.policy, limits, parts.loaded.device, self.corpus.cost)
             self.requests = RequestRunner(parts, self.corpus, limits, prefixes, config.tenant)
         except BaseException:
             self.store.close()

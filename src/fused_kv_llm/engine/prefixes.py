@@ -25,7 +25,7 @@ def open_prefixes(
     device : torch.device
         The model's. What has to leave a device that is not the host goes to the host.
     seconds : callable or None
-        What computing tokens takes; None takes every token to cost the same.
+        What computing tokens costs, in any unit; None takes every token to cost the same.
 
     Returns
     -------

@@ -9,6 +9,7 @@ from .embedder import Embedder, SentenceEmbedder, as_embedder
 from .neighbour_graph import Similarity
 from .neighbours import GivenNeighbours
 from .prefill import Ingestor
+from .prefill_cost import PrefillCost
 from .preprocess import Preprocessor
 from .questions import questions_from_chunks, retriever_of
 from .variant_builder import PromptChunks, VariantBuilder
@@ -21,6 +22,7 @@ __all__ = [
     "Embedder",
     "GivenNeighbours",
     "Ingestor",
+    "PrefillCost",
     "Preprocess",
     "PreprocessingCounts",
     "Preprocessor",

@@ -18,6 +18,7 @@ from fused_kv_llm.store import KVStore, stored_bytes_per_token
 from .batches import PendingChunk, batches
 from .corpus import CorpusPlanner
 from .neighbours import GivenNeighbours
+from .prefill_cost import WORTH_MEASURING_TOKENS, PrefillCost
 from .preprocess import Preprocessor
 from .progress import PassCounts, progress_bar
 from .writer import BackgroundWriter
@@ -45,6 +46,8 @@ class Ingestor:
         Computes the batches, between those of requests.
     preprocessor : Preprocessor or None
         Does the second pass; here it is only told of a caller's neighbours.
+    cost : PrefillCost
+        What the store is told of a chunk; measured during the first long ingestion.
     """
 
     def __init__(
@@ -56,8 +59,10 @@ class Ingestor:
         planner: CorpusPlanner,
         owner: ModelOwner,
         preprocessor: Preprocessor | None,
+        cost: PrefillCost,
     ) -> None:
         self._loaded = loaded
+        self._cost = cost
         self._store = store
         self._identity = identity
         self._prefix = prefix
@@ -97,6 +102,8 @@ class Ingestor:
         if self._preprocessor is not None:
             self._preprocessor.prepare(chunks, neighbours)
         self._check_space(new)
+        if sum(len(chunk.token_ids) for chunk in new) >= WORTH_MEASURING_TOKENS:
+            self._cost.measure(self._owner)
         counts = PassCounts(len(new), sum(len(chunk.token_ids) for chunk in new))
         with progress_bar("Prefilling chunks", counts, enabled=progress) as show:
             self._prefill_all(new, counts, show)
@@ -125,7 +132,9 @@ class Ingestor:
         def write(item: tuple[PendingChunk, ChunkKV]) -> None:
             chunk, kv = item
             on_cpu = ChunkKV(kv.keys.cpu(), kv.values.cpu(), kv.token_ids, kv.position)
-            nbytes = self._store.put(chunk.key, self._identity, chunk.text, content_hash(chunk.text), on_cpu)
+            cost = self._cost(len(self._prefix.token_ids), len(chunk.token_ids))
+            content = content_hash(chunk.text)
+            nbytes = self._store.put(chunk.key, self._identity, chunk.text, content, on_cpu, cost=cost)
             counts.add(len(chunk.token_ids), nbytes)
             show()
 

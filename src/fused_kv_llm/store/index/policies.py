@@ -66,8 +66,8 @@ def _gdsf(entry: Entry, clock: float) -> float:
 def _pgdsf(entry: Entry, clock: float) -> float:
     """RAGCache section 5.1, equation 2: the cost is what recomputing takes after the cached prefix.
 
-    In the store the cost is a chunk's tokens unless ``put`` is given another, so among chunks of one model cost over
-    size is nearly constant, and this is LFU with ageing.
+    In the store the cost is a chunk's tokens unless ``put`` is given another; an engine gives what measured prefill
+    times say. In the prefix tree cost over size is the average of equation 4.
     """
     return clock + entry.hits * entry.cost / entry.size
 
