@@ -282,3 +282,19 @@ def test_the_second_model_is_sooner() -> None:
     want = f"{row['ttft_s']:.2f} s at 0.15, {times(row['speedup'])} times sooner than plain transformers'"
     assert want in text
     assert f"{row['operators']:.1f} times by operators and {row['reuse']:.1f} times by reuse" in text
+
+
+def test_variants_of_chunks() -> None:
+    found = record("variants_cpu.json")
+    want = []
+    for row in found["rows"][1:]:
+        low, high = (f"{100 * end:.0f}" for end in row["interval"])
+        recovered = f"{100 * row['recovered']:.0f} % ({low} to {high})"
+        want.append([row["way"], f"{100 * row['computed']:.0f} %", recovered])
+    assert table("docs/methods.md", "KV and rule") == want
+    settings, stored = found["settings"], found["stored"]
+    text = " ".join((ROOT / "docs" / "methods.md").read_text(encoding="utf-8").split())
+    assert f"Measured on {settings['questions']} questions of {settings['data']} without preprocessing" in text
+    assert (settings["askings"], settings["passages"], settings["pool"]) == (3, 5, 8)
+    assert round(stored["variants"]["bytes"] / stored["plain"]["bytes"]) == 2
+    assert stored["plain"]["chunks"] == 4 * stored["few variants"]["chunks"]

@@ -47,9 +47,7 @@ class PrefixTree:
         Goes up when something is forgotten on purpose.
     """
 
-    def __init__(
-        self, max_bytes: int, eviction: PrefixEviction | None = None, host: HostLevel | None = None
-    ) -> None:
+    def __init__(self, max_bytes: int, eviction: PrefixEviction | None = None, host: HostLevel | None = None) -> None:
         self._max_bytes = max_bytes
         self._eviction = eviction or LeastRecentlyUsed()
         self._levels = PrefixLevels(max_bytes, self._eviction, host)
