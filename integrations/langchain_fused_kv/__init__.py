@@ -25,6 +25,14 @@ from __future__ import annotations
 from langchain_fused_kv.chat_models import ChatFusedKV
 from langchain_fused_kv.llms import FusedKVLLM
 from langchain_fused_kv.retrievers import FusedKVRetriever
+from langchain_fused_kv.staged import QuickFirstRetriever, StagedFaissRetriever
 from langchain_fused_kv.vectorstores import FusedKVVectorStore
 
-__all__ = ["ChatFusedKV", "FusedKVLLM", "FusedKVRetriever", "FusedKVVectorStore"]
+__all__ = [
+    "ChatFusedKV",
+    "FusedKVLLM",
+    "FusedKVRetriever",
+    "FusedKVVectorStore",
+    "QuickFirstRetriever",
+    "StagedFaissRetriever",
+]

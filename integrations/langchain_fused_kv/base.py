@@ -23,6 +23,10 @@ class LangChainFusedKV(FusedKVModel):
     def _text_of(self, item: Any) -> str:
         return item.page_content if isinstance(item, Document) else super()._text_of(item)
 
+    def proposed(self, prompt: Any) -> Any:
+        """Return what the engine is asked for a prompt: a string, messages, or what a prompt template makes."""
+        raise NotImplementedError(f"{type(self).__name__} has no prompts")
+
     def batch(self, inputs: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Answer prompts at once, as LangChain's own; a terminal or a notebook shows how far a long batch is."""
         with batch_progress(len(inputs)):

@@ -299,6 +299,10 @@ class ChatFusedKV(LangChainFusedKV, BaseChatModel):
         renderer = self.engine.renderer
         return renderer.template_source if renderer.has_tools else "<tool_call>"
 
+    def proposed(self, prompt: Any) -> ChatPrompt:
+        """Return what the engine is asked for a prompt without tools."""
+        return self._prompt(self._convert_input(prompt).to_messages(), [])
+
     def _prompt(self, messages: Sequence[BaseMessage], tools: list[dict[str, Any]]) -> ChatPrompt:
         converted = to_engine_messages(messages)
         if self.tools_in_prompt and not self.engine.renderer.has_tools:

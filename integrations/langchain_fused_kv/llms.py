@@ -80,6 +80,10 @@ class FusedKVLLM(LangChainFusedKV, BaseLLM):
     def _llm_type(self) -> str:
         return "fused_kv"
 
+    def proposed(self, prompt: Any) -> str:
+        """Return what the engine is asked for a prompt."""
+        return self._convert_input(prompt).to_string()
+
     def get_token_ids(self, text: str) -> list[int]:
         """Return the ids of a text in the model's own tokenizer."""
         if self.custom_get_token_ids is not None:

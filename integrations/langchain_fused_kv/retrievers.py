@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast, runtime_checkable
 
 from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
 from langchain_core.documents import Document
@@ -12,7 +12,10 @@ from langchain_core.runnables import Runnable, run_in_executor
 from langchain_core.runnables.base import RunnableBindingBase
 from pydantic import ConfigDict, field_validator
 
+from fused_kv_llm.adapter import search_staged
 from fused_kv_llm.errors import ConfigError
+from langchain_fused_kv.base import LangChainFusedKV
+from langchain_fused_kv.staged import staged_retriever
 
 __all__ = ["CHUNK_ID_KEY", "FusedKVRetriever", "PrefetchingLLM"]
 
@@ -45,6 +48,16 @@ class FusedKVRetriever(BaseRetriever):
         are passed to it.
     llm : FusedKVLLM
         The LLM at the end of the chain; ``llm.bind(...)`` is accepted as well.
+    speculative : bool
+        Whether loading and computing begin before the search ends, with what it has found so far, while nobody else is
+        answered. The retriever must have stages: a method ``stages(query)`` that yields lists of documents, the last
+        one final, such as :class:`StagedFaissRetriever` and :class:`QuickFirstRetriever` have; the plain retriever of a
+        FAISS vector store gets them. Its ``stages`` is called instead of its ``invoke``, unless there are keyword
+        arguments. What is returned is the last stage in any case.
+    prompt : callable or None
+        Takes the query and the documents, and returns the prompt that the chain will make of them: a string, messages
+        or a prompt value. With it the prompt is computed up to its first token while the search goes on. One that turns
+        out to differ from the chain's costs only that. None loads the documents' KV only.
 
     Examples
     --------
@@ -64,6 +77,20 @@ class FusedKVRetriever(BaseRetriever):
 
     retriever: Runnable[Any, Any]
     llm: PrefetchingLLM
+    speculative: bool = False
+    prompt: Callable[[str, list[Document]], Any] | None = None
+
+    def model_post_init(self, context: Any) -> None:
+        """Refuse what cannot work before the first question."""
+        super().model_post_init(context)
+        if self.prompt is not None and not self.speculative:
+            raise ConfigError("prompt= is only used with speculative=True")
+        if self.speculative:
+            if not isinstance(self.llm, LangChainFusedKV):
+                raise ConfigError(
+                    f"speculative=True needs a FusedKVLLM or ChatFusedKV, not a {type(self.llm).__name__}"
+                )
+            staged_retriever(self.retriever)
 
     @field_validator("llm", mode="before")
     @classmethod
@@ -75,14 +102,27 @@ class FusedKVRetriever(BaseRetriever):
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, **kwargs: Any
     ) -> list[Document]:
+        if self.speculative and not kwargs:
+            return self._announce(self._search_staged(query))
         found = self.retriever.invoke(query, config={"callbacks": run_manager.get_child()}, **kwargs)
         return self._announce(found)
 
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, **kwargs: Any
     ) -> list[Document]:
+        if self.speculative and not kwargs:
+            return self._announce(await run_in_executor(None, self._search_staged, query))
         found = await self.retriever.ainvoke(query, config={"callbacks": run_manager.get_child()}, **kwargs)
         return await run_in_executor(None, self._announce, found)
+
+    def _search_staged(self, query: str) -> list[Document]:
+        llm, prompt = cast("LangChainFusedKV", self.llm), self.prompt
+
+        def prompt_of(found: Sequence[Document]) -> Any:
+            return None if prompt is None else llm.proposed(prompt(query, list(found)))
+
+        stages = staged_retriever(self.retriever).stages(query)
+        return list(search_staged(llm, stages, _texts_of, None if prompt is None else prompt_of))
 
     def _announce(self, found: Any) -> list[Document]:
         if not isinstance(found, list) or not all(isinstance(doc, Document) for doc in found):
@@ -98,3 +138,7 @@ class FusedKVRetriever(BaseRetriever):
             doc.model_copy(update={"metadata": {**doc.metadata, CHUNK_ID_KEY: chunk_id}})
             for doc, chunk_id in zip(found, chunk_ids, strict=True)
         ]
+
+
+def _texts_of(found: Sequence[Document]) -> list[str]:
+    return [doc.page_content for doc in found]

@@ -22,5 +22,21 @@ from llama_index_fused_kv.components import FusedKVPostprocessor, FusedKVTransfo
 from llama_index_fused_kv.indices import FusedKVIndex
 from llama_index_fused_kv.llms import FusedKVLLM
 from llama_index_fused_kv.nodes import build_kv_cache
+from llama_index_fused_kv.retrievers import (
+    FusedKVRetriever,
+    QuickFirstRetriever,
+    StagedFaissRetriever,
+    compact_prompt,
+)
 
-__all__ = ["FusedKVIndex", "FusedKVLLM", "FusedKVPostprocessor", "FusedKVTransform", "build_kv_cache"]
+__all__ = [
+    "FusedKVIndex",
+    "FusedKVLLM",
+    "FusedKVPostprocessor",
+    "FusedKVRetriever",
+    "FusedKVTransform",
+    "QuickFirstRetriever",
+    "StagedFaissRetriever",
+    "build_kv_cache",
+    "compact_prompt",
+]

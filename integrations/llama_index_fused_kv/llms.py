@@ -255,6 +255,12 @@ class FusedKVLLM(FusedKVModel, CustomLLM):
             return checked
         return self.messages_to_prompt(messages)
 
+    def proposed(self, prompt: str | Sequence[ChatMessage]) -> _Prompt:
+        """Return what the engine is asked for a complete prompt, or for chat messages."""
+        return (
+            self._completion_prompt(prompt, formatted=False) if isinstance(prompt, str) else self._chat_prompt(prompt)
+        )
+
     def _answer(self, prompt: _Prompt, call: dict[str, Any]) -> dict[str, Any]:
         return _whole(list(self._pieces(prompt, call)))
 

@@ -11,6 +11,7 @@ from .progress import batch_progress
 from .retrieval_log import RetrievalCheck, RetrievalLog
 from .runtime import Runtime
 from .sharing import EngineLease, lease_engine
+from .speculation import search_staged
 from .threads import collect_in_thread, in_thread, iterate_in_threads
 
 __all__ = [
@@ -25,5 +26,6 @@ __all__ = [
     "in_thread",
     "iterate_in_threads",
     "lease_engine",
+    "search_staged",
     "stream_all",
 ]

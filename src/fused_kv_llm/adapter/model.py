@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self, cast
 from pydantic import ConfigDict, Field, field_serializer
 
 from fused_kv_llm.config import EngineConfig
-from fused_kv_llm.engine import FusedKVEngine
+from fused_kv_llm.engine import FusedKVEngine, Speculation
 from fused_kv_llm.errors import ConfigError
 from fused_kv_llm.report import FusionReport
 from fused_kv_llm.store import public_url
@@ -143,6 +143,10 @@ class FusedKVModel(ModelCorpus, EngineConfig):
         texts : sequence of str
         """
         self._runtime.retrievals.add(texts)
+
+    def speculate(self) -> Speculation:
+        """Begin to propose prompts while a search goes on, see :meth:`fused_kv_llm.FusedKVEngine.speculate`."""
+        return self.engine.speculate(**self._engine_call(None, {}))
 
     def close(self) -> None:
         """End the use of the engine, which is closed when none of the models that share it is left."""

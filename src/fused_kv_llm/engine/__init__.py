@@ -6,10 +6,12 @@ from fused_kv_llm.engine.calibration import Calibration, calibration_path
 
 from .engine import FusedKVEngine
 from .requests import Messages
+from .speculation import Speculation
 
 __all__ = [
     "Calibration",
     "FusedKVEngine",
     "Messages",
+    "Speculation",
     "calibration_path",
 ]
