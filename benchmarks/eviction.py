@@ -1,12 +1,19 @@
 """Replacement policies on retrieval traces: how much of what is asked for is still there.
 
-    python benchmarks/eviction.py --data ../shared/data/squad10.jsonl
+    python benchmarks/eviction.py --data ../shared/data
 
-Three traces: a skewed one (Zipf, exponent 0.8, chunks of 32 to 1,024 tokens), the passages of a question set in the
-order of its questions, and the same with the questions shuffled. Every policy replays them at budgets of 5% to 80% of
-all chunks' tokens; a chunk that is missing is computed and stored. Hit rates count tokens, chunks, and the seconds of
-recomputation that hits saved. Recomputation is priced by RAGCache's table, seconds by new tokens after cached ones,
-measured with SmolLM2-135M in float32 and interpolated.
+Traces: Zipf with exponents 0.8, 1.0 and 1.2 over chunks of 32 to 1,024 tokens, and the passages of three question files
+in the order of their questions. Each is replayed twice.
+
+chunks: the store, where a chunk is found wherever it stands. A hit saves computing it alone.
+tree: the prefix tree, where a hit is a prefix of the documents of a request, in their order. It is the engine's own
+tree, with one token id for 32 tokens; a request saves T(0, all) - T(found, rest).
+
+T is measured by the engine's `PrefillCost` with the embedded model and interpolated, RAGCache's algorithm 1. Budgets
+are shares of all chunks' tokens. look-ahead evicts what the queue of the next 500 chunks needs last, or does not need.
+It knows the future, which no policy does. In the tree it takes no account of what stands behind a node.
+
+Swapped bytes: the tree with a device level of 5 % and a host level of 40 %, with and without swap-out-only-once.
 """
 
 from __future__ import annotations
@@ -14,171 +21,232 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import matplotlib as mpl
+import numpy as np
+import torch
 from environment import environment
 from evaluation.questions import read_corpus
 
-from fused_kv_llm.store.index.policies import POLICIES, Entry, EvictionQueue, RecomputeCost
+from fused_kv_llm import FusedKVEngine
+from fused_kv_llm.kv import HostLevel, PrefixRun, PrefixTree, RankedEviction
+from fused_kv_llm.serving import loop_of
+from fused_kv_llm.store import POLICIES, Entry, EvictionQueue, RecomputeCost
 
-BUDGETS = (0.05, 0.1, 0.2, 0.4, 0.6, 0.8)
-MEASURES = ("tokens", "chunks", "cost")
-TITLES = {"tokens": "by tokens", "chunks": "by chunks", "cost": "by recompute cost"}
+BUDGETS = (0.05, 0.1, 0.2, 0.4)
+EXPONENTS = (0.8, 1.0, 1.2)
+FILES = ("squad10", "hotpotqa_train100", "musique_train100")
+AHEAD = "look-ahead"
+QUEUE = 500
+GRAIN_TOKENS = 32
+NODE_NBYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """A chunk of a trace: its name, tokens, and the seconds that computing it takes."""
+class Trace:
+    """Documents by request, and the tokens of each document."""
 
-    key: str
-    tokens: int
-    cost: float
+    requests: list[list[int]]
+    tokens: list[int]
+
+    @property
+    def total(self) -> int:
+        """Tokens of all documents that are asked for."""
+        return sum(self.tokens[one] for one in {one for request in self.requests for one in request})
 
 
-def zipf_trace(cost: RecomputeCost, chunks: int = 2000, requests: int = 8000, k: int = 5) -> list[Chunk]:
-    """Return the chunks asked for by requests of `k` chunks; popularity and length are independent."""
+def zipf_trace(exponent: float, chunks: int = 500, requests: int = 2500, k: int = 3) -> Trace:
+    """Return requests of up to `k` chunks; popularity and length are independent."""
     rng = random.Random(1)
     lengths = [int(32 * 2 ** rng.uniform(0, 5)) for _ in range(chunks)]
-    known = [Chunk(str(i), tokens, cost(0, tokens)) for i, tokens in enumerate(lengths)]
-    weights = [1 / (rank + 1) ** 0.8 for rank in range(chunks)]
-    return [chunk for _ in range(requests) for chunk in rng.choices(known, weights=weights, k=k)]
+    weights = [1 / (rank + 1) ** exponent for rank in range(chunks)]
+    drawn = [list(dict.fromkeys(rng.choices(range(chunks), weights=weights, k=k))) for _ in range(requests)]
+    return Trace(drawn, lengths)
 
 
-def passage_trace(path: Path, cost: RecomputeCost, *, shuffled: bool) -> list[Chunk]:
+def file_trace(path: Path) -> Trace:
     """Return the passages of a set's questions; a token is 4.2 characters, as SmolLM2 cuts English."""
-    texts = read_corpus(path)
-    lengths = {text: max(1, round(len(text) / 4.2)) for text in texts}
-    known = {text: Chunk(str(i), lengths[text], cost(0, lengths[text])) for i, text in enumerate(texts)}
+    texts = {text: number for number, text in enumerate(read_corpus(path))}
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    if shuffled:
-        random.Random(2).shuffle(records)
-    return [known[passage["text"]] for record in records for passage in record["passages"]]
+    requests = [[texts[passage["text"]] for passage in record["passages"]] for record in records]
+    return Trace(requests, [max(1, round(len(text) / 4.2)) for text in texts])
 
 
-def replay(trace: Sequence[Chunk], policy: str, budget_tokens: float) -> dict[str, float]:
-    """Return the hit rates of a policy by `MEASURES`."""
-    queue = EvictionQueue(POLICIES[policy])
-    sizes: dict[str, int] = {}
-    used = 0
-    hits, asked = dict.fromkeys(MEASURES, 0.0), dict.fromkeys(MEASURES, 0.0)
-    for now, chunk in enumerate(trace):
-        worth = {"tokens": chunk.tokens, "chunks": 1, "cost": chunk.cost}
-        for name, value in worth.items():
-            asked[name] += value
-        if chunk.key in queue:
-            queue.touch(chunk.key, now)
-            for name, value in worth.items():
-                hits[name] += value
+def replay_chunks(trace: Trace, policy: str, share: float, seconds: RecomputeCost) -> dict[str, float]:
+    """Return the shares of chunks and of seconds that hits of the store save."""
+    asked = [one for request in trace.requests for one in request]
+    queue = EvictionQueue(POLICIES["lru"] if policy == AHEAD else POLICIES[policy])
+    coming, used, budget = _places(asked), 0, share * trace.total
+    here: set[int] = set()
+    hits = saved = total = 0.0
+    for now, one in enumerate(asked):
+        cost, size = seconds(0, trace.tokens[one]), trace.tokens[one]
+        total += cost
+        if one in here:
+            hits, saved = hits + 1, saved + cost
+            queue.touch(str(one), now)
             continue
-        while used + chunk.tokens > budget_tokens:
-            victim = queue.pop()
-            if victim is None:
-                break
-            used -= sizes.pop(victim)
-        if used + chunk.tokens <= budget_tokens:
-            queue.put(chunk.key, Entry(chunk.tokens, chunk.cost, used=now))
-            sizes[chunk.key] = chunk.tokens
-            used += chunk.tokens
-    return {name: hits[name] / asked[name] for name in MEASURES}
+        while used + size > budget and here:
+            gone = _needed_last(here, coming, now) if policy == AHEAD else int(queue.pop() or 0)
+            here.remove(gone)
+            used -= trace.tokens[gone]
+        if used + size <= budget:
+            queue.put(str(one), Entry(size, cost, used=now))
+            here.add(one)
+            used += size
+    return {"hit_rate": hits / len(asked), "saved": saved / total}
 
 
-def compare(trace: Sequence[Chunk]) -> dict[str, Any]:
-    """Return every policy's hit rates at every budget."""
-    total = sum(chunk.tokens for chunk in set(trace))
-    rates = {name: [replay(trace, name, share * total) for share in BUDGETS] for name in POLICIES}
-    behind = [
-        {"budget": share, "pgdsf": mine["cost"], "lru": theirs["cost"]}
-        for share, mine, theirs in zip(BUDGETS, rates["pgdsf"], rates["lru"], strict=True)
-        if mine["cost"] < theirs["cost"]
-    ]
-    return {"requests": len(trace), "chunks": len(set(trace)), "tokens": total, "hit_rates": rates,
-            "pgdsf_behind_lru_by_cost": behind}  # fmt: skip
+def _places(asked: Sequence[int]) -> dict[int, list[int]]:
+    places: dict[int, list[int]] = defaultdict(list)
+    for place, one in enumerate(asked):
+        places[one].append(place)
+    return places
+
+
+def _needed_last(here: set[int], coming: dict[int, list[int]], now: int) -> int:
+    """Return what the queue needs last, or not at all: of those, the one used longest ago."""
+
+    def distance(one: int) -> tuple[int, int]:
+        places = coming[one]
+        at = bisect_right(places, now)
+        ahead = places[at] - now if at < len(places) else QUEUE + 1
+        return min(ahead, QUEUE + 1), now - places[at - 1]
+
+    return max(here, key=distance)
+
+
+class LookAhead(RankedEviction):
+    """Nodes whose document the queue needs next stay; others go by their last use."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__("lru")
+        self._coming = _places([one for request in trace.requests for one in request])
+        self.now = 0
+
+    def rank(self, node: Any, level: int) -> tuple[float, float]:
+        """Return when it is needed, the sooner the higher."""
+        places = self._coming[int(node.ids[0]) // 64]
+        at = bisect_right(places, self.now)
+        ahead = places[at] - self.now if at < len(places) else QUEUE + 1
+        return -float(min(ahead, QUEUE + 1)), super().rank(node, level)[1]
+
+
+def replay_tree(
+    trace: Trace, policy: str, share: float, seconds: RecomputeCost, host: HostLevel | None = None
+) -> tuple[dict[str, float], PrefixTree]:
+    """Return the shares of chunks and of seconds that prefixes save, and the tree."""
+    rule = LookAhead(trace) if policy == AHEAD else RankedEviction(policy, _in_grains(seconds))
+    tree = PrefixTree(int(share * trace.total / GRAIN_TOKENS) * NODE_NBYTES, rule, host)
+    grains = [64 * one + np.arange(max(1, min(63, count // GRAIN_TOKENS))) for one, count in enumerate(trace.tokens)]
+    hits = asked = 0
+    saved = total = 0.0
+    for request in trace.requests:
+        ids = np.concatenate([grains[one] for one in request])
+        match = tree.match(ids, None)  # type: ignore[arg-type]
+        found, kv = match.num_tokens, torch.zeros(1, 1, len(ids), 1)
+        match.release()
+        tree.insert(ids, [PrefixRun(len(ids))], kv, kv, cached=found)  # type: ignore[arg-type]
+        ends = np.cumsum([len(grains[one]) for one in request])
+        hits, asked = hits + int((ends <= found).sum()), asked + len(request)
+        total += (whole := seconds(0, len(ids) * GRAIN_TOKENS))
+        saved += whole - seconds(found * GRAIN_TOKENS, (len(ids) - found) * GRAIN_TOKENS) if found else 0.0
+        if isinstance(rule, LookAhead):
+            rule.now += len(request)
+    return {"hit_rate": hits / asked, "saved": saved / total}, tree
+
+
+def _in_grains(seconds: RecomputeCost) -> Callable[[float, float], float]:
+    return lambda cached, new: seconds(cached * GRAIN_TOKENS, new * GRAIN_TOKENS)
+
+
+def swapped(trace: Trace, seconds: RecomputeCost) -> dict[str, float]:
+    """Return bytes copied to the host, by whether copies stay there, in those of all chunks' KV."""
+    found = {}
+    all_nbytes = trace.total / GRAIN_TOKENS * NODE_NBYTES
+    for once in (True, False):
+        host = HostLevel(int(0.4 * all_nbytes), torch.clone, torch.clone, once)
+        _, tree = replay_tree(trace, "pgdsf", 0.05, seconds, host)
+        found["once" if once else "every time"] = tree.swaps.out_nbytes / all_nbytes
+    return found
+
+
+def compare(trace: Trace, seconds: RecomputeCost) -> dict[str, Any]:
+    """Return every policy's shares at every budget, in the store and in the tree."""
+    names = [*POLICIES, AHEAD]
+    found: dict[str, Any] = {
+        "chunks": {name: [replay_chunks(trace, name, share, seconds) for share in BUDGETS] for name in names},
+        "tree": {name: [replay_tree(trace, name, share, seconds)[0] for share in BUDGETS] for name in names},
+    }
+    for where in ("chunks", "tree"):
+        best = [max((found[where][n][i]["saved"], n) for n in POLICIES if n != "pgdsf") for i in range(len(BUDGETS))]
+        mine = [one["saved"] for one in found[where]["pgdsf"]]
+        found[f"pgdsf_over_best_in_{where}"] = [
+            {"budget": share, "ratio": my / max(other, 1e-9), "best": name}
+            for share, my, (other, name) in zip(BUDGETS, mine, best, strict=True)
+        ]
+    return {"requests": len(trace.requests), "tokens": trace.total, "swapped_out": swapped(trace, seconds), **found}
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw hit rates over budgets: a row a trace, a column a measure."""
+    """Draw saved seconds over budgets: a column a trace, a row each for the store and the tree."""
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(len(results), len(MEASURES), figsize=(12, 3.6 * len(results)), layout="constrained",
-                                squeeze=False, sharex=True)  # fmt: skip
-    styles = dict(zip(POLICIES, ("o-", "s--", "^:", "D-", "v--"), strict=True))
-    for row, (name, result) in zip(axes, results.items(), strict=True):
-        for plot, measure in zip(row, MEASURES, strict=True):
-            for policy, rates in result["hit_rates"].items():
-                plot.plot([100 * share for share in BUDGETS], [100 * r[measure] for r in rates], styles[policy],
+    figure, axes = plt.subplots(2, len(results), figsize=(3.2 * len(results), 6.4), layout="constrained", sharex=True)
+    styles = dict(zip([*POLICIES, AHEAD], ("o-", "s--", "^:", "D-", "v--", "k."), strict=True))
+    for row, where in zip(axes, ("chunks", "tree"), strict=True):
+        for plot, (name, result) in zip(row, results.items(), strict=True):
+            for policy, shares in result[where].items():
+                plot.plot([100 * share for share in BUDGETS], [100 * one["saved"] for one in shares], styles[policy],
                           label=policy, markersize=4, linewidth=1.4)  # fmt: skip
-            plot.set_title(f"{name}, {TITLES[measure]}", fontsize=10)
-            plot.set_ylabel("hit rate (%)")
+            plot.set_title(f"{name}, {where}", fontsize=10)
             plot.grid(alpha=0.3)
+        row[0].set_ylabel("saved seconds (%)")
     for plot in axes[-1]:
         plot.set_xlabel("budget (% of all chunks' tokens)")
     axes[0][0].legend(fontsize=8)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def measured() -> RecomputeCost:
+    """Measure the prefill times of the embedded model as an engine does."""
+    with TemporaryDirectory() as folder, FusedKVEngine(kv_dir=folder) as engine:
+        engine.corpus.cost.measure(loop_of(engine.loaded.model))
+        if engine.corpus.cost.seconds is None:
+            raise RuntimeError("the engine has measured nothing")
+        return engine.corpus.cost.seconds
 
 
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="question file")
-    parser.add_argument("--cost", type=Path, default=None, help="cost table: cached_tokens, new_tokens, seconds")
+    parser.add_argument("--data", type=Path, required=True, help="folder of the question files")
+    parser.add_argument("--cost", type=Path, default=None, help="measured times: cached_tokens, new_tokens, seconds")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "eviction.json")
     args = parser.parse_args()
-    cost = RecomputeCost(**json.loads(args.cost.read_text())) if args.cost else measured_cost()
-    name = args.data.stem
-    results = {
-        "zipf 0.8": compare(zipf_trace(cost)),
-        name: compare(passage_trace(args.data, cost, shuffled=False)),
-        f"{name} shuffled": compare(passage_trace(args.data, cost, shuffled=True)),
-    }
-    about = {"cached_tokens": cost.cached_tokens, "new_tokens": cost.new_tokens, "seconds": cost.seconds}
+    seconds = RecomputeCost(**json.loads(args.cost.read_text())) if args.cost else measured()
+    traces = {f"zipf {exponent}": zipf_trace(exponent) for exponent in EXPONENTS}
+    traces |= {name: file_trace(args.data / f"{name}.jsonl") for name in FILES}
+    results = {}
+    for name, trace in traces.items():
+        results[name] = found = compare(trace, seconds)
+        print(f"\n{name}: {found['requests']} requests, {found['tokens']} tokens; swapped {found['swapped_out']}")
+        for where in ("chunks", "tree"):
+            for policy, shares in found[where].items():
+                print(f"  {where:<7}{policy:<12}" + "".join(f"{one['saved']:>8.1%}" for one in shares), flush=True)
+    about = {"cached_tokens": seconds.cached_tokens, "new_tokens": seconds.new_tokens, "seconds": seconds.seconds}
     head = {"environment": environment(), "budgets": BUDGETS, "cost": about}
     args.out.write_text(json.dumps({**head, "traces": results}, indent=1) + "\n", encoding="utf-8")
     draw(results, args.out.with_suffix(".png"))
-    for trace, result in results.items():
-        print(f"\n{trace}: {result['requests']} requests for {result['chunks']} chunks, {result['tokens']} tokens")
-        for measure in MEASURES:
-            print(f"  hit rate {TITLES[measure]:<18}" + "".join(f"{share:>8.0%}" for share in BUDGETS))
-            for policy, rates in result["hit_rates"].items():
-                print(f"    {policy:<24}" + "".join(f"{rate[measure]:>8.1%}" for rate in rates))
-        print(
-            f"  budgets at which pgdsf is behind lru by recompute cost: {result['pgdsf_behind_lru_by_cost'] or 'none'}"
-        )
-
-
-def measured_cost() -> RecomputeCost:
-    """Measure the prefill times of the embedded model: new tokens after cached ones."""
-    import time
-
-    import torch
-    from transformers import DynamicCache
-
-    from fused_kv_llm.model import load_model
-
-    cached, new = (0, 256), (32, 128, 512, 1024)
-    model = load_model("smollm2-135m", dtype="float32").model
-    table = []
-    with torch.inference_mode():
-        model(torch.ones((1, 64), dtype=torch.long))
-        for before in cached:
-            row = []
-            for tokens in new:
-                seconds = []
-                for _ in range(2):
-                    cache = DynamicCache()
-                    if before:
-                        model(torch.ones((1, before), dtype=torch.long), past_key_values=cache)
-                    started = time.perf_counter()
-                    model(torch.ones((1, tokens), dtype=torch.long), past_key_values=cache, logits_to_keep=1)
-                    seconds.append(time.perf_counter() - started)
-                row.append(min(seconds))
-            table.append(row)
-    return RecomputeCost(cached, new, table)
 
 
 if __name__ == "__main__":

@@ -139,11 +139,11 @@ def test_a_disk_that_fills_up_keeps_what_was_written(tmp_path: Path, monkeypatch
     with make_engine(tmp_path) as engine:
         put, calls = engine.store.put, []
 
-        def failing(*args: object) -> int:
+        def failing(*args: object, **named: object) -> int:
             calls.append(args)
             if len(calls) > 2:
                 raise StoreFullError("the disk is full")
-            return put(*args)  # type: ignore[arg-type]
+            return put(*args, **named)  # type: ignore[arg-type]
 
         monkeypatch.setattr(engine.store, "put", failing)
         with pytest.raises(StoreFullError, match="the disk is full"):

@@ -48,7 +48,8 @@ def test_a_long_ingestion_measures_it_once_and_the_store_is_told(
         assert cost.seconds is not None
         assert cost(0, 512) == pytest.approx(512)
         for stored, tokens in stored_costs(engine):
-            assert stored == pytest.approx(cost(header, tokens)) and stored >= 1
+            assert stored == pytest.approx(cost(header, tokens))
+            assert stored >= 1
         assert engine.requests.prefixes._eviction._seconds is cost
     [path] = times(tmp_path)
     before = path.read_bytes()
