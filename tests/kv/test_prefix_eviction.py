@@ -67,7 +67,9 @@ class Reference:
         node.frequency, node.used = node.frequency + 1, self.uses
         if cost is not None:
             node.costs.append(cost)
-        node.priority = self.clock + node.frequency * sum(node.costs) / len(node.costs)
+        cost = sum(node.costs) / len(node.costs) * node.size
+        # Equation 2, rounded as the store's formula is: equal priorities have to be equal here too.
+        node.priority = self.clock + node.frequency * cost / node.size
 
     def evict(self, size: int, parent: tuple[int, ...]) -> None:
         while sum(one.size for one in self.nodes.values()) + size > self.budget:

@@ -127,10 +127,31 @@ def test_the_disk_tier_evicts_as_the_oracle_says(kv_dir, make_chunk, policy):
     _evicted_by_a_store(kv_dir, make_chunk, policy, Oracle(policy))
 
 
-def test_reuse_is_lfu_in_a_store(kv_dir, make_chunk):
-    """Cache-Craft weighs a use by 1/CFO. A store is not told that overhead, so each use counts one."""
+def test_reuse_is_lfu_in_a_store_that_is_told_no_overhead(kv_dir, make_chunk):
+    """Cache-Craft weighs a use by 1/CFO; without one, each use counts one."""
     evicted = _evicted_by_a_store(kv_dir / "lfu", make_chunk, "lfu", Oracle("lfu"))
     assert _evicted_by_a_store(kv_dir / "reuse", make_chunk, "reuse", Oracle("lfu")) == evicted
+
+
+def test_a_store_that_is_told_overheads_evicts_what_needs_much_recomputation(kv_dir, make_chunk):
+    little, much = make_chunk(1, tokens=8), make_chunk(2, tokens=8)
+    with KVStore(kv_dir, policy="reuse") as store:
+        for chunk in (little, much):
+            chunk.put(store)
+        for chunk, overhead, uses in ((little, 0.1, 1), (much, 1.0, 3), (little, 0.0, 1)):
+            for _ in range(uses):
+                chunk.open(store).close()
+                store.weigh_use(chunk.key, overhead, 8)
+        store.stats()
+        reuse = dict(_column(store, "reuse"))
+        assert reuse == pytest.approx({little.key: 1 + 8 + 8, much.key: 4})
+        assert dict(_column(store, "hits")) == {little.key: 3, much.key: 4}
+        assert store._parts.index.ledger.victims(1)[0].key == much.key
+
+
+def _column(store, name):
+    with store._parts.index._database.connection() as connection:
+        return connection.execute(f"SELECT key, {name} FROM places").fetchall()
 
 
 def test_reuse_prefers_what_needs_little_recomputation():

@@ -91,7 +91,7 @@ class RequestRunner:
         why_not = why_not_shared(geometry, device) or "" if shares else ""
         self.context = FusionContext(
             parts.loaded, parts.prefix, pool, parts.store.sidecars, self._readers, parts.shift_name,
-            PagePool(geometry) if shares and not why_not else None, why_not,
+            PagePool(geometry) if shares and not why_not else None, why_not, weigh_use=parts.store.weigh_use,
         )  # fmt: skip
         self.prefixes = prefixes
         self._loop = loop_of(parts.loaded.model)

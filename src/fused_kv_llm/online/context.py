@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
@@ -39,6 +40,8 @@ class FusionContext:
         Why the model's requests cannot share any; empty if they can, or are not to.
     row_s : MovingAverage
         Seconds that probing and fusing took for a row of a prompt, without waiting for its KV.
+    weigh_use : callable or None
+        Takes a chunk's key, the cache fix overhead of its use, and its tokens, for the store's policy.
     """
 
     loaded: LoadedModel
@@ -50,6 +53,7 @@ class FusionContext:
     pages: PagePool | None = None
     why_no_pages: str = ""
     row_s: MovingAverage = field(default_factory=MovingAverage)
+    weigh_use: Callable[[str, float, int], None] | None = None
 
     @property
     def executor(self) -> Executor | None:

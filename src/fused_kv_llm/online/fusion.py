@@ -262,11 +262,24 @@ class Fusion:
             report.bytes_loaded = _bytes_by_tier(request.chunks)
             if (selector := variant_selector(self._recipe.selector)) is not None:
                 report.variants = report_variants(request, selector.alpha, self._selected)
+            self._weigh_uses()
         if kv.shifts is not None and kv.shifts.bytes_loaded:
             report.sidecar_bytes_loaded["context_shift"] = kv.shifts.bytes_loaded
         if request.offsets is not None:
             kind = request.kind.numpy()
             report.trace = PromptTrace(request.text, request.offsets, kind, self._selected.cpu().numpy())
+
+    def _weigh_uses(self) -> None:
+        """Tell the store the overhead of each chunk's use: a variant's CFO, otherwise the share recomputed."""
+        weigh, chunks = self._context.weigh_use, self._request.chunks
+        if weigh is None or not chunks:
+            return
+        kinds = self._request.kind[self._selected.cpu()]
+        recomputed = torch.bincount(kinds[kinds >= 0], minlength=len(chunks)).tolist()
+        for chunk, count in zip(chunks, recomputed, strict=True):
+            tokens = max(1, chunk.segment.num_tokens)
+            overhead = count / tokens if chunk.variant is None else chunk.variant.overhead
+            weigh(str(chunk.segment.key), overhead, tokens)
 
 
 def fuse(context: FusionContext, request: Request, recipe: Recipe, capacity: int, report: FusionReport) -> FusedPrompt:

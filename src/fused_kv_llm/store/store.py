@@ -242,6 +242,20 @@ class KVStore:
         if any(due) and not self._parts.read_only:
             self._parts.prefetcher.run(self._parts.budget.flush_uses)
 
+    def weigh_use(self, key: str, overhead: float, num_tokens: int) -> None:
+        """Have a counted use weigh 1/CFO for the policy ``reuse`` (Cache-Craft section 3.3).
+
+        Parameters
+        ----------
+        key : str
+        overhead : float
+            Cache fix overhead of the use. One below that of a single recomputed token counts as that of one.
+        num_tokens : int
+            Of the chunk.
+        """
+        least = 1.0 / max(1, num_tokens)
+        self._parts.uses.weigh(key, 1.0 / min(1.0, max(overhead, least)) - 1.0)
+
     def discard(self, key: str, reason: str) -> bool:
         """Take a damaged chunk out of the store and warn about it.
 

@@ -93,6 +93,12 @@ class UseLog:
             waiting_s = time.monotonic() - self._since_s
             return len(self._pending) >= _MOST_PENDING or waiting_s > _LONGEST_PENDING_S
 
+    def weigh(self, key: str, more: float) -> None:
+        """Add to the weight of a use that is counted already."""
+        with self._lock:
+            times, weight, used_s = self._pending.get(key, (0, 0.0, 0.0))
+            self._pending[key] = Uses(times, weight + more, used_s)
+
     def add(self, **more: int) -> None:
         """Add to counters by their names."""
         with self._lock:

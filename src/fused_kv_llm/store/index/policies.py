@@ -75,7 +75,7 @@ def _pgdsf(entry: Entry, clock: float) -> float:
 def _reuse_frequency(entry: Entry, clock: float) -> float:
     """Cache-Craft section 3.3: every use adds 1/CFO, so chunks that need little recomputation stay longer.
 
-    The store does not know CFO and counts each use as 1, so there it evicts as LFU.
+    An engine tells the store the CFO of each use, see ``KVStore.weigh_use``; uses without one count as 1.
     """
     return entry.reuse
 
