@@ -247,9 +247,9 @@ def test_a_constraint_may_close_the_engine(engine: FusedKVEngine) -> None:
 
 
 def waiting_request(tenant: str, number: int) -> Any:
-    return SimpleNamespace(
-        home=SimpleNamespace(tenant=tenant), terms=SimpleNamespace(priority=0), arrived_s=number, max_tokens=100
-    )
+    home = SimpleNamespace(tenant=tenant, limits=SimpleNamespace(reorder_window=32))
+    terms = SimpleNamespace(priority=0)
+    return SimpleNamespace(home=home, terms=terms, arrived_s=number, max_tokens=100, cached_ratio=None, overtaken=0)
 
 
 def test_a_tenant_that_was_served_alone_does_not_wait_for_all_of_a_new_one() -> None:

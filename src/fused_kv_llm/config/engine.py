@@ -255,6 +255,12 @@ class EngineConfig(BaseModel):
     )
     """How many requests may wait; more are refused with ``QueueFullError``."""
 
+    reorder_window: Annotated[int, Option(unit="requests"), BeforeValidator(_not_negative)] = Field(
+        default=32, frozen=True
+    )
+    """How many later requests may be answered before one that waits, because more of their prompts is cached
+    (RAGCache, section 5.2); 0 keeps the order in which they came."""
+
     wrap_chat_template: Annotated[bool, Option(identity=True)] = Field(default=True, frozen=True)
     """Whether a prompt given as a string becomes one user message of the model's chat template."""
 

@@ -24,6 +24,7 @@ from fused_kv_llm.online import (
     FusedPrompt,
     FusionContext,
     KeptPrompt,
+    ReadPrompt,
     Recipe,
     Request,
     RequestPlanner,
@@ -146,9 +147,20 @@ class RequestRunner:
 
     # -- what the step loop asks for -------------------------------------------------------------------------
 
-    def plan_served(
-        self, prompt: str | Messages | ChatPrompt, recipe: Recipe, report: FusionReport, *, counted: bool = True
-    ) -> Request:
+    def read(self, prompt: str | Messages | ChatPrompt) -> ReadPrompt:
+        """Render and tokenise a prompt."""
+        return self.planner.read(prompt)
+
+    def cached_tokens(self, prompt: ReadPrompt, recipe: Recipe) -> float:
+        """Return how many of a prompt's tokens would not have to be computed now."""
+        key = fused_recipe(recipe, self._loaded, self.context.shift_name)
+
+        def known(ids: list[int], first_chunk: int) -> int:
+            return self.prefixes.known_tokens(ids, key, len(ids) if recipe.ratio >= 1 else first_chunk)
+
+        return self.planner.cached_tokens(prompt, recipe.ratio, known)
+
+    def plan_served(self, prompt: ReadPrompt, recipe: Recipe, report: FusionReport, *, counted: bool = True) -> Request:
         """Find what earlier requests have left of a prompt, and open the chunks of the rest."""
         request = self._plan(prompt, recipe, report, counted=counted)
         return self._noted(request) if counted else request
@@ -164,9 +176,7 @@ class RequestRunner:
 
         return count
 
-    def _plan(
-        self, prompt: str | Messages | ChatPrompt, recipe: Recipe, report: FusionReport, *, counted: bool
-    ) -> Request:
+    def _plan(self, prompt: ReadPrompt, recipe: Recipe, report: FusionReport, *, counted: bool) -> Request:
         take = self._take(recipe, report)
         if self.prefixes.max_bytes == 0:
             return self.planner.plan(prompt, report, take=take, counted=counted)

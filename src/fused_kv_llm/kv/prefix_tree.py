@@ -109,6 +109,13 @@ class PrefixTree:
                     self._levels.bring(node for node, _ in path)
             return PrefixMatch(path, self.version, self._unpin)
 
+    def known_tokens(self, ids: Sequence[int], recipe: Hashable | None, exact_stop: int | None = None) -> int:
+        """Return of how many tokens :meth:`match` would find the KV; this is no use of them."""
+        tokens = np.asarray(ids, np.int64)
+        with self._lock:
+            path = self._longest(tokens, recipe, len(tokens) if exact_stop is None else exact_stop)
+            return sum(count for _, count in path)
+
     def insert(
         self,
         ids: Sequence[int],

@@ -9,7 +9,7 @@ from .generation import AnswerWriter, FinishReason, Generation, Piece
 from .kept_prompt import FusedRecipe, KeptPrompt, fused_recipe
 from .load_ahead import STUCK_S, LayerRead, LoadAhead
 from .loading_depth import MovingAverage, loading_depth
-from .planning import RequestPlanner, TakeKV
+from .planning import ReadPrompt, RequestPlanner, TakeKV
 from .read_ahead import reader_threads
 from .request import Request
 from .request_loading import RequestLoading
@@ -31,6 +31,7 @@ __all__ = [
     "LoadAhead",
     "MovingAverage",
     "Piece",
+    "ReadPrompt",
     "Recipe",
     "Request",
     "RequestLoading",

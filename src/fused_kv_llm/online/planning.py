@@ -2,27 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
 from fused_kv_llm.catalog import ChunkCatalog
 from fused_kv_llm.errors import PromptError, PromptTooLongError
 from fused_kv_llm.kv import PlacedChunk, PrefixMatch
-from fused_kv_llm.prompt import ChatPrompt, PromptRenderer, Segment, plan_prompt
+from fused_kv_llm.prompt import ChatPrompt, Encoded, PromptRenderer, Segment, plan_prompt
 from fused_kv_llm.report import FusionReport
-from fused_kv_llm.store import KVStore, StoredKV
+from fused_kv_llm.store import ChunkRow, KVStore, StoredKV
 
 from .request import Request
 
-__all__ = ["RequestPlanner", "TakeKV"]
+__all__ = ["ReadPrompt", "RequestPlanner", "TakeKV"]
 
 TakeKV = Callable[[PlacedChunk, Sequence[str]], PlacedChunk]
 """Takes an open chunk and the keys of those before it in the prompt; returns what is used of it, open."""
 
 _MIN_REUSED_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadPrompt:
+    """A prompt's text and tokens, which do not depend on what is stored.
+
+    Parameters
+    ----------
+    text : str
+        As the model gets it.
+    encoded : Encoded
+    """
+
+    text: str
+    encoded: Encoded
+
+    @property
+    def ids(self) -> list[int]:
+        """Its token ids."""
+        return self.encoded.ids
 
 
 class RequestPlanner:
@@ -66,9 +86,44 @@ class RequestPlanner:
         self._on_missing = on_missing
         self._catalog = catalog
 
+    def read(self, prompt: str | Sequence[dict[str, Any]] | ChatPrompt) -> ReadPrompt:
+        """Render and tokenise a prompt.
+
+        Raises
+        ------
+        PromptError, PromptTooLongError
+            If it is empty or does not fit.
+        """
+        rendered = self._renderer.render(prompt)
+        encoded = self._renderer.encode(rendered)
+        if not encoded.ids:
+            raise PromptError("The prompt is empty: there is no token to answer to.")
+        if len(encoded.ids) >= self._context_length:
+            raise PromptTooLongError(
+                f"The prompt has {len(encoded.ids)} tokens, but {self._model_id!r} takes {self._context_length} with "
+                "its answer. Retrieve fewer or shorter chunks."
+            )
+        return ReadPrompt(rendered.text, encoded)
+
+    def cached_tokens(self, read: ReadPrompt, ratio: float, known: Callable[[list[int], int], int]) -> float:
+        """Return how many of a prompt's tokens would not have to be computed now, as RAGCache counts (section 5.2).
+
+        Parameters
+        ----------
+        read : ReadPrompt
+        ratio : float
+            The share of the chunks' tokens that is recomputed.
+        known : callable
+            How many first tokens earlier prompts have left, by a prompt's ids and where its first chunk begins.
+        """
+        header_tokens, found, _ = self._find(read)
+        prefix_tokens = max(header_tokens, known(read.ids, _first_chunk(found, read)))
+        left = _behind(found, prefix_tokens)
+        return prefix_tokens + (1.0 - ratio) * sum(segment.num_tokens for segment in left)
+
     def plan(
         self,
-        prompt: str | Sequence[dict[str, Any]] | ChatPrompt,
+        prompt: str | Sequence[dict[str, Any]] | ChatPrompt | ReadPrompt,
         report: FusionReport,
         find_prefix: Callable[[list[int], int], PrefixMatch] | None = None,
         take: TakeKV | None = None,
@@ -79,7 +134,7 @@ class RequestPlanner:
 
         Parameters
         ----------
-        prompt : str or list of messages
+        prompt : str, list of messages or ReadPrompt
         report : FusionReport
             Gets the chunks that were found but could not be opened.
         find_prefix : callable or None
@@ -100,25 +155,11 @@ class RequestPlanner:
         PromptError, PromptTooLongError
             If the prompt is empty or does not fit.
         """
-        rendered = self._renderer.render(prompt)
-        encoded = self._renderer.encode(rendered)
-        ids = list(encoded.ids)
-        if not ids:
-            raise PromptError("The prompt is empty: there is no token to answer to.")
-        if len(ids) >= self._context_length:
-            raise PromptTooLongError(
-                f"The prompt has {len(ids)} tokens, but {self._model_id!r} takes {self._context_length} with its "
-                "answer. Retrieve fewer or shorter chunks."
-            )
-        # Attention is causal, so any leading part of the prefix's KV is exact by itself.
-        same = takewhile(lambda pair: pair[0] == pair[1], zip(ids, self._prefix_ids, strict=False))
-        header_tokens = len(list(same))
-        matches, rows = self._catalog.find(rendered.text)
-        plan = plan_prompt(encoded, matches, {key: row.token_ids for key, row in rows.items()}, _MIN_REUSED_TOKENS)
-        found = [segment for segment in plan.segments if segment.key is not None and segment.start >= header_tokens]
+        read = prompt if isinstance(prompt, ReadPrompt) else self.read(prompt)
+        header_tokens, found, rows = self._find(read)
         chunks: list[PlacedChunk] = []
         with ExitStack() as opened:
-            match = None if find_prefix is None else find_prefix(ids, found[0].start if found else len(ids))
+            match = None if find_prefix is None else find_prefix(read.ids, _first_chunk(found, read))
             if match is not None:
                 opened.callback(match.release)
             prefix_tokens = header_tokens if match is None else max(header_tokens, match.num_tokens)
@@ -137,7 +178,7 @@ class RequestPlanner:
                 report.chunks_missed += 1
                 report.warnings.append(f"chunk {segment.key[:16]} could not be read and was computed instead")
                 self._on_missing(rows[segment.key].text)
-            request = Request(ids, header_tokens, chunks, rendered.text, encoded.offsets)
+            request = Request(read.ids, header_tokens, chunks, read.text, read.encoded.offsets)
             request.segments = tuple(found)
             request.num_covered = len(found) - len(left)
             if match is not None:
@@ -149,6 +190,17 @@ class RequestPlanner:
             opened.pop_all()
         return request
 
+    def _find(self, read: ReadPrompt) -> tuple[int, list[Segment], Mapping[str, ChunkRow]]:
+        """Return how many tokens of the header a prompt begins with, and the stored chunks behind them."""
+        # Attention is causal, so any leading part of the prefix's KV is exact by itself.
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(read.ids, self._prefix_ids, strict=False))
+        header_tokens = len(list(same))
+        matches, rows = self._catalog.find(read.text)
+        ids = {key: row.token_ids for key, row in rows.items()}
+        plan = plan_prompt(read.encoded, matches, ids, _MIN_REUSED_TOKENS)
+        found = [segment for segment in plan.segments if segment.key is not None and segment.start >= header_tokens]
+        return header_tokens, found, rows
+
     def _open(self, key: str, token_ids: Sequence[int], *, counted: bool) -> StoredKV | None:
         stored = self._store.open(key, token_ids, counted=counted)
         if stored is None or stored.identity == self._identity:
@@ -157,6 +209,10 @@ class RequestPlanner:
         stored.close()
         self._store.discard(key, "its file holds the KV of another model or configuration")
         return None
+
+
+def _first_chunk(found: Sequence[Segment], read: ReadPrompt) -> int:
+    return found[0].start if found else len(read.ids)
 
 
 def _behind(segments: Sequence[Segment], prefix_tokens: int) -> list[Segment]:

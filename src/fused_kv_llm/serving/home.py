@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from fused_kv_llm.errors import ChunkDamagedError
 from fused_kv_llm.model import FusedCache
-from fused_kv_llm.online import FusionContext, KeptPrompt, Recipe, Request
+from fused_kv_llm.online import FusionContext, KeptPrompt, ReadPrompt, Recipe, Request
 from fused_kv_llm.prompt import ChatPrompt
 from fused_kv_llm.report import FusionReport
 
@@ -25,9 +25,15 @@ class RequestHome(Protocol):
     tenant: str
     closed: bool
 
+    def read(self, prompt: str | Sequence[dict[str, Any]] | ChatPrompt) -> ReadPrompt:
+        """Render and tokenise a prompt."""
+
+    def cached_tokens(self, prompt: ReadPrompt, recipe: Recipe) -> float:
+        """Return how many of a prompt's tokens would not have to be computed now."""
+
     def plan_served(
         self,
-        prompt: str | Sequence[dict[str, Any]] | ChatPrompt,
+        prompt: ReadPrompt,
         recipe: Recipe,
         report: FusionReport,
         *,

@@ -39,6 +39,8 @@ class Limits:
         KV of these requests. One request is always let in.
     queued : int
         Requests that wait.
+    reorder_window : int
+        How many that came later may be taken from the queue before one that waits.
     share_chunk_kv : {"auto", "always", "never"}
         Whether requests that decode share the KV of their chunks.
     prefix_bytes : int
@@ -52,6 +54,7 @@ class Limits:
     layer_rows: int
     pool_bytes: int
     queued: int
+    reorder_window: int
     share_chunk_kv: Literal["auto", "always", "never"]
     prefix_bytes: int
     prefix_host_bytes: int = 0
@@ -69,6 +72,7 @@ def limits_of(config: EngineConfig, device: torch.device) -> Limits:
         layer_rows=config.max_batched_rows or _LAYER_ROWS_PER_CORE * cores,
         pool_bytes=_bytes_of(config.kv_pool_bytes, _SHARE_OF_MEMORY, device),
         queued=config.max_queued,
+        reorder_window=config.reorder_window,
         share_chunk_kv=config.share_chunk_kv,
         prefix_bytes=_bytes_of(config.prefix_cache_bytes, _SHARE_OF_PREFIXES, device),
         prefix_host_bytes=int(_SHARE_OF_PREFIXES * _free_bytes(_HOST)) if on_gpu and keeps_prefixes else 0,

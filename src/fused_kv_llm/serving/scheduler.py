@@ -65,7 +65,7 @@ class Scheduler:
         may_drop: Callable[[ServedRequest], bool],
     ) -> None:
         self._lock, self._post, self._on_end, self._may_drop = lock, post, on_end, may_drop
-        self.loads_ahead, self.waiting = True, WaitingRequests()
+        self.loads_ahead, self.waiting, self._measures = True, WaitingRequests(), False
         self._loading: set[ServedRequest] = set()
         self._given_up: dict[ServedRequest, BaseException] = {}
         self._ready: deque[ServedRequest] = deque()
@@ -170,6 +170,26 @@ class Scheduler:
             if request is None:
                 return
             self._guarded(request, self._load, request)
+        self._measure_next()
+
+    def _measure_next(self) -> None:
+        """Have it found out how much of a queued prompt is cached, of one after another."""
+        request = None if self._measures else self.waiting.unmeasured()
+        if request is not None:
+            self._measures = True
+            self._planners.executor().submit(self._measure, request)
+
+    def _measure(self, request: ServedRequest) -> None:
+        try:
+            request.measure()
+        except Exception as error:
+            # It is told when its turn comes.
+            _log.debug("A queued prompt could not be measured: %s", error)
+        finally:
+            self._post(self._measured)
+
+    def _measured(self) -> None:
+        self._measures = False
 
     def _may_plan(self) -> bool:
         """Whether one more request may be opened and loaded ahead."""

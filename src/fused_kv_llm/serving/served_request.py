@@ -20,6 +20,7 @@ from fused_kv_llm.online import (
     AnswerWriter,
     FusedPrompt,
     Fusion,
+    ReadPrompt,
     Recipe,
     Request,
     RequestLoading,
@@ -85,6 +86,10 @@ class ServedRequest:
         planned.
     chunk_keys : frozenset of str
         Of the chunks that its prompt has.
+    cached_ratio : float or None
+        Tokens of its prompt that are cached, over those that would have to be computed; None before it is measured.
+    overtaken : int
+        How many that came later have been taken from the queue before it.
     wants_shared : callable
         Whether it is to share its chunks' pages once its prompt is complete, see :meth:`.RunningKV.wants_shared`.
     """
@@ -114,9 +119,12 @@ class ServedRequest:
         self._prompt, self._recipe, self._config, self._constraint = prompt, recipe, config, constraint
         self.max_tokens, self.prompt_tokens, self.kv_nbytes, self._capacity = config.max_tokens, 0, 0, 0
         self.chunk_keys = frozenset[str]()
+        self.cached_ratio: float | None = None
+        self.overtaken = 0
         self.wants_shared: Callable[[ServedRequest, Sharing | None], bool] = lambda request, sharing: False
         self._span = RequestSpan(home.context.loaded.model_id)
         self._stage, self._slice_span = self._span.start("prefill"), None
+        self._read: ReadPrompt | None = None
         self._planned: Request | None = None
         self._loading: RequestLoading | None = None
         self._fusion: Fusion | None = None
@@ -137,6 +145,19 @@ class ServedRequest:
         return float("inf") if self.terms.timeout_s is None else self.arrived_s + self.terms.timeout_s
 
     # -- stages ----------------------------------------------------------------------------------------------
+
+    def measure(self) -> None:
+        """Find out how much of its prompt is cached; any thread may do it while it waits.
+
+        Raises
+        ------
+        PromptError, PromptTooLongError
+            As :meth:`plan` does.
+        """
+        self.cached_ratio = 0.0
+        self._read = read = self.home.read(self._prompt)
+        cached = self.home.cached_tokens(read, self._recipe)
+        self.cached_ratio = cached / max(1.0, len(read.ids) - cached)
 
     def plan(self, loader: Loader | None, on_change: Callable[[], None], *, ahead: bool) -> None:
         """Tokenise the prompt, find its chunks and open them, and begin to load them; any thread may do it.
@@ -160,7 +181,8 @@ class ServedRequest:
         self._add("queue", started_s - self.arrived_s if "queue" not in self.report.seconds else 0.0)
         with self._span.within(self._stage, "align"):
             counted = not self.provisional
-            self._planned = self.home.plan_served(self._prompt, self._recipe, self.report, counted=counted)
+            self._read = self._read or self.home.read(self._prompt)
+            self._planned = self.home.plan_served(self._read, self._recipe, self.report, counted=counted)
             self._count_uses = None if counted else self.home.uses_of(self._planned, self.report)
         self._add("align", time.perf_counter() - started_s)
         loaded, self.prompt_tokens = self.home.context.loaded, self._planned.num_tokens
