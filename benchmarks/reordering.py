@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from environment import environment
-from evaluation.questions import read_questions
+from evaluation.questions import Question, read_questions
 
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.serving.waiting import WaitingRequests
@@ -29,6 +29,17 @@ def answer_all(engine: FusedKVEngine, prompts: list[str], max_tokens: int) -> li
     """Ask everything at once; return the seconds to the first tokens, sorted."""
     handles = [engine.submit(prompt, max_tokens=max_tokens) for prompt in prompts]
     return sorted(handle.result().report.ttft_s or 0.0 for handle in handles)
+
+
+def halves(questions: list[Question], count: int) -> tuple[list[str], list[str]]:
+    """Return the passages to be stored, and as many prompts with these passages as with none of them, in turns."""
+    known, unknown = questions[: count // 2], list[Question]()
+    stored = list(dict.fromkeys(text for question in known for text in question.passages))
+    for question in questions[count // 2 :]:
+        if not set(question.passages) & set(stored):
+            unknown.append(question)
+    pairs = zip(known, unknown, strict=False)
+    return stored, [question.prompt("instruct") for pair in pairs for question in pair]
 
 
 def most_overtaken() -> list[int]:
@@ -56,9 +67,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, nargs="+", default=[0, 8, 32])
     parser.add_argument("--out", type=Path, default=None, help="where the record is written; none by default")
     args = parser.parse_args()
-    questions = read_questions(args.data, args.requests * args.rounds, args.passages)
-    stored = [text for question in questions[::2] for text in question.passages]
-    prompts = [question.prompt("instruct") for question in questions]
+    stored, prompts = halves(read_questions(args.data, 400, args.passages), args.requests * args.rounds)
     options: dict[str, Any] = {"preprocessing": "none", "store_misses": False, "prefix_cache_bytes": 0}
     overtaken, ttft_s = most_overtaken(), {window: list[float]() for window in args.windows}
     most = dict.fromkeys(args.windows, 0)
@@ -68,7 +77,7 @@ def main() -> None:
             source = next(iter(engines.values())).loaded if engines else "smollm2-135m"
             engines[window] = FusedKVEngine(source, kv_dir=folder, reorder_window=window, **options)
         first = next(iter(engines.values()))
-        print(first.build_kv_cache(dict.fromkeys(stored)).summary())
+        print(first.build_kv_cache(stored).summary())
         answer_all(first, prompts[:2], args.max_tokens)
         for number in range(args.rounds):
             asked = prompts[number * args.requests : (number + 1) * args.requests]
