@@ -75,8 +75,8 @@ def fused_runs(engine: FusedKVEngine, prompt: Any, **options: Any) -> list[Prefi
     found = list[list[PrefixRun]]()
     plan = recipe.planner.plan
 
-    def noting(*args: Any) -> Any:
-        request = plan(*args)
+    def noting(*args: Any, **options: Any) -> Any:
+        request = plan(*args, **options)
         found.append(request.known_runs)
         return request
 

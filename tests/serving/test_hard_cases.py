@@ -47,11 +47,11 @@ class SlowPlans:
         self._plan = engine.requests.planner.plan
         monkeypatch.setattr(engine.requests.planner, "plan", self.plan)
 
-    def plan(self, *args: Any) -> Request:
+    def plan(self, *args: Any, **options: Any) -> Request:
         self.planning += 1
         assert self.go.wait(10)
         try:
-            return self._plan(*args)
+            return self._plan(*args, **options)
         finally:
             self.ended += 1
 

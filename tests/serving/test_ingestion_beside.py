@@ -132,9 +132,9 @@ def test_a_first_token_waits_for_one_piece_at_most(engine: FusedKVEngine, monkey
     monkeypatch.setattr(ingestion_pieces, "_OWED_S", 30.0)
     slow, plan = SlowPieces(monkeypatch, 0.05), engine.requests.planner.plan
 
-    def slow_plan(*args: Any) -> Any:
+    def slow_plan(*args: Any, **options: Any) -> Any:
         time.sleep(0.2)
-        return plan(*args)
+        return plan(*args, **options)
 
     monkeypatch.setattr(engine.requests.planner, "plan", slow_plan)
     ingestion = Ingestion(engine)
