@@ -168,10 +168,25 @@ def test_another_question_does_not_get_chunks_whose_tokens_its_predecessor_chose
     assert got.report.prefix_tokens < engine.encode(other).index(engine.token_ids(CHUNKS[0])[3])
 
 
-@pytest.mark.parametrize("options", [{"selector": "boundary"}, {"recompute_ratio": 0.0}])
-def test_what_no_question_chose_serves_all_questions_chunk_by_chunk(
-    engine: FusedKVEngine, options: dict[str, Any]
+@pytest.mark.parametrize("selector", ["boundary", "random", "full_reuse"])
+@pytest.mark.parametrize("ratio", [0.0, 0.2, 0.5])
+def test_chunks_that_were_fused_beside_others_are_fused_anew(
+    engine: FusedKVEngine, without: FusedKVEngine, selector: str, ratio: float
 ) -> None:
+    """A budget is spent over all chunks of a prompt, also by selectors that ask no question."""
+    options = {"selector": selector, "recompute_ratio": ratio}
+    ask(engine, f"Read this.\n\n{CHUNKS[0]}\n\nQuestion: Why?", **options)
+    prompt = f"Read this.\n\n{CHUNKS[0]}\n\n{CHUNKS[1]}\n\nQuestion: When?"
+    got, logits = ask(engine, prompt, **options)
+    want, wanted = ask(without, prompt, **options)
+    torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
+    assert got.token_ids == want.token_ids
+    # At ratio 0 the first chunk comes from the tree.
+    assert ratio == 0 or got.report.reused_tokens == want.report.reused_tokens > 0
+
+
+def test_at_ratio_0_chunks_serve_all_questions_one_by_one(engine: FusedKVEngine) -> None:
+    options = {"recompute_ratio": 0.0}
     ask(engine, rag_prompt(CHUNKS[:3], QUESTIONS[0]), **options)
     other = ask(engine, rag_prompt(CHUNKS[:3], QUESTIONS[1]), **options)[0].report
     assert other.reused_tokens == 0

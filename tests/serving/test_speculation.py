@@ -20,7 +20,7 @@ from waiting import wait_until
 
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.engine import speculation as speculation_module
-from fused_kv_llm.errors import PromptError, PromptTooLongError
+from fused_kv_llm.errors import FusedKVError, PromptError, PromptTooLongError
 from fused_kv_llm.serving import RequestState, loop_of
 
 QUESTION = "What about the ferries?"
@@ -116,6 +116,8 @@ def test_answers_are_those_of_the_last_stage(engine: FusedKVEngine, ratio: float
                 yield prompt
                 time.sleep(delay_s)
 
+        # An answer is there a moment before its request is off the books.
+        wait_until(lambda: not engine.is_busy)
         answer = engine.submit_staged(search(), **options).result()
         assert answer.token_ids == want[stages[-1][0]]
         changes = sum(one[0] != other[0] for one, other in pairwise(stages))
@@ -318,3 +320,36 @@ def test_searches_of_many_threads(engine: FusedKVEngine, answers: dict[str, list
     wait_until_none(engine)
     assert loop_of(engine.model)._open == 0
     assert not loop_of(engine.model)._provisional
+
+
+def test_ingestion_goes_on_while_a_prompt_is_held(tmp_path: Path) -> None:
+    with make_engine(tmp_path) as engine, engine.speculate(max_tokens=4) as speculation:
+        assert speculation.propose(PROMPTS[0])
+        wait_until_held(engine)
+        ingesting = threading.Thread(target=engine.build_kv_cache, args=([SHORT[6]],), kwargs={"progress": False})
+        ingesting.start()
+        ingesting.join(30)
+        is_stuck = ingesting.is_alive()
+        speculation.cancel()
+        ingesting.join()
+    assert not is_stuck
+
+
+def test_a_constraint_can_neither_propose_nor_ask_what_was_proposed(engine: FusedKVEngine) -> None:
+    errors = list[BaseException]()
+
+    def asks(ids: Any, logits: Any) -> Any:
+        for call in (lambda: engine.submit(PROMPTS[1]), lambda: engine.speculate().propose(PROMPTS[2])):
+            try:
+                call()
+            except FusedKVError as error:
+                errors.append(error)
+        return logits
+
+    with engine.speculate(max_tokens=4) as speculation:
+        speculation.propose(PROMPTS[1])
+        wait_until_held(engine)
+        speculation.finish(PROMPTS[1])
+        engine.generate(PROMPTS[0], max_tokens=1, constraint=asks)
+    assert len(errors) == 2
+    assert engine.generate(PROMPTS[1], max_tokens=4).token_ids

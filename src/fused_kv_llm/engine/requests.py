@@ -107,6 +107,7 @@ class RequestRunner:
         terms: Terms,
     ) -> RequestHandle:
         """Have a prompt answered, beside the requests of others."""
+        self._loop.check_caller()
         # Planned later: the caller's messages may be others by then.
         prompt = prompt if isinstance(prompt, str) else deepcopy(prompt)
         found = self.speculations.claim(prompt, recipe, config, constraint, terms)

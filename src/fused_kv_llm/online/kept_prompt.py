@@ -42,11 +42,6 @@ class FusedRecipe:
     view: View | FirstLayersView
     shift_name: str | None
 
-    @property
-    def needs_question(self) -> bool:
-        """Whether which tokens were recomputed depends on what stands behind the chunks."""
-        return self.ratio > 0 and (isinstance(self.view, FirstLayersView) or bool(self.view.layers))
-
 
 @dataclass(frozen=True, slots=True)
 class KeptPrompt:
@@ -132,9 +127,8 @@ def fused_runs(
     runs = [*known, PrefixRun(chunks[0].segment.start, before)]
     if recipe is None:
         return runs
-    if recipe.needs_question:
-        # Another question would have had other tokens recomputed.
+    if recipe.ratio > 0:
+        # With another question, or other chunks beside them, other tokens would have been recomputed.
         return [*runs, PrefixRun(num_tokens, recipe, whole=True)]
-    # A chunk's tokens are chosen together. Nothing behind them has a say in it.
     return [*runs, *(PrefixRun(chunk.segment.stop, recipe, whole=True) for chunk in chunks),
             PrefixRun(num_tokens, recipe)]  # fmt: skip

@@ -86,6 +86,11 @@ class Scheduler:
         return [*self.waiting, *self._loading, *self._ready, *self._running]
 
     @property
+    def is_serving(self) -> bool:
+        """Whether there are requests, besides prompts that are held until they are asked."""
+        return any(request.state is not RequestState.HELD for request in self.requests())
+
+    @property
     def has_work(self) -> bool:
         """Whether a step would do something."""
         if any(request.state is not RequestState.HELD for request in self._running):
@@ -176,8 +181,8 @@ class Scheduler:
         """Have it found out how much of a queued prompt is cached, of one after another."""
         request = None if self._measures else self.waiting.unmeasured()
         if request is not None:
-            self._measures = True
             self._planners.executor().submit(self._measure, request)
+            self._measures = True
 
     def _measure(self, request: ServedRequest) -> None:
         try:

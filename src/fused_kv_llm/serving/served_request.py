@@ -62,8 +62,8 @@ class ServedRequest:
     on_cancel : callable
         Tells the step loop that this request was cancelled; see :class:`.handle.RequestHandle`.
     provisional : bool
-        Whether nobody has asked this yet. Such a request is held when its prompt is complete, counts for nothing and
-        leaves nothing, until :meth:`go_on`.
+        Whether nobody has asked this yet. Such a request is held when its prompt is complete, until :meth:`go_on`.
+        Before, its chunks are no hits, and its KV is left to nobody; policies do learn what it used.
 
     Attributes
     ----------

@@ -87,10 +87,7 @@ class StepLoop:
             If a constraint asks: the thread that computes would wait for itself.
         """
         limits = request.home.limits
-        if threading.current_thread() is self._thread:
-            raise FusedKVError(
-                "A constraint cannot ask the model that it is called for: nobody would compute the answer."
-            )
+        self.check_caller()
         # The caller has embedded a question or loaded a model, perhaps; from now on the loop computes.
         release_openmp_workers()
         with self._guard:
@@ -106,6 +103,19 @@ class StepLoop:
             self._inbox.put(partial(self.scheduler.waiting.add, request))
             self._start()
 
+    def check_caller(self) -> None:
+        """Make sure that the caller may wait for an answer.
+
+        Raises
+        ------
+        FusedKVError
+            If it is a constraint: the thread that computes would wait for itself.
+        """
+        if threading.current_thread() is self._thread:
+            raise FusedKVError(
+                "A constraint cannot ask the model that it is called for: nobody would compute the answer."
+            )
+
     @property
     def is_busy(self) -> bool:
         """Whether requests are being answered or wait, besides provisional ones."""
@@ -113,6 +123,8 @@ class StepLoop:
 
     def submit_provisional(self, request: ServedRequest) -> bool:
         """Take a request that nobody has asked yet, unless others are being answered; return whether it was taken."""
+        self.check_caller()
+        release_openmp_workers()
         with self._guard:
             if request.home.closed or self.is_busy or len(self._provisional) >= request.home.limits.num_seqs:
                 return False
@@ -251,7 +263,7 @@ class StepLoop:
         self._tell_closed()
         started_s = time.perf_counter()
         self.scheduler.step()
-        if self._open:
+        if self.scheduler.is_serving:
             self._pieces.requests_had(time.perf_counter() - started_s)
         if self._piece_due_s() <= 0:
             with self._lock:

@@ -50,8 +50,8 @@ class WaitingRequests:
 
     def unmeasured(self) -> ServedRequest | None:
         """Return the next request of which it is not known how much is cached; None if all that matter are."""
-        for place, request in enumerate(islice(self._requests, _MOST_MEASURED)):
-            if request.cached_ratio is None and place < 2 * request.home.limits.reorder_window:
+        for request in islice(self._requests, _MOST_MEASURED):
+            if request.cached_ratio is None and request.home.limits.reorder_window:
                 return request
         return None
 

@@ -10,7 +10,17 @@ import pytest
 import llama_index_fused_kv
 from llama_index_fused_kv import indices, llms
 
-SURFACE = ["FusedKVIndex", "FusedKVLLM", "FusedKVPostprocessor", "FusedKVTransform", "build_kv_cache"]
+SURFACE = [
+    "FusedKVIndex",
+    "FusedKVLLM",
+    "FusedKVPostprocessor",
+    "FusedKVRetriever",
+    "FusedKVTransform",
+    "QuickFirstRetriever",
+    "StagedFaissRetriever",
+    "build_kv_cache",
+    "compact_prompt",
+]
 
 
 @pytest.mark.parametrize("module", [llama_index_fused_kv, indices, llms], ids=lambda module: module.__name__)
