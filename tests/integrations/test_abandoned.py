@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import aclosing, suppress
@@ -11,11 +10,11 @@ from typing import Any
 
 import pytest
 from corpus import SHORT
+from held_memory import caches_in_use
 from langchain_core.callbacks import BaseCallbackHandler
 from models import smollm2_tokenizer, tiny_model
 
 from fused_kv_llm import FusedKVEngine
-from fused_kv_llm.model.cache import FusedCache
 from langchain_fused_kv import ChatFusedKV
 from langchain_fused_kv import FusedKVLLM as TextModel
 from llama_index_fused_kv import FusedKVLLM as LlamaIndexLLM
@@ -33,17 +32,12 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FusedKVEngine]:
         yield engine
 
 
-def caches_in_use() -> list[FusedCache]:
-    """Return the caches that have memory."""
-    return [thing for thing in gc.get_objects() if type(thing) is FusedCache and thing._buffer is not None]
-
-
 def left_over(engine: FusedKVEngine) -> list[str]:
     """What abandoned requests keep of an engine; waits until running steps have ended."""
     left: list[str] = []
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
-        left = ["a cache"] * len(caches_in_use())
+        left = ["a cache"] * len(caches_in_use(engine))
         left += ["the model's lock"] * engine.model_lock.locked()
         left += ["the pool's buffer"] * (engine.requests.context.pool.kept_nbytes() == 0)
         if not left:
@@ -127,14 +121,14 @@ def test_a_callback_that_raises(quick: FusedKVEngine, kind: Any) -> None:
 
 def test_a_stream_that_nobody_reads(quick: FusedKVEngine) -> None:
     stream = quick.stream(PROMPT, max_tokens=6)
-    assert caches_in_use()
+    assert caches_in_use(quick)
     stream.close()
     assert left_over(quick) == []
 
 
 def test_a_stream_that_is_dropped(quick: FusedKVEngine) -> None:
     stream = quick.stream(PROMPT, max_tokens=6)
-    assert caches_in_use()
+    assert caches_in_use(quick)
     del stream
     assert left_over(quick) == []
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from corpus import SHORT, rag_prompt
+from held_memory import caches_in_use
 from models import smollm2_tokenizer, tiny_model
 from waiting import wait_until
 
@@ -298,8 +299,7 @@ def test_nothing_is_left_of_many_requests_that_come_and_go(engine: FusedKVEngine
             else:
                 assert handle.result().token_ids == want[number]
     wait_until(lambda: engine.requests._loop._open == 0)
-    caches = [thing for thing in gc.get_objects() if type(thing) is FusedCache and thing._buffer is not None]
-    assert caches == []
+    assert caches_in_use(engine) == []
     assert threading.active_count() <= threads + 1
     assert not engine.model_lock.locked()
 
