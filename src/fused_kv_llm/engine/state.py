@@ -1,0 +1,101 @@
+"""What an engine is: its model, where it runs, and how its KV is stored."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, Literal
+
+from fused_kv_llm.config import EngineConfig, check_ratio
+from fused_kv_llm.model import LoadedModel, ModelLock
+from fused_kv_llm.prompt import PromptRenderer
+from fused_kv_llm.selectors import Selector, resolve_selector
+from fused_kv_llm.store import KVStore
+
+from .calibration import read_calibration
+from .corpus import EngineCorpus
+from .parts import EngineParts
+from .requests import RequestRunner
+
+__all__ = ["EngineState"]
+
+
+class EngineState:
+    """What the methods of an engine work with; :class:`~fused_kv_llm.FusedKVEngine` describes and sets it."""
+
+    config: EngineConfig
+    loaded: LoadedModel
+    store: KVStore
+    renderer: PromptRenderer
+    identity: str
+    model_lock: ModelLock
+    corpus: EngineCorpus
+    requests: RequestRunner
+    recompute_ratio: float
+    _parts: EngineParts
+    _selector: Selector
+
+    def _chosen(self, ratio: float | Literal["auto"] | None, selector: str | Selector | None) -> tuple[float, Selector]:
+        """Return the ratio and the selector of a call; a calibration gives both."""
+        if ratio == "auto":
+            found = read_calibration(self.store.kv_dir, self.fusion_identity)
+            return found.recompute_ratio, resolve_selector(found.selector)
+        return (
+            self.recompute_ratio if ratio is None else check_ratio(ratio),
+            self._selector if selector is None else resolve_selector(selector),
+        )
+
+    @property
+    def model(self) -> Any:
+        """The transformers model."""
+        return self.loaded.model
+
+    @property
+    def tokenizer(self) -> Any:
+        """The transformers tokenizer."""
+        return self.loaded.tokenizer
+
+    @property
+    def model_id(self) -> str:
+        """Alias, path, hub id or class name of the model."""
+        return self.loaded.model_id
+
+    @property
+    def model_fingerprint(self) -> str:
+        """Content fingerprint of the weights."""
+        return self.loaded.fingerprint
+
+    @property
+    def device(self) -> str:
+        """Where the model is, for example ``"cpu"``."""
+        return str(self.loaded.device)
+
+    @property
+    def dtype(self) -> str:
+        """Compute dtype, for example ``"bfloat16"``."""
+        return self._parts.dtype
+
+    @property
+    def kv_dtype(self) -> str:
+        """Dtype in which keys and values are stored; ``"auto"`` is :attr:`dtype`."""
+        return self._parts.kv_dtype
+
+    @property
+    def choice(self) -> str:
+        """Which dtype and device are used, and why."""
+        return self.loaded.choice
+
+    @property
+    def selector(self) -> str:
+        """Name of the default selector."""
+        return self._selector.name
+
+    @property
+    def context_length(self) -> int:
+        """Longest prompt plus answer, in tokens."""
+        return self._parts.context_length
+
+    @property
+    def fusion_identity(self) -> str:
+        """Digest of what fused KV depends on besides the prompt: :attr:`identity` and the context shifts in use."""
+        shifts = self._parts.shift_name
+        return self.identity if shifts is None else hashlib.sha256(f"{self.identity}:{shifts}".encode()).hexdigest()
