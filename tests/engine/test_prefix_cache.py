@@ -16,7 +16,7 @@ from torch import Tensor
 from waiting import wait_until
 
 from fused_kv_llm import FusedKVEngine
-from fused_kv_llm.errors import ModelChangedError, RequestCancelledError
+from fused_kv_llm.errors import ConfigError, ModelChangedError, RequestCancelledError
 from fused_kv_llm.kv import PrefixRun
 from fused_kv_llm.online import Generation
 
@@ -404,6 +404,15 @@ def test_it_is_bounded_and_can_be_switched_off(tmp_path: Path) -> None:
     with make_engine(tmp_path, prefix_cache_bytes=0) as engine:
         ask(engine, rag_prompt(CHUNKS))
         assert engine.requests.prefixes.nbytes == 0
+
+
+def test_its_policy_is_an_option_of_its_own(tmp_path: Path) -> None:
+    with make_engine(tmp_path, policy="lru") as engine:
+        assert engine.requests.prefixes._eviction.policy == "gdsf"
+    with make_engine(tmp_path, prefix_policy="lru") as engine:
+        assert engine.requests.prefixes._eviction.policy == "lru"
+    with pytest.raises(ConfigError, match="prefix_policy='newest' is unknown: use lru"):
+        make_engine(tmp_path, prefix_policy="newest")
 
 
 def test_prefill_neither_uses_nor_leaves_anything(engine: FusedKVEngine) -> None:

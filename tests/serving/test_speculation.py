@@ -195,6 +195,12 @@ def test_an_abandoned_search_drops_what_it_proposed(engine: FusedKVEngine) -> No
     wait_until_none(engine)
 
 
+def test_a_search_that_proposed_nothing_is_not_wrong(engine: FusedKVEngine) -> None:
+    with engine.speculate(max_tokens=4) as speculation:
+        speculation.finish(PROMPTS[0])
+    assert engine.generate(PROMPTS[0], max_tokens=4).report.speculation == ""
+
+
 def test_a_prompt_that_is_never_asked_is_dropped(engine: FusedKVEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speculation_module, "_UNASKED_S", 0.2)
     with engine.speculate(max_tokens=4) as speculation:

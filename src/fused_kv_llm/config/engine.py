@@ -172,7 +172,7 @@ class EngineConfig(BaseModel):
     chunks of least value make room."""
 
     policy: str = Field(default=DEFAULT_POLICY, frozen=True)
-    """Which chunks make room, and which KV of answered prompts: lru, lfu, gdsf, pgdsf or reuse."""
+    """Which chunks make room: lru, lfu, gdsf, pgdsf or reuse."""
 
     kv_dtype: Annotated[str, Option(identity=True)] = Field(default="auto", frozen=True)
     """Dtype in which keys and values are stored: auto (the model's), float32, bfloat16, float16, int8 or int4."""
@@ -249,6 +249,9 @@ class EngineConfig(BaseModel):
     """How much KV of answered prompts is kept in memory for prompts that begin with the same tokens, such as the next
     turn of a conversation: a number or a text such as ``"1GiB"``; 0 keeps none. By default an eighth of the memory that
     is free."""
+
+    prefix_policy: str = Field(default="gdsf", frozen=True)
+    """Which KV of answered prompts makes room: one of those of `policy`."""
 
     max_queued: Annotated[int, Option(unit="requests"), BeforeValidator(_not_negative)] = Field(
         default=1024, frozen=True

@@ -8,6 +8,7 @@ from typing import Any, Self, overload
 from fused_kv_llm.config import DEFAULT_MODEL, EngineConfig
 from fused_kv_llm.selectors import resolve_selector
 from fused_kv_llm.serving import limits_of
+from fused_kv_llm.store import resolve_policy
 
 from .chunk_methods import ChunkMethods
 from .constructor import has_options, has_options_after_model, show_options
@@ -75,6 +76,7 @@ class FusedKVEngine(ChunkMethods, PromptMethods):
         # Wrong options are refused before the model is loaded, which takes long.
         similarity = similarity_of(config)
         resolve_selector(config.selector)
+        resolve_policy(config.prefix_policy, "prefix_policy")
         parts = open_parts(config)
         self.loaded, self.store, self.renderer = parts.loaded, parts.store, parts.renderer
         self.identity, self.model_lock = parts.identity, parts.model_lock
@@ -90,7 +92,7 @@ class FusedKVEngine(ChunkMethods, PromptMethods):
                 variant_bytes=config.variant_bytes,
             )
             limits = limits_of(config, parts.loaded.device)
-            prefixes = open_prefixes(config.policy, limits, parts.loaded.device, self.corpus.cost)
+            prefixes = open_prefixes(config.prefix_policy, limits, parts.loaded.device, self.corpus.cost)
             self.requests = RequestRunner(parts, self.corpus, limits, prefixes, config.tenant)
         except BaseException:
             self.store.close()

@@ -19,7 +19,7 @@ def open_prefixes(
     Parameters
     ----------
     policy : str
-        The store's, so that one option serves both.
+        Name of a policy of the store.
     limits : Limits
         How many bytes it may keep.
     device : torch.device

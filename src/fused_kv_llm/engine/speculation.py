@@ -131,7 +131,7 @@ class Speculation:
             report.search_hidden_s = hidden_s
             report.speculation = "corrected" if self._dropped else "confirmed"
         else:
-            report.speculation = "off" if self._was_busy and not self._dropped else "wrong"
+            report.speculation = "wrong" if self._dropped else "off" if self._was_busy else ""
 
     def _replace(self, successor_ids: Sequence[int]) -> None:
         request, self._request, self._text = self._request, None, None

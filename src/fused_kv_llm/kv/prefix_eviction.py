@@ -69,6 +69,10 @@ class RankedEviction:
     window : int
         Uses of any nodes.
 
+    Attributes
+    ----------
+    policy : str
+
     Raises
     ------
     ConfigError
@@ -76,6 +80,7 @@ class RankedEviction:
     """
 
     def __init__(self, policy: str, seconds: RecomputeSeconds | None = None, window: int = _WINDOW_USES) -> None:
+        self.policy = policy
         self._priority = resolve_policy(policy)
         self._seconds: RecomputeSeconds = seconds or (lambda _, new: new)
         self._window = window

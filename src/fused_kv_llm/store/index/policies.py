@@ -89,8 +89,8 @@ POLICIES: dict[str, Policy] = {
 }
 
 
-def resolve_policy(name: str) -> Policy:
-    """Return a policy by its name.
+def resolve_policy(name: str, option: str = "policy") -> Policy:
+    """Return a policy by its name, which an option gives.
 
     Raises
     ------
@@ -98,7 +98,7 @@ def resolve_policy(name: str) -> Policy:
         If there is none of that name.
     """
     if name not in POLICIES:
-        raise ConfigError(f"policy={name!r} is unknown: use {', '.join(POLICIES)}")
+        raise ConfigError(f"{option}={name!r} is unknown: use {', '.join(POLICIES)}")
     return POLICIES[name]
 
 
