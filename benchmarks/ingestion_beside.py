@@ -119,13 +119,13 @@ def measure(engine: FusedKVEngine, corpus: Corpus, prompts: list[str], args: arg
         loop._pieces = IngestionPieces()
     time.sleep(10.0)  # until batches are as large as without requests
     busy = {"alone": corpus.ingest(engine, args.chunks)}
-    look = loop.scheduler._cores.look
+    look = loop.scheduler.means.cores.look
     for name, crowded in (("crowded", True), ("not_crowded", False)):
-        loop.scheduler._cores.look = look if crowded else lambda: None  # type: ignore[method-assign]
+        loop.scheduler.means.cores.look = look if crowded else lambda: None  # type: ignore[method-assign]
         with busy_process(2):
             time.sleep(0.5)
             busy[name] = corpus.ingest(engine, args.chunks // 2)
-        loop.scheduler._cores.end()
+        loop.scheduler.means.cores.end()
     factors = {name: busy["alone"] / speed for name, speed in busy.items()}
     return {"chunks_per_s_alone": alone, "rows": rows, "busy_chunks_per_s": busy, "busy_factor": factors}
 

@@ -64,7 +64,7 @@ class Computed:
 
 def measure(engine: FusedKVEngine, prompt: str, repeats: int) -> dict[str, list[float]]:
     """Measure every case as often, in turns."""
-    cores = engine.requests._loop.scheduler._cores
+    cores = engine.requests._loop.scheduler.means.cores
     look = cores.look
     seconds: dict[str, list[float]] = {}
     decode_s(engine, prompt)

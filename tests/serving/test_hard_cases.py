@@ -19,7 +19,7 @@ from waiting import exit_status, wait_until
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.errors import DeadlineError, EngineClosedError, FusedKVError
 from fused_kv_llm.online import Request, fusion
-from fused_kv_llm.serving import StepLoop, scheduler
+from fused_kv_llm.serving import StepLoop, means
 from fused_kv_llm.serving.scheduler import Scheduler
 from fused_kv_llm.serving.waiting import WaitingRequests
 
@@ -76,7 +76,7 @@ def open_chunks(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 def test_a_failing_step_ends_the_requests_in_it_and_no_others(
     engine: FusedKVEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chunks, run, failing = open_chunks(monkeypatch), scheduler.forward_ragged, threading.Event()
+    chunks, run, failing = open_chunks(monkeypatch), means.forward_ragged, threading.Event()
 
     def run_or_fail(*args: Any) -> Any:
         if failing.is_set():
@@ -84,7 +84,7 @@ def test_a_failing_step_ends_the_requests_in_it_and_no_others(
             raise MemoryError("no memory for this step")
         return run(*args)
 
-    monkeypatch.setattr(scheduler, "forward_ragged", run_or_fail)
+    monkeypatch.setattr(means, "forward_ragged", run_or_fail)
     first = engine.submit(PROMPT, max_tokens=1500)
     first.wait_for_first()
     slow = SlowPlans(engine, monkeypatch)

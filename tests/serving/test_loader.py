@@ -83,7 +83,7 @@ def test_files_are_closed_by_who_reads_last() -> None:
 
 
 def test_requests_are_loaded_in_their_order_and_around_one_that_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fused_kv_llm.serving.loader.STUCK_S", 0.1)
+    monkeypatch.setattr("fused_kv_llm.serving.read_queue.STUCK_S", 0.1)
     go, loader, ended = threading.Event(), Loader(), list[str]()
     stuck = LoadAhead(ORDER, [lambda *_: go.wait(10)] * 6, lambda: None)  # type: ignore[list-item]
 

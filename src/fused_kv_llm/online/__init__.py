@@ -8,7 +8,7 @@ from .fusion import Fusion, fuse
 from .generation import AnswerWriter, FinishReason, Generation, Piece
 from .kept_prompt import FusedRecipe, KeptPrompt, fused_recipe
 from .load_ahead import STUCK_S, LayerRead, LoadAhead
-from .loading_depth import MovingAverage, loading_depth
+from .loading_depth import MovingAverage, loading_depth, may_begin
 from .planning import ReadPrompt, RequestPlanner, TakeKV
 from .read_ahead import reader_threads
 from .request import Request
@@ -43,6 +43,7 @@ __all__ = [
     "fused_recipe",
     "layer_scores",
     "loading_depth",
+    "may_begin",
     "reader_threads",
     "view_of",
 ]

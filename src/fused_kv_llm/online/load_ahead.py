@@ -67,6 +67,8 @@ class LoadAhead:
         Bring layers ``start`` to ``stop - 1`` of a chunk, or of a sidecar, into memory. Not empty.
     on_change : callable
         Called by the reading thread when there are more layers, or reading has failed.
+    clock : callable
+        Seconds of any beginning.
 
     Attributes
     ----------
@@ -75,15 +77,20 @@ class LoadAhead:
     error : BaseException or None
         What a read has raised; nothing is read after that.
     begun_s, ended_s : float
-        ``time.perf_counter()`` of the beginning, and when all layers were there or reading failed; 0 before.
+        By the clock: the beginning, and when all layers were there or reading failed; 0 before.
     """
 
     def __init__(
-        self, order: Sequence[int], places: Sequence[Callable[[int, int], None]], on_change: Callable[[], None]
+        self,
+        order: Sequence[int],
+        places: Sequence[Callable[[int, int], None]],
+        on_change: Callable[[], None],
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.present = 0
         self.error: BaseException | None = None
-        self.begun_s, self.ended_s = time.perf_counter(), 0.0
+        self._clock = clock
+        self.begun_s, self.ended_s = clock(), 0.0
         self._order, self._places, self._on_change = list(order), list(places), on_change
         self._lock = threading.Lock()
         self._runs: deque[_Run] = deque()
@@ -110,13 +117,13 @@ class LoadAhead:
     @property
     def is_stuck(self) -> bool:
         """Whether reads are under way of which none has come back for a while."""
-        return self._in_flight > 0 and time.perf_counter() - self._changed_s > STUCK_S
+        return self._in_flight > 0 and self._clock() - self._changed_s > STUCK_S
 
     @property
     def seconds_per_layer(self) -> float:
         """Seconds of reading for one layer of all places, so far; 0 before anything was read."""
         with self._lock:
-            now_s = time.perf_counter()
+            now_s = self._clock()
             active_s = self._active_s + (now_s - self._since_s if self._in_flight else 0.0)
             reads = self._reads
         return active_s * len(self._places) / reads if reads else 0.0
@@ -135,7 +142,7 @@ class LoadAhead:
                 run = self._next_run()
             place = self._places[run.next_place]
             run.next_place += 1
-            self._changed_s = time.perf_counter()
+            self._changed_s = self._clock()
             if not self._in_flight:
                 self._since_s = self._changed_s
             self._in_flight += 1
@@ -143,19 +150,31 @@ class LoadAhead:
 
     def read(self, job: LayerRead) -> None:
         """Read something that was taken; errors are kept for the request."""
-        started_s, busy_s = time.perf_counter(), time.thread_time()
+        started_s, busy_s = self._clock(), time.thread_time()
         error: BaseException | None = None
         try:
             job.load(job.start, job.stop)
         except BaseException as found:
             error = found
-        seconds, busy_s = time.perf_counter() - started_s, time.thread_time() - busy_s
+        self.came_back(job, self._clock() - started_s, time.thread_time() - busy_s, error)
+
+    def came_back(self, job: LayerRead, seconds: float, busy_s: float, error: BaseException | None = None) -> None:
+        """Note how a read that was taken has ended.
+
+        Parameters
+        ----------
+        job : LayerRead
+        seconds, busy_s : float
+            What it took, and how much of that was the processor's time.
+        error : BaseException or None
+            What it has raised.
+        """
         with self._lock:
             before = self.present
             self._read_s += seconds
             self._busy_s += busy_s
             self._in_flight -= 1
-            self._changed_s = time.perf_counter()
+            self._changed_s = self._clock()
             if not self._in_flight:
                 self._active_s += self._changed_s - self._since_s
             if error is None:
@@ -163,7 +182,7 @@ class LoadAhead:
             else:
                 self.error = self.error or error
             if self.is_complete or self.error is not None:
-                self.ended_s = self.ended_s or time.perf_counter()
+                self.ended_s = self.ended_s or self._clock()
             changed = self.present > before or error is not None
             last = self._ended if not self._in_flight else None
         if last is not None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Protocol
 
-__all__ = ["MovingAverage", "loading_depth"]
+__all__ = ["MovingAverage", "Progress", "loading_depth", "may_begin"]
 
 # The newest value's share: some ten requests are remembered.
 _NEWEST = 0.2
@@ -36,6 +38,33 @@ def loading_depth(num_layers: int, load_s: float, compute_s: float) -> int:
     if load_s <= compute_s:
         return 1
     return math.ceil((num_layers - 1) * (1.0 - compute_s / load_s) + 1.0 - _ROUNDING)
+
+
+class Progress(Protocol):
+    """How far loading is, see :class:`.load_ahead.LoadAhead`."""
+
+    present: int
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more is loaded."""
+
+
+def may_begin(load: Progress | None, depth: Callable[[], int], *, alone: bool) -> bool:
+    """Return whether a request can be computed: without waiting for layers, unless nobody else is kept waiting.
+
+    Parameters
+    ----------
+    load : Progress or None
+        None if nothing has to be loaded.
+    depth : callable
+        How many layers must be there before it begins alone, see :func:`loading_depth`.
+    alone : bool
+        Whether no other request is being answered.
+    """
+    if load is None or load.is_over:
+        return True
+    return alone and load.present >= depth()
 
 
 class MovingAverage:

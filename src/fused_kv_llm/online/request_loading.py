@@ -13,7 +13,7 @@ from fused_kv_llm.store import Sidecars, StoredSidecar
 
 from .context import FusionContext, Recipe
 from .load_ahead import LoadAhead
-from .loading_depth import loading_depth
+from .loading_depth import loading_depth, may_begin
 from .read_ahead import layer_groups
 from .request import Request
 from .selection import view_of
@@ -101,10 +101,7 @@ class RequestLoading:
         alone : bool
             Whether no other request is being answered.
         """
-        load = self._request.loading
-        if load is None or load.is_over:
-            return True
-        return alone and load.present >= self.depth
+        return may_begin(self._request.loading, lambda: self.depth, alone=alone)
 
     @property
     def is_stuck(self) -> bool:

@@ -101,13 +101,19 @@ class Piece(Generic[T]):
 class IngestionPieces:
     """The pieces that wait, and when the next one is due. Used by the thread that owns the model.
 
+    Parameters
+    ----------
+    clock : callable or None
+        Seconds of any beginning: ``time.perf_counter``, if None.
+
     Attributes
     ----------
     is_over : bool
         Whether no more are taken, since the process ends.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        self._clock = clock or time.perf_counter
         self.is_over = False
         self._waiting: deque[Piece[Any]] = deque()
         self._token_s: float | None = None
@@ -121,7 +127,7 @@ class IngestionPieces:
         """Return how many tokens the next piece may compute, at most `most`; any thread may ask."""
         if self._token_s is None:
             return min(most, _FIRST_TOKENS)
-        about = time.perf_counter() - self._request_s < _ABOUT_S
+        about = self._clock() - self._request_s < _ABOUT_S
         return max(1, min(most, int((_BESIDE_S if about else _ALONE_S) / self._token_s)))
 
     def add(self, piece: Piece[Any]) -> None:
@@ -139,7 +145,7 @@ class IngestionPieces:
 
     def requests_had(self, seconds: float) -> None:
         """Note that requests are there and had a step of so many seconds, for which ingestion is owed some."""
-        self._request_s = now_s = time.perf_counter()
+        self._request_s = now_s = self._clock()
         if self._waiting:
             self._wanted_s = now_s
         # Between two pieces, the thread that ingests takes a moment to bring the next one.
@@ -157,7 +163,7 @@ class IngestionPieces:
         decoding : bool
             Whether answers are being written.
         """
-        now_s = time.perf_counter()
+        now_s = self._clock()
         self._is_beside = fusing or loading or decoding
         self._loading_s = min(self._loading_s, now_s) if loading else float("inf")
         while self._waiting and not self._waiting[0].is_wanted:
@@ -174,9 +180,9 @@ class IngestionPieces:
 
     def compute_next(self) -> None:
         """Compute a piece, and note how fast that was."""
-        piece, started_s = self._waiting.popleft(), time.perf_counter()
+        piece, started_s = self._waiting.popleft(), self._clock()
         piece.compute()
-        seconds = time.perf_counter() - started_s
+        seconds = self._clock() - started_s
         self._owed_s = self._owed_s - seconds if self._is_beside else 0.0
         if piece.num_tokens:
             speed = seconds / piece.num_tokens

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from fused_kv_llm.errors import ChunkDamagedError, DeadlineError, RequestCancelledError
-from fused_kv_llm.model import ModelLock, RaggedError, forward_ragged
+from fused_kv_llm.model import ModelLock, RaggedError
 from fused_kv_llm.online import STUCK_S
-from fused_kv_llm.thread_pool import ThreadPool
 
-from .crowding import CrowdedCores
-from .loader import Loader
+from .means import MOST_PLANNED, Means, RealMeans
 from .running_kv import RunningKV
 from .served_request import RequestState, ServedRequest
 from .waiting import WaitingRequests
@@ -27,7 +24,6 @@ _log = logging.getLogger(__name__)
 # Chunks of so many requests are found, opened and loaded while others are computed; those whose disk does not answer
 # come on top, up to a limit.
 _PLANNED_AHEAD = 4
-_MOST_PLANNED = 16
 # A prompt is computed beside answers for so many times as long as their next tokens take: answers flow more evenly with
 # less. With more, those that wait are answered sooner, and sooner together, which takes less time in all.
 _SHARE_OF_ANSWERS = 1.25
@@ -49,9 +45,12 @@ class Scheduler:
         Called with a request that has ended.
     may_drop : callable
         Whether a provisional request may be given up: whether it has not been confirmed by another thread meanwhile.
+    means : Means or None
+        Its clock, what computes and who helps; this machine, if None.
 
     Attributes
     ----------
+    means : Means
     loads_ahead : bool
         Whether what queued requests need is loaded while others are computed; off for measurements only.
     waiting : WaitingRequests
@@ -63,7 +62,9 @@ class Scheduler:
         post: Callable[[Callable[[], None]], None],
         on_end: Callable[[ServedRequest], None],
         may_drop: Callable[[ServedRequest], bool],
+        means: Means | None = None,
     ) -> None:
+        self.means = means or RealMeans()
         self._lock, self._post, self._on_end, self._may_drop = lock, post, on_end, may_drop
         self.loads_ahead, self.waiting, self._measures = True, WaitingRequests(), False
         self._loading: set[ServedRequest] = set()
@@ -71,15 +72,10 @@ class Scheduler:
         self._ready: deque[ServedRequest] = deque()
         self._running: list[ServedRequest] = []
         self._kv = RunningKV(self._running, self._ready)
-        self._planners = ThreadPool(_MOST_PLANNED, "fused-kv-plan")
-        self._loader = Loader()
-        self._cores = CrowdedCores()
 
     def rest(self) -> None:
         """End the threads that help; the next request starts them again."""
-        self._planners.close()
-        self._loader.close()
-        self._cores.end()
+        self.means.rest()
 
     def requests(self) -> list[ServedRequest]:
         """Return those that have not ended."""
@@ -123,28 +119,28 @@ class Scheduler:
         soonest_s = min(waiting, default=float("inf"))
         # Nobody says that a disk does not answer.
         most_s = STUCK_S if self._loading or self._ready else float("inf")
-        return max(0.0, min(most_s, soonest_s - time.perf_counter()))
+        return max(0.0, min(most_s, soonest_s - self.means.now_s()))
 
     def step(self) -> None:
         """Do what is due: give up, plan ahead, let in, compute."""
         self._give_up_overdue()
         self._make_way()
         self._plan_ahead()
-        self._cores.look()
+        self.means.look()
         begun = self._let_in()
         answers = [request for request in self._running if request.state is RequestState.DECODING]
         fusing = next((request for request in self._running if request.state is RequestState.FUSING), None)
         if fusing is not None and answers and not fusing.may_pause:
             self._compute_together(answers, fusing, is_new=fusing is begun)
             return
-        started_s = time.perf_counter()
+        started_s = self.means.now_s()
         if answers:
             self._compute([(request, None) for request in answers])
         if fusing is not None:
-            self._guarded(fusing, self._advance, fusing, time.perf_counter() - started_s if answers else None)
+            self._guarded(fusing, self._advance, fusing, self.means.now_s() - started_s if answers else None)
 
     def _give_up_overdue(self) -> None:
-        now_s = time.perf_counter()
+        now_s = self.means.now_s()
         for request in self.requests():
             if request.deadline_s <= now_s and request.provisional:
                 self.drop(request)
@@ -169,7 +165,7 @@ class Scheduler:
 
     def _plan_ahead(self) -> None:
         """Have the next requests' chunks found, opened and loaded."""
-        self._loader.look()
+        self.means.loader.look()
         while self._may_plan():
             request = self.waiting.take()
             if request is None:
@@ -181,7 +177,7 @@ class Scheduler:
         """Have it found out how much of a queued prompt is cached, of one after another."""
         request = None if self._measures else self.waiting.unmeasured()
         if request is not None:
-            self._planners.executor().submit(self._measure, request)
+            self.means.plan(self._measure, request)
             self._measures = True
 
     def _measure(self, request: ServedRequest) -> None:
@@ -199,21 +195,21 @@ class Scheduler:
     def _may_plan(self) -> bool:
         """Whether one more request may be opened and loaded ahead."""
         ahead = [*self._loading, *self._ready]
-        if len(ahead) >= _MOST_PLANNED or sum(request.kv_nbytes for request in ahead) > _most_bytes(ahead):
+        if len(ahead) >= MOST_PLANNED or sum(request.kv_nbytes for request in ahead) > _most_bytes(ahead):
             return False
         return sum(not request.is_stuck for request in ahead) < _PLANNED_AHEAD
 
     def _load(self, request: ServedRequest) -> None:
         ahead = bool(self._running or self._loading or self._ready)
-        request.loading_since_s = time.perf_counter()
-        self._planners.executor().submit(self._plan, request, ahead)
+        request.loading_since_s = self.means.now_s()
+        self.means.plan(self._plan, request, ahead)
         request.state = RequestState.LOADING
         self._loading.add(request)
 
     def _plan(self, request: ServedRequest, ahead: bool) -> None:
         error = None
         try:
-            request.plan(self._loader if self.loads_ahead else None, self._wake, ahead=ahead)
+            request.plan(self.means.loader if self.loads_ahead else None, self._wake, ahead=ahead)
         except BaseException as found:
             error = found
         self._post(partial(self._planned, request, error))
@@ -264,7 +260,7 @@ class Scheduler:
             time_s = answers_s * (_SHARE_WHILE_OTHERS_WAIT if self.is_loading else _SHARE_OF_ANSWERS)
             max_rows = request.home.limits.layer_rows
         with self._lock:
-            prompt = request.advance(time.perf_counter() + time_s, max_rows)
+            prompt = request.advance(self.means.now_s() + time_s, max_rows)
         if prompt is not None:
             request.take(prompt)
 
@@ -285,12 +281,12 @@ class Scheduler:
             request.select()
 
     def _compute(self, chosen: list[tuple[ServedRequest, int | None]]) -> None:
-        started_s = time.perf_counter()
+        started_s = self.means.now_s()
         requests = [request for request, _ in chosen]
         try:
             with self._lock:
                 parts = [request.part(max_rows) for request, max_rows in chosen]
-                found = forward_ragged(requests[0].home.context.loaded, parts)
+                found = self.means.forward(requests[0].home.context.loaded, parts)
         except RaggedError as error:
             # The others' rows are computed again with the next step.
             self._fail(requests[error.index], error.cause)
@@ -300,7 +296,7 @@ class Scheduler:
             for request in requests:
                 self._fail(request, error)
             return
-        seconds = time.perf_counter() - started_s
+        seconds = self.means.now_s() - started_s
         for request, logits in zip(requests, found, strict=True):
             self._guarded(request, request.computed, logits, seconds)
 

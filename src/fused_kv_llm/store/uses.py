@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 
 from fused_kv_llm.store.index import Uses
@@ -72,25 +72,32 @@ class StoreCounters:
 
 
 class UseLog:
-    """Counts events, and collects the uses of chunks until the index takes them; thread-safe."""
+    """Counts events, and collects the uses of chunks until the index takes them; thread-safe.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    calendar, clock : callable
+        Seconds since the epoch, of uses; and seconds of any beginning, of how long they wait.
+    """
+
+    def __init__(self, calendar: Callable[[], float] = time.time, clock: Callable[[], float] = time.monotonic) -> None:
+        self._calendar, self._clock = calendar, clock
         self._lock = threading.Lock()
         self._counters = StoreCounters()
         self._reported = self._counters.counts()
         self._pending: dict[str, Uses] = {}
-        self._since_s = time.monotonic()
+        self._since_s = self._clock()
 
     def hit(self, key: str, tier: str) -> bool:
         """Count the use of a chunk; True if it is time to write the uses to the index."""
-        now_s = time.time()
+        now_s = self._calendar()
         with self._lock:
             self._counters.hits[tier] += 1
             times, weight, _ = self._pending.get(key, (0, 0.0, 0.0))
             if not self._pending:
-                self._since_s = time.monotonic()
+                self._since_s = self._clock()
             self._pending[key] = Uses(times + 1, weight + 1.0, now_s)
-            waiting_s = time.monotonic() - self._since_s
+            waiting_s = self._clock() - self._since_s
             return len(self._pending) >= _MOST_PENDING or waiting_s > _LONGEST_PENDING_S
 
     def weigh(self, key: str, more: float) -> None:
@@ -109,7 +116,7 @@ class UseLog:
         """Return the uses that are not in the index yet, and by how much each counter has grown; forget both."""
         with self._lock:
             pending, self._pending = self._pending, {}
-            self._since_s = time.monotonic()
+            self._since_s = self._clock()
             now, before = self._counters.counts(), self._reported
             self._reported = now
             return pending, {name: now[name] - before[name] for name in now if now[name] != before[name]}
