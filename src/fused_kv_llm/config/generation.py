@@ -12,6 +12,7 @@ from .values import check_seed, is_number, is_whole
 __all__ = ["GenerationConfig"]
 
 _LOWEST_TEMPERATURE = 1e-3
+_MOST_LOGPROBS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,9 @@ class GenerationConfig:
         The answer ends before the first of these strings.
     seed : int or None
         Makes sampling repeatable.
+    logprobs : int or None
+        How many of the likeliest tokens are given with each token of the answer, and their logarithms of probability,
+        at most 20; 0 gives that of the token alone, None nothing.
 
     Raises
     ------
@@ -42,6 +46,7 @@ class GenerationConfig:
     top_p: float = 1.0
     stop: tuple[str, ...] = ()
     seed: int | None = None
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if not is_whole(self.max_tokens) or self.max_tokens < 1:
@@ -60,6 +65,8 @@ class GenerationConfig:
             raise ConfigError(f"stop={self.stop!r} is not a list of non-empty strings")
         if self.seed is not None:
             check_seed(self.seed)
+        if self.logprobs is not None and not (is_whole(self.logprobs) and 0 <= self.logprobs <= _MOST_LOGPROBS):
+            raise ConfigError(f"logprobs={self.logprobs!r} is not a whole number from 0 to {_MOST_LOGPROBS}, or None")
 
     @classmethod
     def create(
@@ -70,9 +77,10 @@ class GenerationConfig:
         top_p: float = 1.0,
         stop: Sequence[str] | str | None = (),
         seed: int | None = None,
+        logprobs: int | None = None,
     ) -> GenerationConfig:
         """Build a configuration from what callers pass: `stop` may be one string, a list or None."""
         if stop is not None and not isinstance(stop, Sequence):
             raise ConfigError(f"stop={stop!r} is not a list of non-empty strings")
         strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
-        return cls(max_tokens, temperature, top_p, strings, seed)
+        return cls(max_tokens, temperature, top_p, strings, seed, logprobs)

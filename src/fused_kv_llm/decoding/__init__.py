@@ -5,6 +5,7 @@ from __future__ import annotations
 from fused_kv_llm.decoding.answer_schema import answer_schema
 from fused_kv_llm.decoding.end_tokens import end_token_ids
 from fused_kv_llm.decoding.json_constraint import JSONConstraint, json_constraint
+from fused_kv_llm.decoding.logprobs import TokenLogprobs, token_logprobs
 from fused_kv_llm.decoding.sampling import Constraint, TokenSampler
 from fused_kv_llm.decoding.text_stream import TextStream
 from fused_kv_llm.decoding.tool_calls import (
@@ -23,6 +24,7 @@ __all__ = [
     "Constraint",
     "JSONConstraint",
     "TextStream",
+    "TokenLogprobs",
     "TokenSampler",
     "ToolAnswer",
     "ToolCall",
@@ -33,5 +35,6 @@ __all__ = [
     "chosen_tool",
     "end_token_ids",
     "json_constraint",
+    "token_logprobs",
     "tools_in_system_message",
 ]

@@ -9,12 +9,11 @@ from fused_kv_llm.config import GenerationConfig, check_seed
 from fused_kv_llm.decoding import Constraint
 from fused_kv_llm.errors import PromptError
 from fused_kv_llm.online import FusedPrompt, Generation, Recipe
-from fused_kv_llm.prompt import ChatPrompt
+from fused_kv_llm.prompt import Prompt
 from fused_kv_llm.report import FusionReport
 from fused_kv_llm.selectors import Selector
 from fused_kv_llm.serving import PieceStream, RequestHandle, Terms
 
-from .requests import Messages
 from .speculation import Speculation
 from .state import EngineState
 
@@ -26,7 +25,7 @@ class PromptMethods(EngineState):
 
     def prefill(
         self,
-        prompt: str | Messages | ChatPrompt,
+        prompt: Prompt,
         *,
         recompute_ratio: float | Literal["auto"] | None = None,
         selector: str | Selector | None = None,
@@ -66,13 +65,14 @@ class PromptMethods(EngineState):
 
     def submit(
         self,
-        prompt: str | Messages | ChatPrompt,
+        prompt: Prompt,
         *,
         max_tokens: int = 256,
         temperature: float = 0.0,
         top_p: float = 1.0,
         stop: Sequence[str] | str | None = (),
         seed: int | None = None,
+        logprobs: int | None = None,
         recompute_ratio: float | Literal["auto"] | None = None,
         selector: str | Selector | None = None,
         constraint: Constraint | None = None,
@@ -86,10 +86,10 @@ class PromptMethods(EngineState):
 
         Parameters
         ----------
-        prompt : str or list of messages
+        prompt : str, list of messages, ChatPrompt or RawPrompt
             A string becomes one user message of the chat template, unless the engine was made with
-            ``wrap_chat_template=False``; messages are rendered as they are.
-        max_tokens, temperature, top_p, stop, seed
+            ``wrap_chat_template=False``; messages are rendered as they are, and a raw prompt is not.
+        max_tokens, temperature, top_p, stop, seed, logprobs
             See :class:`~fused_kv_llm.config.GenerationConfig`. `max_tokens` is cut to what the context leaves.
         recompute_ratio, selector
             Override the engine's for this call.
@@ -117,7 +117,7 @@ class PromptMethods(EngineState):
             If the engine was closed.
         """
         config = GenerationConfig.create(
-            max_tokens=max_tokens, temperature=temperature, top_p=top_p, stop=stop, seed=seed
+            max_tokens=max_tokens, temperature=temperature, top_p=top_p, stop=stop, seed=seed, logprobs=logprobs
         )
         ratio, chosen = self._chosen(recompute_ratio, selector)
         recipe, terms = Recipe(chosen, ratio, config.seed or 0), Terms(priority, timeout_s)
@@ -172,7 +172,7 @@ class PromptMethods(EngineState):
         ratio, chosen = self._chosen(recompute_ratio, selector)
         return Speculation(self.requests.speculations, Recipe(chosen, ratio, config.seed or 0), config)
 
-    def submit_staged(self, prompts: Iterable[str | Messages | ChatPrompt], **options: Any) -> RequestHandle:
+    def submit_staged(self, prompts: Iterable[Prompt], **options: Any) -> RequestHandle:
         """Have the last one of several prompts answered, and those before it computed until the next one comes.
 
         Parameters
@@ -193,7 +193,7 @@ class PromptMethods(EngineState):
             If there is no prompt.
         """
         with self.speculate(**options) as speculation:
-            last: list[str | Messages | ChatPrompt] = []
+            last: list[Prompt] = []
             for prompt in prompts:
                 # The last one too: nobody knows that it is, until the stages end.
                 speculation.propose(prompt)
@@ -208,7 +208,7 @@ class PromptMethods(EngineState):
         """Whether requests are being answered or wait, so that nothing is done on suspicion."""
         return self.requests.is_busy
 
-    def stream(self, prompt: str | Messages | ChatPrompt, **options: Any) -> PieceStream:
+    def stream(self, prompt: Prompt, **options: Any) -> PieceStream:
         """Answer a prompt, token by token; closing or dropping the stream gives its memory back.
 
         Parameters
@@ -226,7 +226,7 @@ class PromptMethods(EngineState):
         handle.wait_for_first()
         return PieceStream(handle)
 
-    def generate(self, prompt: str | Messages | ChatPrompt, **options: Any) -> Generation:
+    def generate(self, prompt: Prompt, **options: Any) -> Generation:
         """Answer a prompt; the options are those of :meth:`submit`."""
         return self.submit(prompt, **options).result()
 
@@ -234,6 +234,6 @@ class PromptMethods(EngineState):
         """Return a text's ids, special-token text read as ordinary text."""
         return self.renderer.encode_chunk(text)
 
-    def encode(self, prompt: str | Messages | ChatPrompt) -> list[int]:
+    def encode(self, prompt: Prompt) -> list[int]:
         """Return the ids the model sees for a prompt: rendered and tokenised once, whole."""
         return list(self.renderer.encode(self.renderer.render(prompt)).ids)

@@ -35,7 +35,7 @@ from fused_kv_llm.online import (
     layer_scores,
     reader_threads,
 )
-from fused_kv_llm.prompt import ChatPrompt
+from fused_kv_llm.prompt import Prompt
 from fused_kv_llm.report import FusionReport, stage_span
 from fused_kv_llm.selectors import View, variant_selector
 from fused_kv_llm.serving import Limits, RequestHandle, ServedRequest, Terms, loop_of
@@ -100,7 +100,7 @@ class RequestRunner:
 
     def submit(
         self,
-        prompt: str | Messages | ChatPrompt,
+        prompt: Prompt,
         recipe: Recipe,
         config: GenerationConfig,
         constraint: Constraint | None,
@@ -123,9 +123,7 @@ class RequestRunner:
             raise
         return request.handle
 
-    def prefill(
-        self, prompt: str | Messages | ChatPrompt, recipe: Recipe, max_tokens: int, report: FusionReport
-    ) -> FusedPrompt:
+    def prefill(self, prompt: Prompt, recipe: Recipe, max_tokens: int, report: FusionReport) -> FusedPrompt:
         """Do everything up to the first token's logits, in the caller's thread and without the prefix tree."""
         report.recompute_ratio, report.selector = recipe.ratio, recipe.selector.name
         while True:
@@ -148,7 +146,7 @@ class RequestRunner:
 
     # -- what the step loop asks for -------------------------------------------------------------------------
 
-    def read(self, prompt: str | Messages | ChatPrompt) -> ReadPrompt:
+    def read(self, prompt: Prompt) -> ReadPrompt:
         """Render and tokenise a prompt."""
         return self.planner.read(prompt)
 

@@ -12,19 +12,17 @@ import time
 from collections.abc import Sequence
 from copy import deepcopy
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from fused_kv_llm.config import GenerationConfig
 from fused_kv_llm.decoding import Constraint
 from fused_kv_llm.errors import PromptError
 from fused_kv_llm.online import Recipe
-from fused_kv_llm.prompt import ChatPrompt, PromptRenderer
+from fused_kv_llm.prompt import Prompt, PromptRenderer
 from fused_kv_llm.report import FusionReport
 from fused_kv_llm.serving import RequestHandle, RequestHome, ServedRequest, StepLoop, Terms
 
 __all__ = ["Speculation", "Speculations"]
-
-Prompt = str | Sequence[dict[str, Any]] | ChatPrompt
 
 # Between the end of a search and the prompt; a chain that has not asked by then has failed.
 _UNASKED_S = 10.0

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Self
 
 from torch import Tensor
 
 from fused_kv_llm.config import GenerationConfig
-from fused_kv_llm.decoding import Constraint, TextStream, TokenSampler, end_token_ids
+from fused_kv_llm.decoding import Constraint, TextStream, TokenLogprobs, TokenSampler, end_token_ids, token_logprobs
 from fused_kv_llm.model import LoadedModel
 from fused_kv_llm.report import FusionReport
 
@@ -33,12 +33,15 @@ class Piece:
         Set on the last piece only.
     report : FusionReport or None
         Set on the last piece only.
+    logprobs : TokenLogprobs or None
+        Of the token, if they were asked for.
     """
 
     text: str
     token_id: int | None = None
     finish_reason: FinishReason | None = None
     report: FusionReport | None = None
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +56,15 @@ class Generation:
         All generated tokens, the end token included.
     finish_reason : {"stop", "length"}
     report : FusionReport
+    logprobs : list of TokenLogprobs
+        One for each token, if they were asked for; otherwise empty.
     """
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
     report: FusionReport
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @classmethod
     def of(cls, pieces: Sequence[Piece]) -> Self:
@@ -69,6 +75,7 @@ class Generation:
             token_ids=[piece.token_id for piece in pieces if piece.token_id is not None],
             finish_reason=last.finish_reason or "length",
             report=last.report or FusionReport(),
+            logprobs=[piece.logprobs for piece in pieces if piece.logprobs is not None],
         )
 
 
@@ -103,7 +110,7 @@ class AnswerWriter:
         self._sampler = TokenSampler(config, loaded.device)
         self._stream = TextStream(loaded.tokenizer, config.stop)
         self._ends = end_token_ids(loaded)
-        self._most = config.max_tokens
+        self._most, self._logprobs = config.max_tokens, config.logprobs
         self._report, self._started_s, self._constraint = report, started_s, constraint
         self.token_ids: list[int] = []
 
@@ -123,15 +130,16 @@ class AnswerWriter:
         chosen = self.token_ids
         token = self._sampler.choose(logits if self._constraint is None else self._constraint(chosen, logits))
         chosen.append(token)
+        logprobs = None if self._logprobs is None else token_logprobs(logits, token, self._logprobs)
         report, seconds = self._report, time.perf_counter() - self._started_s
         if len(chosen) == 1:
             report.ttft_s = report.seconds["first_token"] = seconds
         report.completion_tokens = len(chosen)
         if token in self._ends:
-            return Piece(self._stream.flush(), token, "stop", report)
+            return Piece(self._stream.flush(), token, "stop", report, logprobs)
         text = self._stream.push(token)
         if self._stream.stopped:
-            return Piece(text, token, "stop", report)
+            return Piece(text, token, "stop", report, logprobs)
         if len(chosen) == self._most:
-            return Piece(text + self._stream.flush(), token, "length", report)
-        return Piece(text, token)
+            return Piece(text + self._stream.flush(), token, "length", report, logprobs)
+        return Piece(text, token, logprobs=logprobs)

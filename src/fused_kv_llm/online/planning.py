@@ -6,12 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import Any
 
 from fused_kv_llm.catalog import ChunkCatalog
 from fused_kv_llm.errors import PromptError, PromptTooLongError
 from fused_kv_llm.kv import PlacedChunk, PrefixMatch
-from fused_kv_llm.prompt import ChatPrompt, Encoded, PromptRenderer, Segment, plan_prompt
+from fused_kv_llm.prompt import Encoded, Prompt, PromptRenderer, Segment, plan_prompt
 from fused_kv_llm.report import FusionReport
 from fused_kv_llm.store import ChunkRow, KVStore, StoredKV
 
@@ -86,7 +85,7 @@ class RequestPlanner:
         self._on_missing = on_missing
         self._catalog = catalog
 
-    def read(self, prompt: str | Sequence[dict[str, Any]] | ChatPrompt) -> ReadPrompt:
+    def read(self, prompt: Prompt) -> ReadPrompt:
         """Render and tokenise a prompt.
 
         Raises
@@ -123,7 +122,7 @@ class RequestPlanner:
 
     def plan(
         self,
-        prompt: str | Sequence[dict[str, Any]] | ChatPrompt | ReadPrompt,
+        prompt: Prompt | ReadPrompt,
         report: FusionReport,
         find_prefix: Callable[[list[int], int], PrefixMatch] | None = None,
         take: TakeKV | None = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .align import Alignment, align
-from .chat import ChatPrompt
+from .chat import ChatPrompt, Prompt, RawPrompt
 from .content_index import WINDOW, ContentIndex, Match, content_hash, is_indexable
 from .encoding import Encoded
 from .plan import PromptPlan, Segment, UnusedMatch, plan_prompt
@@ -16,8 +16,10 @@ __all__ = [
     "ContentIndex",
     "Encoded",
     "Match",
+    "Prompt",
     "PromptPlan",
     "PromptRenderer",
+    "RawPrompt",
     "Rendered",
     "Segment",
     "UnusedMatch",

@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import PromptError
 from .encoding import Span
 
-__all__ = ["TOOL_FIELDS", "ChatPrompt", "ChatTemplate", "Message", "checked_messages"]
+__all__ = ["TOOL_FIELDS", "ChatPrompt", "ChatTemplate", "Message", "Prompt", "RawPrompt", "checked_messages"]
 
 Message = Mapping[str, Any]
 
@@ -33,6 +33,23 @@ class ChatPrompt:
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RawPrompt:
+    """A text that the model goes on with, without a chat template.
+
+    Parameters
+    ----------
+    text : str
+        May hold special tokens; the tokenizer adds those that it puts before every text.
+    """
+
+    text: str
+
+
+Prompt = str | Sequence[Message] | ChatPrompt | RawPrompt
+"""What can be asked: a string, a user's message; messages; messages and tools; or the model's own text."""
 
 
 class ChatTemplate:

@@ -11,7 +11,7 @@ from itertools import takewhile
 from typing import Any
 
 from ..errors import ConfigError, PromptError
-from .chat import TOOL_FIELDS, ChatPrompt, ChatTemplate, Message, checked_messages
+from .chat import TOOL_FIELDS, ChatPrompt, ChatTemplate, Message, Prompt, RawPrompt, checked_messages
 from .encoding import Encoded, Span, TokenEncoder
 
 __all__ = ["PromptRenderer", "Rendered"]
@@ -99,13 +99,14 @@ class PromptRenderer:
         undated._template = ChatTemplate(tokenizer, fixed_date=True)
         self.header_ids, self.prefix_ids = undated._headers()
 
-    def render(self, prompt: str | Sequence[Message] | ChatPrompt) -> Rendered:
+    def render(self, prompt: Prompt) -> Rendered:
         """Render a prompt.
 
         Parameters
         ----------
-        prompt : str, sequence of mapping or ChatPrompt
-            A string, messages with string ``"role"`` and ``"content"``, or messages and tools.
+        prompt : str, sequence of mapping, ChatPrompt or RawPrompt
+            A string, messages with string ``"role"`` and ``"content"``, messages and tools, or a text for which no
+            template is used.
 
         Returns
         -------
@@ -117,9 +118,10 @@ class PromptRenderer:
             If the prompt is neither, its messages cannot be rendered, or the text of a special token
             cannot be told apart from the template's own.
         """
+        if isinstance(prompt, RawPrompt) or (isinstance(prompt, str) and not self._wrap):
+            text = prompt if isinstance(prompt, str) else prompt.text
+            return Rendered(text, [(0, len(text))], add_special_tokens=True)
         if isinstance(prompt, str):
-            if not self._wrap:
-                return Rendered(prompt, [(0, len(prompt))], add_special_tokens=True)
             prompt = [{"role": "user", "content": prompt}]
         conversation = prompt if isinstance(prompt, ChatPrompt) else ChatPrompt(prompt)
         messages, tools = checked_messages(conversation.messages), conversation.tools

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 from fused_kv_llm.errors import ChunkDamagedError
 from fused_kv_llm.model import FusedCache
 from fused_kv_llm.online import FusionContext, KeptPrompt, ReadPrompt, Recipe, Request
-from fused_kv_llm.prompt import ChatPrompt
+from fused_kv_llm.prompt import Prompt
 from fused_kv_llm.report import FusionReport
 
 from .limits import Limits
@@ -25,7 +25,7 @@ class RequestHome(Protocol):
     tenant: str
     closed: bool
 
-    def read(self, prompt: str | Sequence[dict[str, Any]] | ChatPrompt) -> ReadPrompt:
+    def read(self, prompt: Prompt) -> ReadPrompt:
         """Render and tokenise a prompt."""
 
     def cached_tokens(self, prompt: ReadPrompt, recipe: Recipe) -> float:

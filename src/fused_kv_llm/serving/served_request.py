@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ from fused_kv_llm.online import (
     RequestLoading,
     Sharing,
 )
-from fused_kv_llm.prompt import ChatPrompt
+from fused_kv_llm.prompt import Prompt
 from fused_kv_llm.report import FusionReport, RequestSpan
 
 from .handle import RequestHandle
@@ -97,7 +96,7 @@ class ServedRequest:
     def __init__(
         self,
         home: RequestHome,
-        prompt: str | Sequence[dict[str, Any]] | ChatPrompt,
+        prompt: Prompt,
         recipe: Recipe,
         config: GenerationConfig,
         constraint: Constraint | None,
