@@ -17,6 +17,7 @@
     │   ├── QueueFullError                too many requests wait
     │   ├── DeadlineError (TimeoutError)  it was not answered in the time it had
     │   ├── RequestCancelledError         its caller cancelled it
+    │   ├── StepFailedError               computing it failed, as often as it was tried
     │   └── EngineClosedError (StoreError) its engine was closed
     └── StoreError
         ├── StoreUnavailableError         the folder cannot be used
@@ -49,6 +50,7 @@ __all__ = [
     "QueueFullError",
     "RequestCancelledError",
     "RequestError",
+    "StepFailedError",
     "StoreError",
     "StoreFullError",
     "StoreUnavailableError",
@@ -132,6 +134,10 @@ class DeadlineError(RequestError, TimeoutError):
 
 class RequestCancelledError(RequestError):
     """A request was cancelled by its caller."""
+
+
+class StepFailedError(RequestError):
+    """Computing a request failed as often as it was tried; its cause is the last error."""
 
 
 class StoreError(FusedKVError):

@@ -17,7 +17,7 @@ from models import smollm2_tokenizer, tiny_model
 from waiting import exit_status, wait_until
 
 from fused_kv_llm import FusedKVEngine
-from fused_kv_llm.errors import DeadlineError, EngineClosedError, FusedKVError
+from fused_kv_llm.errors import DeadlineError, EngineClosedError, FusedKVError, StepFailedError
 from fused_kv_llm.online import Request, fusion
 from fused_kv_llm.serving import StepLoop, means
 from fused_kv_llm.serving.scheduler import Scheduler
@@ -73,16 +73,15 @@ def open_chunks(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     return found
 
 
-def test_a_failing_step_ends_the_requests_in_it_and_no_others(
+def test_a_step_that_goes_on_failing_ends_the_request_in_it_and_no_others(
     engine: FusedKVEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunks, run, failing = open_chunks(monkeypatch), means.forward_ragged, threading.Event()
 
-    def run_or_fail(*args: Any) -> Any:
-        if failing.is_set():
-            failing.clear()
+    def run_or_fail(loaded: Any, parts: Any) -> Any:
+        if failing.is_set() and any(part.cache.get_max_length() > 1000 for part in parts):
             raise MemoryError("no memory for this step")
-        return run(*args)
+        return run(loaded, parts)
 
     monkeypatch.setattr(means, "forward_ragged", run_or_fail)
     first = engine.submit(PROMPT, max_tokens=1500)
@@ -91,9 +90,12 @@ def test_a_failing_step_ends_the_requests_in_it_and_no_others(
     second = engine.submit(PROMPT, max_tokens=3)
     wait_until(lambda: slow.planning == 1)
     failing.set()
-    with pytest.raises(MemoryError):
-        first.result()
+    # It is planned again before it is given up.
+    wait_until(lambda: slow.planning == 2)
     slow.go.set()
+    with pytest.raises(StepFailedError) as caught:
+        first.result()
+    assert isinstance(caught.value.__cause__, MemoryError)
     assert len(second.result().token_ids) == 3
     wait_until(lambda: loop_of(engine)._open == 0)
     assert not chunks
@@ -187,8 +189,9 @@ def test_a_request_that_cannot_get_memory_closes_its_chunks(
 
     with monkeypatch.context() as patch:
         patch.setattr(fusion, "RequestKV", fail)
-        with pytest.raises(MemoryError):
+        with pytest.raises(StepFailedError) as caught:
             engine.generate(PROMPT)
+        assert isinstance(caught.value.__cause__, MemoryError)
     wait_until(lambda: loop_of(engine)._open == 0)
     assert not chunks
 

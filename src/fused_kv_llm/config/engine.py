@@ -253,6 +253,12 @@ class EngineConfig(BaseModel):
     prefix_policy: str = Field(default="gdsf", frozen=True)
     """Which KV of answered prompts makes room: one of those of `policy`."""
 
+    max_step_retries: Annotated[int, Option(unit="retries"), BeforeValidator(_not_negative)] = Field(
+        default=2, frozen=True
+    )
+    """How often in a row a request is tried again whose step failed: an answer goes on from the KV it has first, and
+    then behind its prompt computed anew. After that it ends with ``StepFailedError``."""
+
     max_queued: Annotated[int, Option(unit="requests"), BeforeValidator(_not_negative)] = Field(
         default=1024, frozen=True
     )

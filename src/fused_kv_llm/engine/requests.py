@@ -38,7 +38,7 @@ from fused_kv_llm.online import (
 from fused_kv_llm.prompt import Prompt
 from fused_kv_llm.report import FusionReport, stage_span
 from fused_kv_llm.selectors import View, variant_selector
-from fused_kv_llm.serving import Limits, RequestHandle, ServedRequest, Terms, loop_of
+from fused_kv_llm.serving import Limits, RecoveryCounts, RequestHandle, ServedRequest, Terms, loop_of
 from fused_kv_llm.thread_pool import ThreadPool
 
 from .corpus import EngineCorpus
@@ -138,6 +138,11 @@ class RequestRunner:
                     return fuse(self.context, request, recipe, capacity, report)
             except ChunkDamagedError as error:
                 self.discard(error, report)
+
+    @property
+    def recovery(self) -> RecoveryCounts:
+        """What had to be tried again, or given up, of the requests of this model."""
+        return self._loop.scheduler.recovery.counts
 
     @property
     def is_busy(self) -> bool:

@@ -64,6 +64,8 @@ class FusionReport:
         engine had other work. Empty without speculation.
     speculations_dropped : int
         Proposals that were given up.
+    retries : int
+        How often something of the request was computed again, since a step failed or the device's KV was lost.
     search_s, search_hidden_s : float
         Seconds of the search, and those of them in which this prompt was being loaded or computed already.
     seconds : dict of str to float
@@ -97,6 +99,7 @@ class FusionReport:
     not_shared: str = ""
     speculation: str = ""
     speculations_dropped: int = 0
+    retries: int = 0
     search_s: float = 0.0
     search_hidden_s: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .handle import PieceStream, RequestHandle
 from .home import RequestHome
 from .limits import Limits, limits_of
+from .recovery import RecoveryCounts
 from .served_request import RequestState, ServedRequest
 from .step_loop import StepLoop, loop_of
 from .terms import Terms
@@ -12,6 +13,7 @@ from .terms import Terms
 __all__ = [
     "Limits",
     "PieceStream",
+    "RecoveryCounts",
     "RequestHandle",
     "RequestHome",
     "RequestState",

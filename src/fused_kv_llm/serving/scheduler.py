@@ -6,18 +6,21 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from fused_kv_llm.errors import ChunkDamagedError, DeadlineError, RequestCancelledError
 from fused_kv_llm.model import ModelLock, RaggedError
-from fused_kv_llm.online import STUCK_S
+from fused_kv_llm.online import STUCK_S, FusedPrompt
 
 from .means import MOST_PLANNED, Means, RealMeans
+from .recovery import NextTry, Recovery
 from .running_kv import RunningKV
 from .served_request import RequestState, ServedRequest
 from .waiting import WaitingRequests
 
 __all__ = ["Scheduler"]
+
+_T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)
 
@@ -54,6 +57,8 @@ class Scheduler:
     loads_ahead : bool
         Whether what queued requests need is loaded while others are computed; off for measurements only.
     waiting : WaitingRequests
+    recovery : Recovery
+        Decides which requests are tried again.
     """
 
     def __init__(
@@ -65,6 +70,7 @@ class Scheduler:
         means: Means | None = None,
     ) -> None:
         self.means = means or RealMeans()
+        self.recovery = Recovery()
         self._lock, self._post, self._on_end, self._may_drop = lock, post, on_end, may_drop
         self.loads_ahead, self.waiting, self._measures = True, WaitingRequests(), False
         self._loading: set[ServedRequest] = set()
@@ -130,14 +136,16 @@ class Scheduler:
         begun = self._let_in()
         answers = [request for request in self._running if request.state is RequestState.DECODING]
         fusing = next((request for request in self._running if request.state is RequestState.FUSING), None)
-        if fusing is not None and answers and not fusing.may_pause:
+        if fusing is not None and answers and not (fusing.may_pause or self.recovery.is_apart(fusing)):
             self._compute_together(answers, fusing, is_new=fusing is begun)
             return
         started_s = self.means.now_s()
         if answers:
             self._compute([(request, None) for request in answers])
         if fusing is not None:
-            self._guarded(fusing, self._advance, fusing, self.means.now_s() - started_s if answers else None)
+            prompt = self._attempt(fusing, self._advance, fusing, self.means.now_s() - started_s if answers else None)
+            if prompt is not None:
+                self._guarded(fusing, fusing.take, prompt)
 
     def _give_up_overdue(self) -> None:
         now_s = self.means.now_s()
@@ -225,7 +233,7 @@ class Scheduler:
             self.waiting.charge(request, request.prompt_tokens)
             self._ready.append(request)
         else:
-            self._end(request, error)
+            self._failed(request, error)
 
     def _let_in(self) -> ServedRequest | None:
         """Begin the next request that is loaded if there is room and no other is being fused; return it."""
@@ -234,7 +242,7 @@ class Scheduler:
             return None
         self._ready.remove(request)
         self._running.append(request)
-        self._guarded(request, self._begin, request)
+        self._attempt(request, self._begin, request)
         return request
 
     def _next_with_room(self) -> ServedRequest | None:
@@ -253,16 +261,14 @@ class Scheduler:
         with self._lock:
             request.begin()
 
-    def _advance(self, request: ServedRequest, answers_s: float | None) -> None:
+    def _advance(self, request: ServedRequest, answers_s: float | None) -> FusedPrompt | None:
         """Compute a prompt for some time, which depends on how long the next tokens of the answers took."""
         time_s, max_rows = _LONGEST_STEP_S, None
         if answers_s is not None:
             time_s = answers_s * (_SHARE_WHILE_OTHERS_WAIT if self.is_loading else _SHARE_OF_ANSWERS)
             max_rows = request.home.limits.layer_rows
         with self._lock:
-            prompt = request.advance(self.means.now_s() + time_s, max_rows)
-        if prompt is not None:
-            request.take(prompt)
+            return request.advance(self.means.now_s() + time_s, max_rows)
 
     def _compute_together(self, answers: Sequence[ServedRequest], fusing: ServedRequest, *, is_new: bool) -> None:
         """Compute every answer's next token, and as many of a prompt's rows as there is room.
@@ -271,7 +277,7 @@ class Scheduler:
         """
         chosen: list[tuple[ServedRequest, int | None]] = [(request, None) for request in answers]
         if is_new:
-            self._guarded(fusing, self._select, fusing)
+            self._attempt(fusing, self._select, fusing)
         else:
             chosen.append((fusing, max(1, fusing.home.limits.batched_rows - len(answers))))
         self._compute(chosen)
@@ -289,16 +295,30 @@ class Scheduler:
                 found = self.means.forward(requests[0].home.context.loaded, parts)
         except RaggedError as error:
             # The others' rows are computed again with the next step.
-            self._fail(requests[error.index], error.cause)
+            self._failed(requests[error.index], error.cause)
             return
         except BaseException as error:
-            # Nobody knows whose fault it is. Those that wait go on.
-            for request in requests:
-                self._fail(request, error)
+            if len(chosen) == 1:
+                self._failed(requests[0], error)
+            else:
+                self._compute_singly(chosen)
             return
         seconds = self.means.now_s() - started_s
         for request, logits in zip(requests, found, strict=True):
             self._guarded(request, request.computed, logits, seconds)
+
+    def _compute_singly(self, chosen: Sequence[tuple[ServedRequest, int | None]]) -> None:
+        """Compute the requests of a step that failed one by one: it fails again only for those whose fault it is.
+
+        A prompt begins anew, since nobody knows what was written among its stored KV.
+        """
+        for request, max_rows in chosen:
+            self.recovery.note(request)
+            if request.state is RequestState.FUSING:
+                self.recovery.set_apart(request)
+                self._begin_anew(request)
+            else:
+                self._compute([(request, max_rows)])
 
     # -- ends ------------------------------------------------------------------------------------------------
 
@@ -312,6 +332,34 @@ class Scheduler:
             if request.is_done:
                 self._end(request)
 
+    def _attempt(self, request: ServedRequest, run: Callable[..., _T], *args: Any) -> _T | None:
+        """Compute something for a request by itself; if that fails it may be tried again."""
+        try:
+            return run(*args)
+        except BaseException as error:
+            self._failed(request, error)
+            return None
+
+    def _failed(self, request: ServedRequest, error: BaseException) -> None:
+        """Go on with a request that could not be computed, or planned, or end it."""
+        if isinstance(error, ChunkDamagedError) or request.is_done:
+            self._fail(request, error)
+            return
+        next_try = self.recovery.after(request, error)
+        if next_try is NextTry.NONE:
+            self._end(request, self.recovery.last_error(request, error))
+        elif next_try is NextTry.ANEW:
+            _log.info("A request begins anew, since it failed while it was %s: %r", request.state.value, error)
+            self._begin_anew(request)
+
+    def _begin_anew(self, request: ServedRequest) -> None:
+        for held in (self._ready, self._running):
+            if request in held:
+                held.remove(request)
+        self._guarded(request, request.begin_anew)
+        if not request.is_done:
+            self._guarded(request, self._load, request)
+
     def _fail(self, request: ServedRequest, error: BaseException) -> None:
         if request.is_done:
             # Its caller has the answer already.
@@ -319,7 +367,8 @@ class Scheduler:
         if request.is_done or not isinstance(error, ChunkDamagedError):
             self._end(request, error)
             return
-        self._running.remove(request)
+        if request in self._running:
+            self._running.remove(request)
         self._guarded(request, request.plan_again, error)
         if not request.is_done:
             self._guarded(request, self._load, request)

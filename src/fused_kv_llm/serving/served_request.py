@@ -89,6 +89,8 @@ class ServedRequest:
         Tokens of its prompt that are cached, over those that would have to be computed; None before it is measured.
     overtaken : int
         How many that came later have been taken from the queue before it.
+    failures : int
+        How often in a row it has failed by itself; 0 after every new token.
     wants_shared : callable
         Whether it is to share its chunks' pages once its prompt is complete, see :meth:`.RunningKV.wants_shared`.
     """
@@ -119,7 +121,8 @@ class ServedRequest:
         self.max_tokens, self.prompt_tokens, self.kv_nbytes, self._capacity = config.max_tokens, 0, 0, 0
         self.chunk_keys = frozenset[str]()
         self.cached_ratio: float | None = None
-        self.overtaken = 0
+        self.overtaken = self.failures = 0
+        self._is_counted = False
         self.wants_shared: Callable[[ServedRequest, Sharing | None], bool] = lambda request, sharing: False
         self._span = RequestSpan(home.context.loaded.model_id)
         self._stage, self._slice_span = self._span.start("prefill"), None
@@ -179,10 +182,12 @@ class ServedRequest:
         started_s = time.perf_counter()
         self._add("queue", started_s - self.arrived_s if "queue" not in self.report.seconds else 0.0)
         with self._span.within(self._stage, "align"):
-            counted = not self.provisional
+            # One that begins anew uses its chunks once all the same.
+            counted = not self.provisional and not self._is_counted
             self._read = self._read or self.home.read(self._prompt)
             self._planned = self.home.plan_served(self._read, self._recipe, self.report, counted=counted)
-            self._count_uses = None if counted else self.home.uses_of(self._planned, self.report)
+            self._is_counted = self._is_counted or counted
+            self._count_uses = None if self._is_counted else self.home.uses_of(self._planned, self.report)
         self._add("align", time.perf_counter() - started_s)
         loaded, self.prompt_tokens = self.home.context.loaded, self._planned.num_tokens
         self._capacity = min(self.prompt_tokens + self.max_tokens, self.home.context_length)
@@ -274,22 +279,33 @@ class ServedRequest:
 
     def plan_again(self, error: ChunkDamagedError) -> None:
         """Go back to planning, without a chunk that turned out to be damaged."""
+        self.begin_anew()
+        self.home.discard(error, self.report)
+
+    def begin_anew(self) -> None:
+        """Give back what it holds and go back to planning; its answer goes on after the tokens that were sent."""
         self._loading = None
         self._close_planned()
         self._close_fusion()
-        self.home.discard(error, self.report)
+        self._release_kv()
+        self._end_slice()
+        if self.state is RequestState.DECODING:
+            self._enter_stage("prefill")
         self.state = RequestState.WAITING
 
     def part(self, max_rows: int | None) -> RaggedPart:
-        """Return what this request has computed next: a slice of its prompt, or its last token."""
+        """Return what this request has computed next: a slice of its prompt, or the answer's tokens without KV.
+
+        That is the last one, or all that were sent before the request began anew.
+        """
         if self._fusion is not None:
             if self._slice_span is None:
                 self._slice_span = self._span.start("fuse", self._stage)
             return self._fusion.next_slice(max_rows)
         cache, device = self._prompt_kv.cache, self.home.context.loaded.device
-        at = torch.tensor([cache.length], device=device)
-        ids = torch.tensor(self._answer.token_ids[-1:], device=device)
-        return RaggedPart(ids, cache, ForwardPass(at, cache.length + 1))
+        ids = torch.tensor(self._answer.token_ids[cache.length - self.prompt_tokens :], device=device)
+        stop = cache.length + ids.shape[0]
+        return RaggedPart(ids, cache, ForwardPass(torch.arange(cache.length, stop, device=device), stop))
 
     def computed(self, logits: Tensor, seconds: float) -> None:
         """Take the logits ``[vocabulary]`` after this request's last row, of a step that took `seconds`."""
@@ -300,7 +316,7 @@ class ServedRequest:
             if prompt is not None:
                 self.take(prompt)
             return
-        self._prompt_kv.cache.length += 1
+        self._prompt_kv.cache.length = self.prompt_tokens + len(self._answer.token_ids)
         self._write(logits)
 
     def end(self, error: BaseException | None = None) -> None:
@@ -368,13 +384,10 @@ class ServedRequest:
     def _give_back(self) -> None:
         self._close_planned()
         self._close_fusion()
-        if self._held is not None:
-            self._held.cache.release()
-        self._held = None
-        if self._fused is not None:
-            self._fused.cache.release()
-            self.home.answered(self._fused.text)
-        self._fused = None
+        text = None if self._fused is None else self._fused.text
+        self._release_kv()
+        if text is not None:
+            self.home.answered(text)
         self._end_slice()
         if self._stage is not None:
             self._stage.end()
@@ -399,8 +412,15 @@ class ServedRequest:
             return
         count, self._count_uses = self._count_uses, None
         if count is not None:
+            self._is_counted = True
             count()
         self._fused = prompt
+        if self._writer is not None:
+            # It began anew, and has sent a part of its answer before.
+            self._enter_stage("decode")
+            self.state, self.report.own_kv_bytes, self.report.shared_kv_bytes = RequestState.DECODING, self.kv_nbytes, 0
+            self._close_fusion()
+            return
         self._begin_decoding()
         # The first token does not wait for what only saves memory. If it is the last, all has been given back.
         self._write(prompt.logits)
@@ -410,9 +430,7 @@ class ServedRequest:
 
     def _begin_decoding(self) -> None:
         self.state = RequestState.DECODING
-        if self._stage is not None:
-            self._stage.end()
-        self._stage = self._span.start("decode")
+        self._enter_stage("decode")
         cache, self.report.own_kv_bytes = self._prompt_kv.cache, self.kv_nbytes
         config = replace(self._config, max_tokens=min(cache.get_max_length() - cache.length, self._config.max_tokens))
         loaded = self.home.context.loaded
@@ -420,6 +438,7 @@ class ServedRequest:
 
     def _write(self, logits: Tensor) -> None:
         piece = self._answer.write(logits)
+        self.failures = 0
         now_s, count = time.perf_counter(), len(self._answer.token_ids)
         if count == 1:
             self._first_token_s = now_s
@@ -433,6 +452,18 @@ class ServedRequest:
                 self.handle.put(piece)
             return
         self.handle.put(piece)
+
+    def _enter_stage(self, name: str) -> None:
+        if self._stage is not None:
+            self._stage.end()
+        self._stage = self._span.start(name)
+
+    def _release_kv(self) -> None:
+        held, self._held = self._held, None
+        fused, self._fused = self._fused, None
+        for prompt in (held, fused):
+            if prompt is not None:
+                prompt.cache.release()
 
     def _end_slice(self) -> None:
         span, self._slice_span = self._slice_span, None
