@@ -27,7 +27,10 @@ LEARNT_FROM = "open"
 
 # The loads find every chunk in memory.
 HERE = Hardware("two cores", 0, 0, 0, 4 * GB, 4 * GB, 100 * GB, Link(1), Link(1e9), None)
-LIMITS = Limits(16, 96, 512, 4 * GB, 10**6, 32, "never", 0)
+LIMITS = Limits(
+    num_seqs=16, batched_rows=96, layer_rows=512, pool_bytes=4 * GB, queued=10**6, retries=0, reorder_window=32,
+    share_chunk_kv="never", prefix_bytes=0,
+)  # fmt: skip
 
 
 def simulated(name: str, measured: dict[str, Any], costs: Costs) -> dict[str, float]:

@@ -39,6 +39,7 @@ def setup(machine: str, how: str, **changed: Any) -> Setup:
         layer_rows=2048,
         pool_bytes=int((HALF if prefixes else 1) * hardware.device_bytes),
         queued=10**6,
+        retries=0,
         reorder_window=changed.pop("reorder_window", _WINDOW),
         share_chunk_kv="never",
         prefix_bytes=int(HALF * hardware.device_bytes) if prefixes else 0,

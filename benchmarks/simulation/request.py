@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from fused_kv_llm.online import LoadAhead, loading_depth, may_begin
@@ -40,6 +41,8 @@ class SimulatedRequest:
     def __init__(self, engine: SimulatedEngine, asked: Asked, arrived_s: float) -> None:
         self.engine, self.home, self.asked, self.arrived_s = engine, engine.home, asked, arrived_s
         self.terms, self.provisional = Terms(), False
+        # Nothing is tried again here: an error is a defect of the simulation.
+        self.failures, self.report = 0, SimpleNamespace(retries=0)
         self.state = RequestState.WAITING
         self.deadline_s, self.loading_since_s = float("inf"), 0.0
         self.max_tokens, self.prompt_tokens, self.kv_nbytes = asked.answer_tokens, 0, 0

@@ -24,6 +24,7 @@ from simulation.shape import SEVEN_B, SEVENTY_B, SMOLLM2
 from simulation.trace import Trace, poisson, zipf
 
 from fused_kv_llm import FusedKVEngine
+from fused_kv_llm.errors import StepFailedError
 from fused_kv_llm.kv import PrefixTree, RankedEviction
 from fused_kv_llm.kv.prefix_levels import PrefixLevels
 from fused_kv_llm.online import loading_depth
@@ -114,6 +115,12 @@ def test_no_tier_holds_more_than_it_may(host: int, disk: int, pool: int, how: st
     assert all(len(request.token_s) == 4 for request in engine.open_loop())
     engine.close()
     assert looked > 25
+
+
+def test_an_error_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Costs, "tokens_s", lambda self, answers, keys: 1 / 0)
+    with pytest.raises(StepFailedError, match="ZeroDivisionError"):
+        answered(setup("7B", "full"))
 
 
 def test_what_has_no_room_is_computed() -> None:
