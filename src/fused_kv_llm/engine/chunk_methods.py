@@ -175,8 +175,8 @@ class ChunkMethods(EngineState):
         Parameters
         ----------
         texts : iterable of str
-            Retrieved chunks. With `store_misses`, those without KV are ingested after the next request whose prompt
-            contains them.
+            Retrieved chunks. With `store_misses`, those without KV are stored at once if an answered prompt has left
+            their KV right behind the header, and otherwise ingested after the next request whose prompt contains them.
 
         Returns
         -------

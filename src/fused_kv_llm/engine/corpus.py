@@ -8,7 +8,9 @@ from pathlib import Path
 
 from fused_kv_llm.chunk import chunk_texts
 from fused_kv_llm.config import EngineConfig, parse_bytes
+from fused_kv_llm.kv import PrefixTree
 from fused_kv_llm.offline import (
+    AlternativePath,
     AnchorBuilder,
     BackgroundWork,
     CorpusPlanner,
@@ -96,6 +98,11 @@ class EngineCorpus:
         self._builder = None if self.variants is None else VariantBuilder(loaded, store, self.variants, owner)
         self._background = BackgroundWork(self._ingestor, self._preprocessor, self._builder)
 
+    def adopt_from(self, prefixes: PrefixTree, parts: EngineParts) -> None:
+        """Have new chunks whose KV answered prompts have left taken from there, not computed again."""
+        if prefixes.max_bytes > 0:
+            self._ingestor.alternative = AlternativePath(prefixes, parts.loaded, parts.prefix)
+
     def ingest(self, texts: Iterable[str], neighbours: GivenNeighbours | None, *, progress: bool) -> IngestReport:
         """Prefill every chunk once and store its KV."""
         try:
@@ -130,7 +137,9 @@ class EngineCorpus:
 
     def delete(self, texts: Iterable[str]) -> int:
         """Delete the stored KV of chunks, and return how many were stored."""
-        rows = self._catalog.rows_of(chunk_texts(texts))
+        gone = chunk_texts(texts)
+        self._background.forget(gone)
+        rows = self._catalog.rows_of(gone)
         self._store.delete({row.key for found in rows.values() for row in found})
         return len(rows)
 
@@ -138,6 +147,8 @@ class EngineCorpus:
         """Start loading what a request with this view reads of chunks; expect those without KV in the next prompts."""
         retrieved = chunk_texts(texts)
         keys = self.keys_of(retrieved)
+        if self._store_misses and None in keys and self._adopt(retrieved, keys):
+            keys = self.keys_of(retrieved)
         sidecars = [] if self._shift_name is None else [self._shift_name]
         if isinstance(view, View) and view.anchors is not None:
             sidecars.append(sidecar_name(view.anchors, view.layers))
@@ -153,6 +164,14 @@ class EngineCorpus:
     def stored_texts(self) -> list[str]:
         """Return the text of every chunk whose KV is stored, in the order of ingestion."""
         return list(dict.fromkeys(row.text for row in self._catalog.all_rows()))
+
+    def _adopt(self, texts: Sequence[str], keys: Sequence[str | None]) -> int:
+        adopted = self._ingestor.adopt(
+            dict.fromkeys(text for text, key in zip(texts, keys, strict=True) if key is None)
+        )
+        if adopted:
+            self._background.preprocess()
+        return adopted
 
     # -- in the background -----------------------------------------------------------------------------------
 

@@ -93,6 +93,7 @@ class FusedKVEngine(ChunkMethods, PromptMethods):
             )
             limits = limits_of(config, parts.loaded.device)
             prefixes = open_prefixes(config.prefix_policy, limits, parts.loaded.device, self.corpus.cost)
+            self.corpus.adopt_from(prefixes, parts)
             self.requests = RequestRunner(parts, self.corpus, limits, prefixes, config.tenant)
         except BaseException:
             self.store.close()

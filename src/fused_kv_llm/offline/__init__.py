@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .alternative_path import AlternativePath
 from .anchors import AnchorBuilder
 from .background import BackgroundWork, Preprocess, PreprocessingCounts
 from .corpus import CorpusPlanner
@@ -16,6 +17,7 @@ from .variant_builder import PromptChunks, VariantBuilder
 from .vectors import corpus_vectors
 
 __all__ = [
+    "AlternativePath",
     "AnchorBuilder",
     "BackgroundWork",
     "CorpusPlanner",

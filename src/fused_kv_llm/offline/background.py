@@ -54,8 +54,9 @@ class BackgroundWork:
     """One thread that works beside requests.
 
     Missing chunks come first: they are ingested by the ordinary path, after the request that met them. Their KV is
-    computed from the chunk's text, not captured from the live prompt: captured KV would depend on the question and on
-    the other chunks of that prompt.
+    that behind the header. If the live prompt had the chunk there it is taken from what the prompt has left (see
+    :class:`.AlternativePath`), otherwise computed from the chunk's text: captured elsewhere it would depend on the
+    question and on the other chunks of that prompt.
 
     Parameters
     ----------
@@ -92,6 +93,14 @@ class BackgroundWork:
                 self._expected.move_to_end(text)
             while len(self._expected) > _REMEMBERED_TEXTS:
                 self._expected.popitem(last=False)
+
+    def forget(self, texts: Iterable[str]) -> None:
+        """Expect chunks no more, and ingest none of those that wait for it: they have left the corpus."""
+        with self._changed:
+            gone = set(texts)
+            for text in gone:
+                self._expected.pop(text, None)
+            self._missing = deque(text for text in self._missing if text not in gone)
 
     def ingest_expected(self, prompt_text: str) -> None:
         """Queue every remembered chunk that a prompt contains verbatim; after `close` do nothing."""

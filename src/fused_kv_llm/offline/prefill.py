@@ -5,16 +5,18 @@ A chunk's KV is ``KV(chunk | header)``: prefilled right after the rendered chat 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 
 from fused_kv_llm.chunk import ChunkKV
-from fused_kv_llm.errors import StoreFullError
+from fused_kv_llm.errors import FusedKVError, PromptError, StoreFullError
 from fused_kv_llm.model import LoadedModel, ModelOwner, PackedChunk, PrefixKV, prefill_packed
-from fused_kv_llm.prompt import content_hash
+from fused_kv_llm.prompt import content_hash, is_indexable
 from fused_kv_llm.report import IngestReport
 from fused_kv_llm.store import KVStore, stored_bytes_per_token
 
+from .alternative_path import AlternativePath
 from .batches import PendingChunk, batches
 from .corpus import CorpusPlanner
 from .neighbours import GivenNeighbours
@@ -27,6 +29,8 @@ __all__ = ["BATCH_TOKENS", "Ingestor"]
 
 BATCH_TOKENS = 2048
 _SPARE_DISK_BYTES = 64 * 2**20
+
+_log = logging.getLogger(__name__)
 
 
 class Ingestor:
@@ -48,6 +52,11 @@ class Ingestor:
         Does the second pass; here it is only told of a caller's neighbours.
     cost : PrefillCost
         What the store is told of a chunk; measured during the first long ingestion.
+
+    Attributes
+    ----------
+    alternative : AlternativePath or None
+        Where the KV of new chunks is looked for before it is computed; None computes all of it.
     """
 
     def __init__(
@@ -69,6 +78,7 @@ class Ingestor:
         self._planner = planner
         self._owner = owner
         self._preprocessor = preprocessor
+        self.alternative: AlternativePath | None = None
 
     def run(
         self, texts: Iterable[str], *, neighbours: GivenNeighbours | None = None, progress: bool = True
@@ -104,12 +114,51 @@ class Ingestor:
         self._check_space(new)
         if sum(len(chunk.token_ids) for chunk in new) >= WORTH_MEASURING_TOKENS:
             self._cost.measure(self._owner)
-        counts = PassCounts(len(new), sum(len(chunk.token_ids) for chunk in new))
+        rest = self._adopt_all(new, report)
+        counts = PassCounts(len(rest), sum(len(chunk.token_ids) for chunk in rest))
         with progress_bar("Prefilling chunks", counts, enabled=progress) as show:
-            self._prefill_all(new, counts, show)
-        report.chunks_new, report.tokens, report.bytes_written = counts.chunks, counts.tokens, counts.nbytes
+            self._prefill_all(rest, counts, show)
+        report.chunks_new = report.chunks_adopted + counts.chunks
+        report.tokens, report.bytes_written = counts.tokens, report.bytes_written + counts.nbytes
         report.seconds = time.perf_counter() - started
         return report
+
+    def adopt(self, texts: Iterable[str]) -> int:
+        """Store those of several chunks whose KV answered prompts have left; nothing is computed.
+
+        Parameters
+        ----------
+        texts : iterable of str
+            Canonical texts that are not stored.
+
+        Returns
+        -------
+        int
+            How many are stored now. What cannot be stored is logged, and left to :meth:`run`.
+        """
+        report = IngestReport()
+        for text in filter(is_indexable, texts):
+            try:
+                self._adopt_all([self._planner.chunk(text)], report)
+            except PromptError:
+                # Too long for the tokenizer, which `run` says.
+                continue
+            except FusedKVError as error:
+                _log.warning("The KV of a chunk in an answered prompt could not be stored: %s", error)
+                break
+        return report.chunks_adopted
+
+    def _adopt_all(self, new: Sequence[PendingChunk], report: IngestReport) -> list[PendingChunk]:
+        """Store what the alternative path leads to, and return the other chunks."""
+        rest = []
+        for chunk in new:
+            kv = None if self.alternative is None else self.alternative.find(chunk.token_ids)
+            if kv is None:
+                rest.append(chunk)
+            else:
+                report.bytes_written += self._write(chunk, kv)
+                report.chunks_adopted += 1
+        return rest
 
     def _check_space(self, new: Sequence[PendingChunk]) -> None:
         geometry = self._loaded.geometry
@@ -130,12 +179,7 @@ class Ingestor:
 
     def _prefill_all(self, new: Sequence[PendingChunk], counts: PassCounts, show: Callable[[], None]) -> None:
         def write(item: tuple[PendingChunk, ChunkKV]) -> None:
-            chunk, kv = item
-            on_cpu = ChunkKV(kv.keys.cpu(), kv.values.cpu(), kv.token_ids, kv.position)
-            cost = self._cost(len(self._prefix.token_ids), len(chunk.token_ids))
-            content = content_hash(chunk.text)
-            nbytes = self._store.put(chunk.key, self._identity, chunk.text, content, on_cpu, cost=cost)
-            counts.add(len(chunk.token_ids), nbytes)
+            counts.add(len(item[0].token_ids), self._write(*item))
             show()
 
         writer = BackgroundWriter(write)
@@ -146,6 +190,11 @@ class Ingestor:
         finally:
             # Also after Ctrl-C: what has been computed is written, so the next run goes on from there.
             writer.close()
+
+    def _write(self, chunk: PendingChunk, kv: ChunkKV) -> int:
+        on_cpu = ChunkKV(kv.keys.cpu(), kv.values.cpu(), kv.token_ids, kv.position)
+        cost = self._cost(len(self._prefix.token_ids), len(chunk.token_ids))
+        return self._store.put(chunk.key, self._identity, chunk.text, content_hash(chunk.text), on_cpu, cost=cost)
 
     def _prefill(self, batch: Sequence[PendingChunk]) -> list[ChunkKV]:
         def compute() -> list[ChunkKV]:

@@ -16,7 +16,9 @@ class IngestReport:
     chunks_total : int
         Texts given.
     chunks_new : int
-        Chunks prefilled and written.
+        Chunks written, prefilled or adopted.
+    chunks_adopted : int
+        Those of them that were not prefilled, since answered prompts had left their KV.
     chunks_present : int
         Chunks that were in the store already.
     chunks_duplicate : int
@@ -61,6 +63,7 @@ class IngestReport:
     bytes_written: int = 0
     seconds: float = 0.0
     preprocessing_seconds: float = 0.0
+    chunks_adopted: int = 0
 
     @property
     def tokens_per_s(self) -> float:
@@ -69,17 +72,20 @@ class IngestReport:
 
     @property
     def chunks_per_minute(self) -> float:
-        """Chunks prefilled and written per minute."""
+        """Chunks written per minute."""
         return 60.0 * self.chunks_new / self.seconds if self.seconds > 0 else 0.0
 
     def summary(self) -> str:
         """Return one line for people."""
         if self.chunks_total == 0:
             return self._preprocessing() or "nothing to preprocess"
-        parts = [f"{self.chunks_new} chunks prefilled"]
-        if self.chunks_new:
+        prefilled = self.chunks_new - self.chunks_adopted
+        parts = [f"{prefilled} chunks prefilled"]
+        if prefilled:
             speed = f"{self.tokens_per_s:.0f} tokens/s, {self.chunks_per_minute:.0f} chunks/min"
             parts[0] += f" ({self.tokens} tokens, {speed})"
+        if self.chunks_adopted:
+            parts.append(f"{self.chunks_adopted} taken from answered prompts")
         if self.bytes_written:
             parts.append(f"{self.bytes_written / 1e6:.1f} MB written")
         if self.chunks_present:
@@ -90,8 +96,8 @@ class IngestReport:
             parts.append(f"{self.chunks_skipped} skipped (empty or too short to be found in a prompt)")
         if self.chunks_deleted:
             parts.append(f"{self.chunks_deleted} deleted")
-        prefilled = ", ".join(parts) + f" in {self.seconds:.1f} s"
-        return "; ".join(filter(None, [prefilled, self._preprocessing()]))
+        first = ", ".join(parts) + f" in {self.seconds:.1f} s"
+        return "; ".join(filter(None, [first, self._preprocessing()]))
 
     def _preprocessing(self) -> str:
         parts = []
