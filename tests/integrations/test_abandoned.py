@@ -120,14 +120,14 @@ def test_a_callback_that_raises(quick: FusedKVEngine, kind: Any) -> None:
 
 
 def test_a_stream_that_nobody_reads(quick: FusedKVEngine) -> None:
-    stream = quick.stream(PROMPT, max_tokens=6)
+    stream = quick.stream(PROMPT, max_tokens=LONG)
     assert caches_in_use(quick)
     stream.close()
     assert left_over(quick) == []
 
 
 def test_a_stream_that_is_dropped(quick: FusedKVEngine) -> None:
-    stream = quick.stream(PROMPT, max_tokens=6)
+    stream = quick.stream(PROMPT, max_tokens=LONG)
     assert caches_in_use(quick)
     del stream
     assert left_over(quick) == []

@@ -1,0 +1,78 @@
+"""``fused-kv serve``: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from fused_kv_llm.cli.options import takes_engine_options
+from fused_kv_llm.cli.terminal import doing, out, quiet_libraries
+from fused_kv_llm.errors import ConfigError, MissingExtraError
+
+__all__ = ["add_serve_command"]
+
+_PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
+
+
+def add_serve_command(app: typer.Typer) -> None:
+    """Add the command to an application."""
+    app.command("serve")(takes_engine_options(leave_out={"tenant"})(_serve))
+
+
+def _serve(
+    *,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. Beyond this machine, a key is required.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes one that is free.")] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(envvar="FUSED_KV_API_KEYS", help="TENANT=KEY, as often as there are tenants; KEY alone for one."),
+    ] = None,
+    model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
+    max_answer_tokens: Annotated[int, typer.Option(help="Longest answer where a request does not say.")] = 2048,
+    allowed_host: Annotated[list[str] | None, typer.Option(help="Further names of this server.")] = None,
+    allowed_origin: Annotated[list[str] | None, typer.Option(help="Origins of pages that may ask; * for all.")] = None,
+    **options: Any,
+) -> None:
+    """Answer OpenAI's protocol: every client of it profits from stored KV.
+
+    The store is that of `fused-kv ingest` with the same options. Ctrl-C or SIGTERM ends the server when the answers
+    that have begun are complete.
+    """
+    missing = [package for package in _PACKAGES if importlib.util.find_spec(package) is None]
+    if missing:
+        raise MissingExtraError(missing[0].replace("_", "-"), "server", "The server needs it")
+    from fused_kv_llm.engine import FusedKVEngine
+    from fused_kv_llm.server import ServerConfig, serve
+
+    config = ServerConfig(
+        host=host,
+        port=port,
+        api_keys=_keys(api_key or []),
+        model_name=model_name,
+        max_answer_tokens=max_answer_tokens,
+        allowed_hosts=tuple(allowed_host or ()),
+        allowed_origins=tuple(allowed_origin or ()),
+    )
+    quiet_libraries()
+    with doing(f"Loading {options['model']}"):
+        engine = FusedKVEngine(**options)
+    with engine:
+        out.print(f"[dim]{escape(engine.model_id)}: {escape(engine.choice)}[/]", highlight=False)
+        out.print(f"{len(engine.stored_texts())} chunks are stored", highlight=False)
+        serve(engine, config)
+
+
+def _keys(given: list[str]) -> dict[str, str]:
+    keys: dict[str, str] = {}
+    for one in given:
+        tenant, found, key = one.partition("=")
+        name = tenant if found else "default"
+        if name in keys:
+            raise ConfigError(f"There are two keys for the tenant {name!r}: write TENANT=KEY for each")
+        keys[name] = key if found else tenant
+    return keys

@@ -1,0 +1,55 @@
+"""The application: routes, guard and error objects around an engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from importlib import metadata
+
+from fastapi import FastAPI
+
+from fused_kv_llm.engine import FusedKVEngine
+
+from . import chat, operations
+from .config import ServerConfig
+from .guard import Guard
+from .refusals import add_error_handlers
+from .state import ServerState
+from .tenants import Tenants
+
+__all__ = ["create_app"]
+
+
+def create_app(engine: FusedKVEngine, config: ServerConfig | None = None) -> FastAPI:
+    """Return an ASGI application that answers with an engine.
+
+    Parameters
+    ----------
+    engine : FusedKVEngine
+        Closed by whoever made it, after the application has ended.
+    config : ServerConfig or None
+        None takes the defaults.
+
+    Returns
+    -------
+    FastAPI
+    """
+    config = config or ServerConfig()
+    tenants = Tenants(engine, config.max_tenants)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
+        yield
+        tenants.close()
+
+    # Pages that explain the interface would load scripts from elsewhere.
+    app = FastAPI(title="fused_kv_llm", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.version = metadata.version("fused-kv-llm")
+    state = ServerState(config, tenants, config.model_name or engine.model_id, int(time.time()))
+    app.state.fused_kv = state
+    app.include_router(chat.router)
+    app.include_router(operations.router)
+    add_error_handlers(app)
+    app.add_middleware(Guard, config=config, on_refused=state.metrics.refused)
+    return app

@@ -1,0 +1,105 @@
+"""``/v1/chat/completions`` and ``/v1/completions``."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.concurrency import run_in_threadpool
+
+from fused_kv_llm.engine import FusedKVEngine
+
+from .answering import AnswerPart, Choice, interleaved, submit_chat, submit_completion
+from .answers import ChatAnswers, CompletionAnswers
+from .guard import tenant_of
+from .requests import ChatRequest, CompletionRequest
+from .state import ServerState, state_of
+from .streaming import EventResponse, unless_client_leaves
+
+__all__ = ["router"]
+
+router = APIRouter()
+
+Answers = ChatAnswers | CompletionAnswers
+Submit = Callable[[FusedKVEngine], Sequence[Choice]]
+
+
+@router.post("/v1/chat/completions", response_model=None)
+async def chat(http: Request, request: ChatRequest) -> Response | dict[str, Any]:
+    """Answer a conversation."""
+    state = state_of(http)
+    return await _respond(
+        http,
+        request,
+        lambda engine: submit_chat(engine, request, state.config),
+        lambda engine: ChatAnswers(request.model, engine.tokenizer, request.n or 1),
+    )
+
+
+@router.post("/v1/completions", response_model=None)
+async def complete(http: Request, request: CompletionRequest) -> Response | dict[str, Any]:
+    """Go on with texts."""
+    state = state_of(http)
+    return await _respond(
+        http,
+        request,
+        lambda engine: submit_completion(engine, request, state.config),
+        lambda engine: CompletionAnswers(request.model, engine.tokenizer, request.n or 1),
+    )
+
+
+async def _respond(
+    http: Request,
+    request: ChatRequest | CompletionRequest,
+    submit: Submit,
+    answers_of: Callable[[FusedKVEngine], Answers],
+) -> Response | dict[str, Any]:
+    state = state_of(http)
+    state.check_open()
+    state.check_model(request.model)
+    async with AsyncExitStack() as entered:
+        entered.enter_context(state.metrics.request())
+        engine = entered.enter_context(state.tenants.using(tenant_of(http), request.fused_kv.tenant))
+        choices = await run_in_threadpool(submit, engine)
+        parts = _counted(state, interleaved(choices))
+        entered.push_async_callback(parts.aclose)
+        answers = answers_of(engine)
+        if not request.stream:
+            return answers.whole_answer(await unless_client_leaves(http, _collected(parts)))
+        # What is refused before the first token has a status of its own.
+        first = await unless_client_leaves(http, anext(parts))
+        usage = request.stream_options is not None and request.stream_options.include_usage
+        return EventResponse(_chunks(answers, choices, first, parts, usage=usage), entered.pop_all())
+
+
+async def _counted(state: ServerState, parts: AsyncGenerator[AnswerPart]) -> AsyncGenerator[AnswerPart]:
+    async with aclosing(parts):
+        async for part in parts:
+            if part.report is not None:
+                state.metrics.answered(part.report, part.finish_reason or "stop")
+            yield part
+
+
+async def _collected(parts: AsyncGenerator[AnswerPart]) -> list[AnswerPart]:
+    return [part async for part in parts]
+
+
+async def _chunks(
+    answers: Answers, choices: Sequence[Choice], first: AnswerPart, parts: AsyncGenerator[AnswerPart], *, usage: bool
+) -> AsyncGenerator[dict[str, Any]]:
+    def told(chunk: dict[str, Any]) -> dict[str, Any]:
+        # With include_usage every chunk has the field, and the last one the numbers.
+        return {**chunk, "usage": None} if usage else chunk
+
+    if isinstance(answers, ChatAnswers):
+        for choice in choices:
+            yield told(answers.first(choice.index))
+    for chunk in answers.chunks(first):
+        yield told(chunk)
+    async for part in parts:
+        for chunk in answers.chunks(part):
+            yield told(chunk)
+    if usage:
+        yield answers.usage_chunk()

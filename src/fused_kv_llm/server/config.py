@@ -1,0 +1,86 @@
+"""The options of a server."""
+
+from __future__ import annotations
+
+from ipaddress import ip_address
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+
+from fused_kv_llm.errors import ConfigError
+
+__all__ = ["ServerConfig"]
+
+
+class ServerConfig(BaseModel):
+    """The options of a server, checked.
+
+    Raises
+    ------
+    ConfigError
+        If a value cannot work, or strangers could reach the server without a key.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Beyond this machine, a key is required."""
+
+    port: int = Field(default=8000, ge=0, le=65535)
+    """0 takes one that is free."""
+
+    api_keys: dict[str, SecretStr] = Field(default_factory=dict)
+    """Keys by the name of their tenant; tenants with equal documents do not see each other's. Without keys everybody
+    who reaches the server may ask it."""
+
+    model_name: str | None = None
+    """Name of the model for clients; by default what the engine calls it."""
+
+    max_answer_tokens: int = Field(default=2048, ge=1)
+    """Longest answer of requests that do not say how long it may be, in tokens."""
+
+    max_choices: int = Field(default=16, ge=1)
+    """Most answers of one request, over all its prompts."""
+
+    max_body_bytes: int = Field(default=16 * 2**20, ge=1024)
+    """Largest body of a request."""
+
+    body_timeout_s: float = Field(default=30.0, gt=0)
+    """Longest time between two parts of a body, in seconds."""
+
+    request_timeout_s: float | None = Field(default=None, gt=0)
+    """Seconds after which an answer is given up; None waits."""
+
+    allowed_hosts: tuple[str, ...] = ()
+    """Further names under which clients may address the server."""
+
+    allowed_origins: tuple[str, ...] = ()
+    """Origins of web pages that may ask the server, ``"*"`` for all."""
+
+    max_tenants: int = Field(default=64, ge=1)
+    """Most tenants whose chunks are open at once."""
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+            raise ConfigError(f"The server's options cannot work: {wrong}") from error
+        if not self.is_local and not self.api_keys:
+            raise ConfigError(
+                f"host={self.host!r} can be reached from other machines, so keys are needed: give api_keys, or listen "
+                "on 127.0.0.1."
+            )
+        short = [tenant for tenant, key in self.api_keys.items() if len(key.get_secret_value()) < 16]
+        if short:
+            raise ConfigError(f"The keys of {', '.join(short)} are shorter than 16 characters and can be guessed.")
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine reaches the server."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ip_address(self.host).is_loopback
+        except ValueError:
+            return False

@@ -1,0 +1,69 @@
+"""What the routes of a server share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import cast
+
+from fastapi import Request
+
+from .config import ServerConfig
+from .metrics import Metrics
+from .refusals import RefusedError
+from .tenants import Tenants
+
+__all__ = ["ServerState", "state_of"]
+
+
+@dataclass(slots=True)
+class ServerState:
+    """What the routes of a server share.
+
+    Parameters
+    ----------
+    config : ServerConfig
+    tenants : Tenants
+    metrics : Metrics
+    model_name : str
+        What clients call the model.
+    created_s : int
+        When the server began, in seconds since 1970.
+    draining : bool
+        Whether it is about to end, and takes no more requests.
+    """
+
+    config: ServerConfig
+    tenants: Tenants
+    model_name: str
+    created_s: int
+    metrics: Metrics = field(default_factory=Metrics)
+    draining: bool = False
+
+    def check_model(self, name: str | None) -> None:
+        """Make sure that a client asks for the model that is here.
+
+        Raises
+        ------
+        RefusedError
+            If it is another one.
+        """
+        if name is not None and name != self.model_name:
+            message = f"The model {name!r:.80} is not served here; {self.model_name!r} is"
+            raise RefusedError(message, 404, code="model_not_found", param="model")
+
+    def check_open(self) -> None:
+        """Make sure that requests are taken.
+
+        Raises
+        ------
+        RefusedError
+            If the server is about to end.
+        """
+        if self.draining:
+            message = "The server is about to stop; ask again later"
+            raise RefusedError(message, 503, kind="server_error", code="shutting_down")
+
+
+def state_of(request: Request) -> ServerState:
+    """Return what the routes of this request's server share."""
+    return cast(ServerState, request.app.state.fused_kv)

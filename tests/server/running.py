@@ -1,0 +1,37 @@
+"""A server in a thread of its own, on a port that is free."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from waiting import wait_until
+
+
+@contextmanager
+def running(app: FastAPI) -> Iterator[str]:
+    """Serve an application and give its URL."""
+    server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", 0, log_level="critical"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        wait_until(lambda: server.started)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def events(text: str) -> list[Any]:
+    """Return the events of a stream, of which the last one is [DONE]."""
+    lines = text.split("\n\n")
+    assert lines[-1] == ""
+    assert all(line.startswith("data: ") and "\n" not in line for line in lines[:-1])
+    assert lines[-2] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]

@@ -1,0 +1,81 @@
+"""``fused-kv serve`` as a process: it is there when it says so, and ends what it has begun."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import pytest
+from models import smollm2_tokenizer, tiny_model
+from server.running import events
+from typer.testing import CliRunner
+from waiting import wait_until
+
+from fused_kv_llm.cli import app
+
+CODE = "import sys; from fused_kv_llm.cli import app; app(sys.argv[1:])"
+HELLO = {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0}
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    model, log = tmp_path / "tiny", tmp_path / "log"
+    tiny_model().save_pretrained(model)
+    smollm2_tokenizer().save_pretrained(model)
+    command = ["serve", "--model", str(model), "--kv-dir", str(tmp_path / "kv"), "--preprocessing", "none"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    with log.open("w") as written:
+        options = ["--port", "0", "--model-name", "tiny", "--trust-probe"]
+        made = subprocess.Popen(
+            [sys.executable, "-c", CODE, *command, *options], stdout=written, stderr=written, text=True, env=environment
+        )
+        try:
+            yield made, log
+        finally:
+            made.kill()
+            made.wait()
+
+
+def test_running_answers_end_and_no_more_begin(process: tuple[subprocess.Popen[str], Path]) -> None:
+    made, log = process
+    wait_until(lambda: "Uvicorn running on" in log.read_text() or made.poll() is not None, timeout_s=120)
+    found = re.search(r"http://127\.0\.0\.1:\d+", log.read_text())
+    assert found, log.read_text()
+    with httpx.Client(base_url=found[0], timeout=60) as client, httpx.Client(base_url=found[0], timeout=60) as other:
+        assert client.get("/ready").status_code == other.get("/ready").status_code == 200
+        body = {**HELLO, "model": "tiny", "max_tokens": 1500, "stream": True}
+        with client.stream("POST", "/v1/chat/completions", json=body) as response:
+            raw = response.iter_raw()
+            begun = next(raw)
+            made.send_signal(signal.SIGTERM)
+            with pytest.raises(httpx.ConnectError):
+                wait_until(lambda: httpx.get(f"{found[0]}/ready").status_code == -1)
+            # A connection that was open before is told, or closed.
+            with suppress(httpx.TransportError):
+                assert other.post("/v1/chat/completions", json={**HELLO, "model": "tiny"}).status_code == 503
+            text = b"".join([begun, *raw]).decode()
+    assert events(text)[-1]["choices"][0]["finish_reason"] in ("length", "stop")
+    assert made.wait(timeout=60) in (0, -signal.SIGTERM)
+    assert "Traceback" not in log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--host", "0.0.0.0"], "keys are needed"),
+        (["--api-key", "short"], "shorter than 16"),
+        (["--api-key", "one-key-of-sixteen-characters", "--api-key", "another-of-sixteen-characters"], "two keys"),
+        (["--port", "70000"], "port"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_before_the_model_is_loaded(options: list[str], told: str) -> None:
+    done = CliRunner(env={"COLUMNS": "400"}).invoke(app, ["serve", "--model", "/nowhere", *options])
+    assert done.exit_code == 1
+    assert told in done.output
