@@ -20,6 +20,7 @@
     │   ├── StepFailedError               computing it failed, as often as it was tried
     │   └── EngineClosedError (StoreError) its engine was closed
     └── StoreError
+        ├── ReadTimeoutError              a read of a chunk does not come back
         ├── StoreUnavailableError         the folder cannot be used
         │   └── IndexDamagedError         its index is damaged, or another release's
         ├── StoreFullError                the disk or the budget is full
@@ -48,6 +49,7 @@ __all__ = [
     "PromptError",
     "PromptTooLongError",
     "QueueFullError",
+    "ReadTimeoutError",
     "RequestCancelledError",
     "RequestError",
     "StepFailedError",
@@ -146,6 +148,25 @@ class StoreError(FusedKVError):
 
 class EngineClosedError(RequestError, StoreError):
     """The engine of a request was closed, and with it its store."""
+
+
+class ReadTimeoutError(StoreError, TimeoutError):
+    """Another thread reads a chunk, and does not come back.
+
+    Parameters
+    ----------
+    key : str
+        The key of the chunk.
+    waited_s : float
+        For how many seconds it was waited for.
+    """
+
+    def __init__(self, key: str, waited_s: float) -> None:
+        self.key = key
+        super().__init__(
+            f"Another thread has been reading the stored KV of chunk {key[:16]} for more than {waited_s:g} s. "
+            "Its disk, or the machine that it is on, does not answer."
+        )
 
 
 class StoreUnavailableError(StoreError):

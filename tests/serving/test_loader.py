@@ -8,7 +8,7 @@ import time
 import pytest
 from waiting import wait_until
 
-from fused_kv_llm.online import LoadAhead
+from fused_kv_llm.online import LayerRead, LoadAhead
 from fused_kv_llm.serving.loader import Loader
 
 ORDER = [3, 4, 5, 0, 1, 2, 6, 7]
@@ -101,4 +101,22 @@ def test_requests_are_loaded_in_their_order_and_around_one_that_is_stuck(monkeyp
     assert stuck.present == 0
     go.set()
     wait_until(lambda: bool(loader.look()) or stuck.is_complete)
+    loader.close()
+
+
+def test_readers_that_die_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader, died, read = Loader(), list[int](), LoadAhead.read
+
+    def die(self: LoadAhead, job: LayerRead) -> None:
+        if len(died) < 6:
+            died.append(1)
+            raise SystemExit("a reader is told to end")
+        read(self, job)
+
+    monkeypatch.setattr(LoadAhead, "read", die)
+    loads = [LoadAhead(ORDER, [lambda *_: None] * 2, lambda: None) for _ in range(8)]
+    for load in loads:
+        loader.add(load)
+    wait_until(lambda: bool(loader.look()) or sum(load.is_complete for load in loads) >= 2)
+    assert len(died) == 6
     loader.close()

@@ -109,6 +109,12 @@ def _not_negative(value: Any, info: ValidationInfo) -> Any:
     return value
 
 
+def _seconds(value: Any, info: ValidationInfo) -> Any:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise ConfigError(f"{info.field_name}={value!r} is not a positive number of seconds")
+    return value
+
+
 class EngineConfig(BaseModel):
     """The options of an engine, checked.
 
@@ -258,6 +264,11 @@ class EngineConfig(BaseModel):
     )
     """How often in a row a request is tried again whose step failed: an answer goes on from the KV it has first, and
     then behind its prompt computed anew. After that it ends with ``StepFailedError``."""
+
+    load_timeout_s: Annotated[float, Option(unit="seconds"), BeforeValidator(_seconds)] = Field(
+        default=30.0, frozen=True
+    )
+    """For how long a request waits for stored KV of which nothing comes. Then the chunks are computed instead."""
 
     max_queued: Annotated[int, Option(unit="requests"), BeforeValidator(_not_negative)] = Field(
         default=1024, frozen=True

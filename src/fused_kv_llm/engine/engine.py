@@ -92,6 +92,7 @@ class FusedKVEngine(ChunkMethods, PromptMethods):
                 variant_bytes=config.variant_bytes,
             )
             limits = limits_of(config, parts.loaded.device)
+            self.store.wait_at_most(config.load_timeout_s)
             prefixes = open_prefixes(config.prefix_policy, limits, parts.loaded.device, self.corpus.cost)
             self.corpus.adopt_from(prefixes, parts)
             self.requests = RequestRunner(parts, self.corpus, limits, prefixes, config.tenant)

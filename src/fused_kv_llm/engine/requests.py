@@ -164,9 +164,17 @@ class RequestRunner:
 
         return self.planner.cached_tokens(prompt, recipe.ratio, known)
 
-    def plan_served(self, prompt: ReadPrompt, recipe: Recipe, report: FusionReport, *, counted: bool = True) -> Request:
+    def plan_served(
+        self,
+        prompt: ReadPrompt,
+        recipe: Recipe,
+        report: FusionReport,
+        *,
+        counted: bool = True,
+        skip: Callable[[str], bool] = lambda key: False,
+    ) -> Request:
         """Find what earlier requests have left of a prompt, and open the chunks of the rest."""
-        request = self._plan(prompt, recipe, report, counted=counted)
+        request = self._plan(prompt, recipe, report, counted=counted, skip=skip)
         return self._noted(request) if counted else request
 
     def uses_of(self, request: Request, report: FusionReport) -> Callable[[], None]:
@@ -180,17 +188,19 @@ class RequestRunner:
 
         return count
 
-    def _plan(self, prompt: ReadPrompt, recipe: Recipe, report: FusionReport, *, counted: bool) -> Request:
+    def _plan(
+        self, prompt: ReadPrompt, recipe: Recipe, report: FusionReport, *, counted: bool, skip: Callable[[str], bool]
+    ) -> Request:
         take = self._take(recipe, report)
         if self.prefixes.max_bytes == 0:
-            return self.planner.plan(prompt, report, take=take, counted=counted)
+            return self.planner.plan(prompt, report, take=take, counted=counted, skip=skip)
         key = fused_recipe(recipe, self._loaded, self.context.shift_name)
 
         def find(ids: list[int], first_chunk: int) -> PrefixMatch:
             # A chunk that was computed in full for somebody else would be one whose tokens are not selected from.
             return self.prefixes.match(ids, key, len(ids) if recipe.ratio >= 1 else first_chunk)
 
-        return self.planner.plan(prompt, report, find, take, counted=counted)
+        return self.planner.plan(prompt, report, find, take, counted=counted, skip=skip)
 
     def _take(self, recipe: Recipe, report: FusionReport) -> TakeKV | None:
         """Return what takes variants of chunks; None if plain KV is to be used, or none at all."""

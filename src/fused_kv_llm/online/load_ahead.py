@@ -96,6 +96,7 @@ class LoadAhead:
         self._runs: deque[_Run] = deque()
         self._queued = 0
         self._in_flight = self._reads = 0
+        self._under_way: set[LayerRead] = set()
         self._changed_s = self._since_s = self._active_s = self._read_s = self._busy_s = 0.0
         self._ended: Callable[[], None] | None = None
 
@@ -118,6 +119,22 @@ class LoadAhead:
     def is_stuck(self) -> bool:
         """Whether reads are under way of which none has come back for a while."""
         return self._in_flight > 0 and self._clock() - self._changed_s > STUCK_S
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether something is left to read and nobody is at it."""
+        return not self.is_over and self._in_flight == 0
+
+    @property
+    def stalled_s(self) -> float:
+        """For how many seconds reads have been under way of which none has come back; 0 if there are none."""
+        return self._clock() - self._changed_s if self._in_flight > 0 else 0.0
+
+    @property
+    def hanging(self) -> list[Callable[[int, int], None]]:
+        """The places of which reads are under way."""
+        with self._lock:
+            return [job.load for job in self._under_way]
 
     @property
     def seconds_per_layer(self) -> float:
@@ -146,7 +163,9 @@ class LoadAhead:
             if not self._in_flight:
                 self._since_s = self._changed_s
             self._in_flight += 1
-        return LayerRead(place, self._order[run.begin], self._order[run.end - 1] + 1, run)
+            job = LayerRead(place, self._order[run.begin], self._order[run.end - 1] + 1, run)
+            self._under_way.add(job)
+        return job
 
     def read(self, job: LayerRead) -> None:
         """Read something that was taken; errors are kept for the request."""
@@ -171,6 +190,7 @@ class LoadAhead:
         """
         with self._lock:
             before = self.present
+            self._under_way.discard(job)
             self._read_s += seconds
             self._busy_s += busy_s
             self._in_flight -= 1

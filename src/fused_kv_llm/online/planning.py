@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from fused_kv_llm.catalog import ChunkCatalog
-from fused_kv_llm.errors import PromptError, PromptTooLongError
+from fused_kv_llm.errors import PromptError, PromptTooLongError, StoreUnavailableError
 from fused_kv_llm.kv import PlacedChunk, PrefixMatch
 from fused_kv_llm.prompt import Encoded, Prompt, PromptRenderer, Segment, plan_prompt
 from fused_kv_llm.report import FusionReport
@@ -20,6 +21,8 @@ __all__ = ["ReadPrompt", "RequestPlanner", "TakeKV"]
 
 TakeKV = Callable[[PlacedChunk, Sequence[str]], PlacedChunk]
 """Takes an open chunk and the keys of those before it in the prompt; returns what is used of it, open."""
+
+_log = logging.getLogger(__name__)
 
 _MIN_REUSED_TOKENS = 8
 
@@ -128,6 +131,7 @@ class RequestPlanner:
         take: TakeKV | None = None,
         *,
         counted: bool = True,
+        skip: Callable[[str], bool] = lambda key: False,
     ) -> Request:
         """Plan one prompt.
 
@@ -143,6 +147,8 @@ class RequestPlanner:
             Exchanges a chunk's plain KV for a variant, see :meth:`.VariantChoice.take`; None uses plain KV.
         counted : bool
             Whether the chunks are used, for hit rates and policies, see :meth:`.KVStore.open`.
+        skip : callable
+            Whether a chunk, given by its key, is to be computed, since its KV does not come.
 
         Returns
         -------
@@ -155,7 +161,12 @@ class RequestPlanner:
             If the prompt is empty or does not fit.
         """
         read = prompt if isinstance(prompt, ReadPrompt) else self.read(prompt)
-        header_tokens, found, rows = self._find(read)
+        try:
+            header_tokens, found, rows = self._find(read)
+        except StoreUnavailableError as error:
+            # The answer needs nothing of the store.
+            header_tokens, found, rows = self._header_tokens(read), [], {}
+            _warn_once(report, f"the store cannot be used now, so no chunk was looked for: {error}")
         chunks: list[PlacedChunk] = []
         with ExitStack() as opened:
             match = None if find_prefix is None else find_prefix(read.ids, _first_chunk(found, read))
@@ -165,6 +176,9 @@ class RequestPlanner:
             left = _behind(found, prefix_tokens)
             for segment in left:
                 if segment.key is None:
+                    continue
+                if skip(segment.key):
+                    _report_skipped(report, segment.key)
                     continue
                 stored = self._open(segment.key, rows[segment.key].token_ids, counted=counted)
                 if stored is not None:
@@ -191,23 +205,43 @@ class RequestPlanner:
 
     def _find(self, read: ReadPrompt) -> tuple[int, list[Segment], Mapping[str, ChunkRow]]:
         """Return how many tokens of the header a prompt begins with, and the stored chunks behind them."""
-        # Attention is causal, so any leading part of the prefix's KV is exact by itself.
-        same = takewhile(lambda pair: pair[0] == pair[1], zip(read.ids, self._prefix_ids, strict=False))
-        header_tokens = len(list(same))
+        header_tokens = self._header_tokens(read)
         matches, rows = self._catalog.find(read.text)
         ids = {key: row.token_ids for key, row in rows.items()}
         plan = plan_prompt(read.encoded, matches, ids, _MIN_REUSED_TOKENS)
         found = [segment for segment in plan.segments if segment.key is not None and segment.start >= header_tokens]
         return header_tokens, found, rows
 
+    def _header_tokens(self, read: ReadPrompt) -> int:
+        # Attention is causal, so any leading part of the prefix's KV is exact by itself.
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(read.ids, self._prefix_ids, strict=False))
+        return len(list(same))
+
     def _open(self, key: str, token_ids: Sequence[int], *, counted: bool) -> StoredKV | None:
-        stored = self._store.open(key, token_ids, counted=counted)
+        try:
+            stored = self._store.open(key, token_ids, counted=counted)
+        except StoreUnavailableError as error:
+            _log.warning("The store cannot be used now, so a chunk is computed: %s", error)
+            return None
         if stored is None or stored.identity == self._identity:
             return stored
         # The file's checksummed header outranks the index, which could have been altered by hand.
         stored.close()
         self._store.discard(key, "its file holds the KV of another model or configuration")
         return None
+
+
+def _report_skipped(report: FusionReport, key: str) -> None:
+    if _warn_once(report, f"chunk {key[:16]} did not come within load_timeout_s and was computed instead"):
+        report.chunks_missed += 1
+
+
+def _warn_once(report: FusionReport, warning: str) -> bool:
+    """Put a warning into a report, unless an earlier plan of the same prompt has done so."""
+    if warning in report.warnings:
+        return False
+    report.warnings.append(warning)
+    return True
 
 
 def _first_chunk(found: Sequence[Segment], read: ReadPrompt) -> int:

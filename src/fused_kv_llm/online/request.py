@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -56,6 +57,8 @@ class Request:
         See :class:`.KeptPrompt`.
     num_covered : int
         Chunks that the prefix contains.
+    on_closed : callable
+        Called when the chunks are closed.
     segments : tuple of Segment
         All stored chunks that were found in the prompt, whether their KV could be opened or not.
     """
@@ -84,6 +87,7 @@ class Request:
         self.match: PrefixMatch | None = None
         self.since: int | None = None
         self.num_covered = 0
+        self.on_closed: Callable[[], object] = lambda: None
         self.segments: tuple[Segment, ...] = ()
 
     @property
@@ -125,6 +129,7 @@ class Request:
         for shift in self.shifts.values():
             if shift is not None:
                 shift.close()
+        self.on_closed()
 
     def __enter__(self) -> Self:
         """Return the request."""

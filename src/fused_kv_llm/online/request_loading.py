@@ -42,6 +42,7 @@ class RequestLoading:
         self._context, self._request = context, request
         num_chunk_tokens = int(request.chunk_positions.shape[0])
         budget = budget_tokens(recipe.ratio, num_chunk_tokens)
+        self._keys: dict[Callable[[int, int], None], str] = {}
         self._reuses = budget < num_chunk_tokens
         self._rows = int(request.fresh_positions.shape[0]) + budget
         view = view_of(recipe.selector, context.loaded, FusionReport()) if budget and self._reuses else View()
@@ -69,7 +70,9 @@ class RequestLoading:
         if not self._reuses or not (on_disk or ahead):
             return None
         order = [layer for group in layer_groups(geometry.num_layers, self._first) for layer in group]
-        places = [*(stored.load_layers for stored in on_disk), *self._sidecar_places()]
+        self._keys = {stored.load_layers: stored.key for stored in on_disk}
+        self._keys.update(self._sidecar_places())
+        places = list(self._keys)
         if not places:
             return None
         load = LoadAhead(order, places, on_change)
@@ -108,6 +111,22 @@ class RequestLoading:
         """Whether a read of it has not come back for a while."""
         return self._request.loading is not None and self._request.loading.is_stuck
 
+    @property
+    def stalled_s(self) -> float:
+        """For how many seconds nothing of it has come back; 0 if nothing is being read."""
+        return 0.0 if self._request.loading is None else self._request.loading.stalled_s
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether something of it is left to read and nobody is at it."""
+        return self._request.loading is not None and self._request.loading.is_idle
+
+    @property
+    def hanging_keys(self) -> set[str]:
+        """The chunks of which something is being read."""
+        load = self._request.loading
+        return set() if load is None else {self._keys[place] for place in load.hanging}
+
     def check(self) -> float:
         """Return for how many seconds the request was loaded before it began.
 
@@ -133,17 +152,18 @@ class RequestLoading:
         """
         self._context.row_s.add(max(0.0, compute_s) / self._rows)
 
-    def _sidecar_places(self) -> list[Callable[[int, int], None]]:
+    def _sidecar_places(self) -> dict[Callable[[int, int], None], str]:
         chunks, header, sidecars = self._request.chunks, self._request.header_tokens, self._context.sidecars
-        places: list[Callable[[int, int], None]] = []
+        places: dict[Callable[[int, int], None], str] = {}
         if self._context.shift_name is not None:
             shifted = dict.fromkeys(chunk.stored.key for chunk in chunks if _is_shifted(chunk, header))
             num_layers = self._context.loaded.geometry.num_layers
             opened = self._request.shifts
-            places += [_Shift(sidecars, key, self._context.shift_name, num_layers, opened).load for key in shifted]
+            shift_name = self._context.shift_name
+            places |= {_Shift(sidecars, key, shift_name, num_layers, opened).load: key for key in shifted}
         if self._anchors is not None:
             keys = dict.fromkeys(chunk.stored.key for chunk in chunks)
-            places += [_Whole(sidecars, key, self._anchors).load for key in keys]
+            places |= {_Whole(sidecars, key, self._anchors).load: key for key in keys}
         return places
 
 

@@ -38,8 +38,11 @@ class RequestHome(Protocol):
         report: FusionReport,
         *,
         counted: bool = True,
+        skip: Callable[[str], bool] = lambda key: False,
     ) -> Request:
         """Find what earlier requests have left of a prompt, and open the chunks of the rest.
+
+        Chunks that `skip` says, by their keys, are computed.
 
         What is not `counted` is used when :meth:`uses_of` says so.
         """

@@ -45,6 +45,8 @@ class Limits:
         Whether requests that decode share the KV of their chunks.
     prefix_bytes : int
         KV that requests have left for later ones; beside `pool_bytes`.
+    load_timeout_s : float
+        For how long a request waits for stored KV of which nothing comes.
     retries : int
         How often in a row a request is tried again.
     prefix_host_bytes : int
@@ -60,6 +62,7 @@ class Limits:
     share_chunk_kv: Literal["auto", "always", "never"]
     prefix_bytes: int
     retries: int
+    load_timeout_s: float
     prefix_host_bytes: int = 0
 
 
@@ -78,6 +81,7 @@ def limits_of(config: EngineConfig, device: torch.device) -> Limits:
         reorder_window=config.reorder_window,
         share_chunk_kv=config.share_chunk_kv,
         prefix_bytes=_bytes_of(config.prefix_cache_bytes, _SHARE_OF_PREFIXES, device),
+        load_timeout_s=config.load_timeout_s,
         retries=config.max_step_retries,
         prefix_host_bytes=int(_SHARE_OF_PREFIXES * _free_bytes(_HOST)) if on_gpu and keeps_prefixes else 0,
     )

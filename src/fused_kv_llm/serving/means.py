@@ -9,9 +9,9 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from fused_kv_llm.model import LoadedModel, RaggedPart, forward_ragged
-from fused_kv_llm.thread_pool import ThreadPool
 
 from .crowding import CrowdedCores
+from .helper_threads import HelperThreads
 from .loader import Loader
 
 __all__ = ["MOST_PLANNED", "Means", "RealMeans"]
@@ -37,6 +37,12 @@ class Means(Protocol):
     def plan(self, work: Callable[..., None], *args: Any) -> None:
         """Have something called by a thread that plans."""
 
+    def replace_planner(self) -> None:
+        """Let one more thread plan, in place of one that has not come back."""
+
+    def planner_came_back(self) -> None:
+        """Let one thread fewer plan again."""
+
     def forward(self, loaded: LoadedModel, parts: Sequence[RaggedPart]) -> list[Tensor]:
         """Compute one pass for several requests, see :func:`fused_kv_llm.model.forward_ragged`."""
 
@@ -58,7 +64,7 @@ class RealMeans:
 
     def __init__(self) -> None:
         self.loader, self.cores = Loader(), CrowdedCores()
-        self._planners = ThreadPool(MOST_PLANNED, "fused-kv-plan")
+        self._planners = HelperThreads(MOST_PLANNED, "fused-kv-plan")
 
     def now_s(self) -> float:
         """Return ``time.perf_counter()``."""
@@ -66,7 +72,15 @@ class RealMeans:
 
     def plan(self, work: Callable[..., None], *args: Any) -> None:
         """Have a thread call it."""
-        self._planners.executor().submit(work, *args)
+        self._planners.submit(work, *args)
+
+    def replace_planner(self) -> None:
+        """Let there be one more."""
+        self._planners.give_up_one()
+
+    def planner_came_back(self) -> None:
+        """Let there be one fewer."""
+        self._planners.came_back()
 
     def forward(self, loaded: LoadedModel, parts: Sequence[RaggedPart]) -> list[Tensor]:
         """Compute it."""

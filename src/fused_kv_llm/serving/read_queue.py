@@ -65,6 +65,11 @@ class ReadQueue:
             self._readers -= 1
             return None
 
+    def reader_died(self) -> None:
+        """Note that a reader has ended without being told to; another one takes its place."""
+        with self._lock:
+            self._readers -= 1
+
     def came_back(self, job: LayerRead) -> None:
         """Note that a read is over."""
         with self._lock:

@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from fused_kv_llm.errors import ChunkDamagedError, DeadlineError, RequestCancelledError
+from fused_kv_llm.errors import ChunkDamagedError, DeadlineError, ReadTimeoutError, RequestCancelledError
 from fused_kv_llm.model import ModelLock, RaggedError
 from fused_kv_llm.online import STUCK_S, FusedPrompt
 
 from .means import MOST_PLANNED, Means, RealMeans
 from .recovery import NextTry, Recovery
 from .running_kv import RunningKV
-from .served_request import RequestState, ServedRequest
+from .served_request import AbandonedPlanError, RequestState, ServedRequest
 from .waiting import WaitingRequests
 
 __all__ = ["Scheduler"]
@@ -73,7 +73,8 @@ class Scheduler:
         self.recovery = Recovery()
         self._lock, self._post, self._on_end, self._may_drop = lock, post, on_end, may_drop
         self.loads_ahead, self.waiting, self._measures = True, WaitingRequests(), False
-        self._loading: set[ServedRequest] = set()
+        # Each with what tells its present planning from those that were given up.
+        self._loading: dict[ServedRequest, object] = {}
         self._given_up: dict[ServedRequest, BaseException] = {}
         self._ready: deque[ServedRequest] = deque()
         self._running: list[ServedRequest] = []
@@ -130,6 +131,7 @@ class Scheduler:
     def step(self) -> None:
         """Do what is due: give up, plan ahead, let in, compute."""
         self._give_up_overdue()
+        self._give_up_hung()
         self._make_way()
         self._plan_ahead()
         self.means.look()
@@ -156,6 +158,25 @@ class Scheduler:
                 waited = f"{request.terms.timeout_s} s (timeout_s)"
                 self.give_up(request, DeadlineError(f"The request was not answered within {waited}; it was "
                                                      f"{request.state.value} then."))  # fmt: skip
+
+    def _give_up_hung(self) -> None:
+        """Go on without stored KV that does not come; the threads that wait for it are left to themselves."""
+        for request in [*self._loading, *self._ready]:
+            if not (request.is_stuck and request.is_hung):
+                continue
+            if self._loading.pop(request, None) is not None:
+                self.means.replace_planner()
+            error = self._given_up.pop(request, None)
+            if error is None:
+                self._go_on_without(request)
+            else:
+                self._end(request, error)
+
+    def _go_on_without(self, request: ServedRequest, lost_key: str | None = None) -> None:
+        """Have a request planned again without chunks that do not come."""
+        self.recovery.counts.given_up_loads += 1
+        _log.warning("Stored KV has not come within %g s; it is computed instead.", request.home.limits.load_timeout_s)
+        self._begin_anew(request, partial(request.give_up_loading, lost_key))
 
     def _make_way(self) -> None:
         """Give up what nobody has asked yet for those who have (RAGCache, algorithm 2).
@@ -210,24 +231,33 @@ class Scheduler:
     def _load(self, request: ServedRequest) -> None:
         ahead = bool(self._running or self._loading or self._ready)
         request.loading_since_s = self.means.now_s()
-        self.means.plan(self._plan, request, ahead)
         request.state = RequestState.LOADING
-        self._loading.add(request)
+        self._loading[request] = planning = object()
+        self.means.plan(self._plan, request, ahead, planning)
 
-    def _plan(self, request: ServedRequest, ahead: bool) -> None:
+    def _plan(self, request: ServedRequest, ahead: bool, planning: object) -> None:
         error = None
         try:
+            if self._loading.get(request) is not planning:
+                raise AbandonedPlanError
             request.plan(self.means.loader if self.loads_ahead else None, self._wake, ahead=ahead)
+        except AbandonedPlanError:
+            self.means.planner_came_back()
+            return
         except BaseException as found:
             error = found
-        self._post(partial(self._planned, request, error))
+        self._post(partial(self._planned, request, error, planning))
 
     def _wake(self) -> None:
         """Have the loop look again."""
         self._post(lambda: None)
 
-    def _planned(self, request: ServedRequest, error: BaseException | None) -> None:
-        self._loading.discard(request)
+    def _planned(self, request: ServedRequest, error: BaseException | None, planning: object) -> None:
+        if self._loading.get(request) is not planning:
+            # It was given up just when it came back.
+            self.means.planner_came_back()
+            return
+        del self._loading[request]
         error = self._given_up.pop(request, error)
         if error is None:
             self.waiting.charge(request, request.prompt_tokens)
@@ -345,6 +375,9 @@ class Scheduler:
         if isinstance(error, ChunkDamagedError) or request.is_done:
             self._fail(request, error)
             return
+        if isinstance(error, ReadTimeoutError):
+            self._go_on_without(request, error.key)
+            return
         next_try = self.recovery.after(request, error)
         if next_try is NextTry.NONE:
             self._end(request, self.recovery.last_error(request, error))
@@ -352,11 +385,11 @@ class Scheduler:
             _log.info("A request begins anew, since it failed while it was %s: %r", request.state.value, error)
             self._begin_anew(request)
 
-    def _begin_anew(self, request: ServedRequest) -> None:
+    def _begin_anew(self, request: ServedRequest, how: Callable[[], None] | None = None) -> None:
         for held in (self._ready, self._running):
             if request in held:
                 held.remove(request)
-        self._guarded(request, request.begin_anew)
+        self._guarded(request, how or request.begin_anew)
         if not request.is_done:
             self._guarded(request, self._load, request)
 
@@ -393,7 +426,7 @@ class Scheduler:
             self._end(request, error)
 
     def _end(self, request: ServedRequest, error: BaseException | None = None) -> None:
-        self._loading.discard(request)
+        self._loading.pop(request, None)
         self.waiting.remove(request)
         for held in (self._ready, self._running):
             if request in held:

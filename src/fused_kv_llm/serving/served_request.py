@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -33,7 +35,11 @@ from .home import RequestHome
 from .loader import Loader
 from .terms import Terms
 
-__all__ = ["RequestState", "ServedRequest"]
+__all__ = ["AbandonedPlanError", "RequestState", "ServedRequest"]
+
+
+class AbandonedPlanError(Exception):
+    """A prompt was planned for a request that has ended, or begun anew, meanwhile."""
 
 
 class RequestState(Enum):
@@ -123,6 +129,10 @@ class ServedRequest:
         self.cached_ratio: float | None = None
         self.overtaken = self.failures = 0
         self._is_counted = False
+        # What a thread has planned is taken if the request has not begun anew meanwhile.
+        self._publishing, self._attempt = threading.Lock(), 0
+        self._hung_keys, self._all_hung = set[str](), False
+        self._loader: Loader | None = None
         self.wants_shared: Callable[[ServedRequest, Sharing | None], bool] = lambda request, sharing: False
         self._span = RequestSpan(home.context.loaded.model_id)
         self._stage, self._slice_span = self._span.start("prefill"), None
@@ -178,32 +188,74 @@ class ServedRequest:
         ------
         PromptError, PromptTooLongError
             If the prompt is empty or does not fit.
+        AbandonedPlanError
+            If the request has ended, or begun anew, meanwhile.
         """
+        attempt = self._attempt
+        self._loader = loader
+        self._all_hung = self._all_hung or (loader is not None and loader.hung.is_dead)
+        planned = None
+        try:
+            planned = self._plan()
+            loading = RequestLoading(self.home.context, planned, self._recipe)
+            load = None if loader is None else loading.begin(ahead=ahead, on_change=on_change)
+            with self._publishing:
+                if attempt != self._attempt or self._planned is not None:
+                    raise AbandonedPlanError
+                self._planned, self._loading = planned, loading
+        except BaseException as error:
+            if planned is not None:
+                planned.close()
+            if attempt == self._attempt:
+                raise
+            if loader is not None:
+                loader.hung.discard((id(self), attempt))
+            raise AbandonedPlanError from error
+        self._describe(planned)
+        if loader is not None and load is not None:
+            loader.add(load)
+
+    def _plan(self) -> Request:
         started_s = time.perf_counter()
         self._add("queue", started_s - self.arrived_s if "queue" not in self.report.seconds else 0.0)
         with self._span.within(self._stage, "align"):
             # One that begins anew uses its chunks once all the same.
             counted = not self.provisional and not self._is_counted
             self._read = self._read or self.home.read(self._prompt)
-            self._planned = self.home.plan_served(self._read, self._recipe, self.report, counted=counted)
+            planned = self.home.plan_served(self._read, self._recipe, self.report, counted=counted, skip=self._skips)
             self._is_counted = self._is_counted or counted
-            self._count_uses = None if self._is_counted else self.home.uses_of(self._planned, self.report)
+            self._count_uses = None if self._is_counted else self.home.uses_of(planned, self.report)
         self._add("align", time.perf_counter() - started_s)
-        loaded, self.prompt_tokens = self.home.context.loaded, self._planned.num_tokens
+        return planned
+
+    def _skips(self, key: str) -> bool:
+        """Whether a chunk's KV is not waited for any more."""
+        return self._all_hung or key in self._hung_keys
+
+    def _describe(self, planned: Request) -> None:
+        loaded, self.prompt_tokens = self.home.context.loaded, planned.num_tokens
         self._capacity = min(self.prompt_tokens + self.max_tokens, self.home.context_length)
         self.kv_nbytes = self._capacity * loaded.geometry.kv_bytes_per_token(loaded.dtype)
-        self.chunk_keys = frozenset(chunk.stored.key for chunk in self._planned.chunks)
-        self._loading = RequestLoading(self.home.context, self._planned, self._recipe)
-        load = None if loader is None else self._loading.begin(ahead=ahead, on_change=on_change)
-        if loader is not None and load is not None:
-            loader.add(load)
+        self.chunk_keys = frozenset(chunk.stored.key for chunk in planned.chunks)
 
     @property
     def is_stuck(self) -> bool:
         """Whether a disk, or another machine, has not answered for a while."""
         if self._loading is not None:
-            return self._loading.is_stuck
+            return self._loading.is_stuck or self._waits_in_vain
         return time.perf_counter() - self.loading_since_s > STUCK_S
+
+    @property
+    def is_hung(self) -> bool:
+        """Whether what it waits for is to be given up, since nothing has come for so long."""
+        if self._loading is None:
+            return time.perf_counter() - self.loading_since_s > self.home.limits.load_timeout_s
+        return self._loading.stalled_s > self.home.limits.load_timeout_s or self._waits_in_vain
+
+    @property
+    def _waits_in_vain(self) -> bool:
+        loading, loader = self._loading, self._loader
+        return loading is not None and loading.is_idle and loader is not None and loader.hung.is_dead
 
     def may_begin(self, *, alone: bool) -> bool:
         """Whether enough of its KV has been loaded, see :meth:`fused_kv_llm.online.RequestLoading.may_begin`."""
@@ -282,8 +334,33 @@ class ServedRequest:
         self.begin_anew()
         self.home.discard(error, self.report)
 
+    def give_up_loading(self, lost_key: str | None = None) -> None:
+        """Begin anew without the chunks that do not come; the second time, without any that is not loaded.
+
+        Parameters
+        ----------
+        lost_key : str or None
+            The chunk that was waited for, if that is known.
+        """
+        keys = set() if self._loading is None else self._loading.hanging_keys
+        keys |= set() if lost_key is None else {lost_key}
+        self._all_hung = self._all_hung or not keys or bool(self._hung_keys)
+        self._hung_keys |= keys
+        planned, loader, token = self._planned, self._loader, (id(self), self._attempt)
+        if loader is not None and (planned is not None or self._loading is None):
+            # A thread is left behind that plans, or reads.
+            loader.hung.add(token)
+            if planned is not None:
+                planned.on_closed = partial(loader.hung.discard, token)
+        if self._writer is None:
+            # The other one is written to by a thread that may come back.
+            self.report = replace(self.report, warnings=[*self.report.warnings], seconds={**self.report.seconds})
+        self.begin_anew()
+
     def begin_anew(self) -> None:
         """Give back what it holds and go back to planning; its answer goes on after the tokens that were sent."""
+        with self._publishing:
+            self._attempt += 1
         self._loading = None
         self._close_planned()
         self._close_fusion()
@@ -382,6 +459,8 @@ class ServedRequest:
             self.home.keep(found[1].common_with(self.successor_ids), found[0])
 
     def _give_back(self) -> None:
+        with self._publishing:
+            self._attempt += 1
         self._close_planned()
         self._close_fusion()
         text = None if self._fused is None else self._fused.text

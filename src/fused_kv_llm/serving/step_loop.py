@@ -260,9 +260,9 @@ class StepLoop:
                 self._inbox.get_nowait()()
             except Empty:
                 break
-        self._tell_closed()
         started_s = time.perf_counter()
         self.scheduler.step()
+        self._tell_closed()
         if self.scheduler.is_serving:
             self._pieces.requests_had(time.perf_counter() - started_s)
         if self._piece_due_s() <= 0:

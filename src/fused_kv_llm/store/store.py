@@ -342,6 +342,16 @@ class KVStore:
         """
         self._parts.reader.read_block = read_block
 
+    def wait_at_most(self, seconds: float | None) -> None:
+        """Have a thread wait no longer for another one's read, in files that are opened from now on.
+
+        Parameters
+        ----------
+        seconds : float or None
+            After which ``ReadTimeoutError`` is raised; None for as long as it takes, which is the default.
+        """
+        self._parts.reader.patience_s = seconds
+
     def drop_memory(self) -> None:
         """Empty the memory tier, so that every file is read from the disk again."""
         self._parts.reader.forget_all()

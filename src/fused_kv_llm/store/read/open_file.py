@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from fused_kv_llm.errors import ChunkDamagedError, StoreError
+from fused_kv_llm.errors import ChunkDamagedError, ReadTimeoutError, StoreError
 from fused_kv_llm.store.folder import FileVersion
 from fused_kv_llm.store.format import FileHeader, Part, byte_view
 from fused_kv_llm.store.read.blocks import BlockReader, read_block
@@ -58,6 +58,8 @@ class OpenFile:
         Read into memory that only the caller of ``read`` holds, every time anew: for a file that is not worth keeping.
     read_block : BlockReader
         Reads bytes of the file.
+    patience_s : float or None
+        For how many seconds a thread waits for another one's read; None for as long as it takes.
     """
 
     def __init__(
@@ -69,12 +71,13 @@ class OpenFile:
         *,
         stream: bool = False,
         read_block: BlockReader = read_block,
+        patience_s: float | None = None,
     ) -> None:
         self.version, self.header = known
         self._buffers = buffers
         self._on_done = on_done
         self._stream = stream
-        self._read_block = read_block
+        self._read_block, self._patience_s = read_block, patience_s
         self._users = 1
         self._reads = 0
         self._is_begun = False
@@ -149,12 +152,15 @@ class OpenFile:
         ------
         ChunkDamagedError
             One of these pieces is damaged or cannot be read. The others are unaffected.
+        ReadTimeoutError
+            Another thread reads one of them, and does not come back.
         StoreError
             The file was closed.
         """
         wanted = set(range(start, stop))
         with self._changed:
-            self._changed.wait_for(lambda: not wanted & self._loading)
+            if not self._changed.wait_for(lambda: not wanted & self._loading, self._patience_s):
+                raise ReadTimeoutError(self.header.key, self._patience_s or 0.0)
             missing = wanted - self._loaded
             if not self._tensors:
                 self._tensors, self._memory = _carve(self._buffers, self.header.parts, self.header.num_pieces)

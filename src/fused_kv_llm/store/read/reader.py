@@ -39,6 +39,8 @@ class FileReader:
     ----------
     read_block : BlockReader
         Reads bytes of the files that are opened from now on.
+    patience_s : float or None
+        For how many seconds a thread waits for another one's read of such a file; None for as long as it takes.
     """
 
     def __init__(self, folder: StoreFolder, memory: MemoryTier, codec: FileCodec) -> None:
@@ -46,6 +48,7 @@ class FileReader:
         self._memory = memory
         self._codec = codec
         self.read_block: BlockReader = read_block
+        self.patience_s: float | None = None
         self._buffers = ReadBuffers(_MOST_KEPT_NBYTES)
         self._lock = threading.Lock()
         # Files being read at the moment, so that a request joins a prefetch instead of reading again.
@@ -115,7 +118,15 @@ class FileReader:
             # and a request that reads it once should not hold all of it.
             fits = 0 < known.header.nbytes <= self._memory.budget_nbytes
             stream = name is not None and known.header.is_by_rows and not whole and (is_new or not fits)
-            file = OpenFile(fd, known, self._buffers, self._done, stream=stream, read_block=self.read_block)
+            file = OpenFile(
+                fd,
+                known,
+                self._buffers,
+                self._done,
+                stream=stream,
+                read_block=self.read_block,
+                patience_s=self.patience_s,
+            )
         except BaseException:
             os.close(fd)
             raise
