@@ -28,9 +28,11 @@ class Storage:
 class Tree(PrefixTree):
     """A tree of tokens of 8 bytes with two levels."""
 
-    def __init__(self, device: int, host: int, policy: str = "pgdsf", *, once: bool = True) -> None:
+    def __init__(
+        self, device: int, host: int, policy: str = "pgdsf", *, once: bool = True, share: float = 0.25
+    ) -> None:
         self.out, self.back = Storage(), Storage()
-        level = HostLevel(host * NODE_NBYTES, self.out, self.back, once)
+        level = HostLevel(host * NODE_NBYTES, self.out, self.back, once, share)
         super().__init__(device * NODE_NBYTES, RankedEviction(policy), level)
 
     def ask(self, ids: list[int]) -> int:
@@ -122,3 +124,65 @@ def test_what_leaves_the_host_as_well_is_forgotten() -> None:
         tree.ask([token])
     where = {node.ids.tolist()[0]: (node.kv is not None, node.host_kv is not None) for node in tree.nodes()}
     assert where == {2: (False, True), 3: (True, False)}
+
+
+@pytest.mark.parametrize("policy", ["pgdsf", "lru"])
+@settings(max_examples=80, deadline=None)
+@given(
+    prompts=PROMPTS, device=st.integers(1, 20), host=st.integers(0, 40), share=st.sampled_from([0.0, 0.3, 1.0]),
+    every=st.integers(1, 6),
+)  # fmt: skip
+def test_what_is_left_of_a_lost_device_is_what_the_host_has_copies_of(
+    policy: str, prompts: list[list[int]], device: int, host: int, share: float, every: int
+) -> None:
+    tree = Tree(device, host, policy, share=share)
+    for number, ids in enumerate(prompts, 1):
+        tree.ask(ids)
+        hot = [node for node in tree.nodes() if node.kv and node.host_kv]
+        assert all(node.parent is tree._root or node.parent.host_kv for node in hot if node in tree._levels._hot)
+        copied = sum(node.host_nbytes for node in hot if node in tree._levels._hot)
+        assert copied <= share * host * NODE_NBYTES
+        if number % every == 0:
+            held = tree.match(ids, None)
+            left = {id(node) for node in tree.nodes() if has_copies(tree, node)}
+            tree.lose_device()
+            tree.check()
+            assert tree.nbytes == 0
+            assert {id(node) for node in tree.nodes()} == left
+            held.release()
+            assert all(not node.pins for node in tree.nodes())
+
+
+def has_copies(tree: Tree, node: PrefixNode | None) -> bool:
+    """Whether a node and all that stand before it have a copy on the host."""
+    if node is None or node is tree._root:
+        return node is not None
+    return node.host_kv is not None and has_copies(tree, node.parent)
+
+
+def test_a_system_prompt_comes_back_from_the_host() -> None:
+    for share, found in ((0.5, 3), (0.0, 0)):
+        tree = Tree(100, 100, share=share)
+        for tail in range(1, 5):
+            tree.ask([7, 7, 7, tail])
+        assert tree.swaps.out_nbytes == found * NODE_NBYTES
+        tree.lose_device()
+        assert tree.num_nodes == (1 if found else 0)
+        assert tree.ask([7, 7, 7, 9]) == found
+        assert tree.swaps.in_nbytes == found * NODE_NBYTES
+
+
+def test_a_hotter_node_takes_the_place_of_a_cooler_one() -> None:
+    tree = Tree(100, 8, share=0.25)
+    for ids in ([1, 1], [1, 1], [1, 1], [2, 2], [2, 2], [2, 2], [2, 2], [2, 2]):
+        tree.ask(ids)
+    assert [node.ids[0] for node in tree.nodes() if node.host_kv] == [2]
+    tree.ask([3, 3])
+    assert [node.ids[0] for node in tree.nodes() if node.host_kv] == [2]
+
+
+def test_nothing_is_left_in_the_tree_by_who_began_before_the_loss() -> None:
+    tree = Tree(100, 100)
+    version = tree.version
+    tree.lose_device()
+    assert tree.insert([1, 2], [PrefixRun(2)], *kv([1, 2]), since=version) == 0

@@ -17,6 +17,7 @@ from waiting import wait_until
 
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.errors import ConfigError, DeadlineError, StepFailedError
+from fused_kv_llm.kv import HostLevel, PrefixTree, RankedEviction
 from fused_kv_llm.online import fusion
 from fused_kv_llm.serving import StepLoop, means
 from fused_kv_llm.serving.scheduler import Scheduler
@@ -304,6 +305,32 @@ def test_what_was_proposed_is_tried_again_too(engine: FusedKVEngine, monkeypatch
     got = engine.generate(PROMPTS[0], **GREEDY)
     assert got.token_ids == want
     nothing_is_left(engine)
+
+
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("ratio", [1.0, 0.3])
+def test_requests_go_on_after_the_devices_kv_was_lost(tmp_path: Path, options: dict[str, Any], ratio: float) -> None:
+    with make_engine(tmp_path, recompute_ratio=ratio) as engine:
+        engine.build_kv_cache(SHORT[:6], progress=False)
+        options = {**options, "max_tokens": 150}
+        want = [engine.generate(prompt, **options).token_ids for prompt in PROMPTS]
+        host = HostLevel(2**30, Tensor.clone, Tensor.clone)
+        engine.requests.prefixes = PrefixTree(2**30, RankedEviction("pgdsf"), host)
+        for prompt in PROMPTS:
+            engine.generate(prompt, max_tokens=2)
+        assert engine.requests.prefixes.host_nbytes > 0 or ratio < 1
+        # Three times: when nobody is answered, while they are being loaded or computed, and while all write.
+        engine.requests.lose_device()
+        handles = [engine.submit(prompt, **options) for prompt in PROMPTS]
+        engine.requests.lose_device()
+        for handle in handles:
+            handle.wait_for_first()
+        engine.requests.lose_device()
+        got = [handle.result() for handle in handles]
+        assert [one.token_ids for one in got] == want
+        assert any(one.report.retries for one in got)
+        assert engine.requests.recovery.lost_devices >= 1
+        nothing_is_left(engine)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -249,6 +249,17 @@ class RequestRunner:
             self.prefixes.clear()
             raise
 
+    def forget_device(self) -> None:
+        """Forget what the prefix tree had on the device only."""
+        self.prefixes.lose_device()
+
+    def lose_device(self) -> None:
+        """Go on after the device's KV was lost, at the next step: requests begin anew with what the host has copies of.
+
+        The model has to be there, or there again.
+        """
+        self._loop.lose_device(self)
+
     def answered(self, prompt_text: str) -> None:
         """Ingest chunks that the prompt had and the store lacks; earlier it would delay the answer."""
         self._corpus.ingest_expected(prompt_text)

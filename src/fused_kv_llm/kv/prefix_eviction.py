@@ -32,6 +32,9 @@ class PrefixEviction(Protocol):
     def kept(self, node: PrefixNode) -> None:
         """Learn that a request which has found a node before leaves its KV."""
 
+    def uses(self, node: PrefixNode) -> int:
+        """Return how many requests have used a node."""
+
     def rank(self, node: PrefixNode, level: int) -> tuple[float, float]:
         """Return the value of a node on a level; the lowest makes room first."""
 
@@ -108,6 +111,10 @@ class RankedEviction:
         """Note that it was needed until now, without counting the request twice."""
         self._uses += 1
         node.about = replace(_about(node), entry=replace(_about(node).entry, used=self._uses))
+
+    def uses(self, node: PrefixNode) -> int:
+        """Return its uses, as they are counted for the policy."""
+        return _about(node).entry.hits
 
     def rank(self, node: PrefixNode, level: int) -> tuple[float, float]:
         """Return its priority, and when it was used last."""

@@ -3,6 +3,9 @@
 The nodes on the device are the upper part of the tree, those on the host alone hang below them. A node that has to
 leave the device is copied to the host the first time. The copy stays until the node is forgotten, so that later it
 only has its device memory freed.
+
+Nodes of the upper part that many requests use, such as a system prompt, are copied before they have to leave: should
+the device's memory be lost, they come back from the host, and not all of the tree is lost with them (section 6).
 """
 
 from __future__ import annotations
@@ -16,6 +19,9 @@ from .prefix_eviction import DEVICE, HOST, PrefixEviction
 from .prefix_node import PrefixNode
 
 __all__ = ["HostLevel", "PrefixLevels", "SwapCounts"]
+
+# So many uses of a node make it hot.
+_HOT_USES = 2
 
 _Move = Callable[[Tensor], Tensor]
 
@@ -32,12 +38,15 @@ class HostLevel:
         Copies a tensor.
     once : bool
         Whether copies stay on the host when a node is back on the device; False is for comparison.
+    hot_share : float
+        Most of `max_bytes` that copies of nodes may take that are used often and still on the device.
     """
 
     max_bytes: int
     to_host: _Move
     to_device: _Move
     once: bool = True
+    hot_share: float = 0.25
 
 
 @dataclass(slots=True)
@@ -88,6 +97,8 @@ class PrefixLevels:
         self.nbytes = self.host_nbytes = 0
         self.leaves: set[PrefixNode] = set()
         self._away: set[PrefixNode] = set()
+        # Those that were copied before they had to leave.
+        self._hot: set[PrefixNode] = set()
 
     def add(self, node: PrefixNode) -> None:
         """Take in a node that is new, on the device."""
@@ -100,6 +111,8 @@ class PrefixLevels:
         """Take in the first part of a node that was split."""
         if head.kv is None:
             self._away.add(head)
+        if any(node in self._hot for node in head.children()):
+            self._hot.add(head)
 
     def bring(self, path: Iterable[PrefixNode]) -> bool:
         """Copy nodes back to the device, from the root on, as far as there is room; whether all are there.
@@ -119,6 +132,33 @@ class PrefixLevels:
                 self.host_nbytes -= node.host_nbytes
                 node.host_kv = None
         return True
+
+    def keep_hot(self, path: Iterable[PrefixNode]) -> None:
+        """Copy nodes to the host that are used often, from the root on, as far as their share of it goes.
+
+        The last of them is pinned.
+        """
+        if self._host is None or not self._host.once:
+            return
+        for node in path:
+            if node.host_kv is not None:
+                continue
+            if node.kv is None or self._eviction.uses(node) < _HOT_USES or not self._make_hot_room(node):
+                return
+            self._copy(node, node.kv, self._host)
+            self._hot.add(node)
+
+    def lose_device(self, root: PrefixNode) -> None:
+        """Note that what is on the device is lost: nodes without a copy are forgotten, with all behind them."""
+        every = list(root.below())
+        for node in every:
+            node.kv = None
+        for node in every:
+            if node.host_kv is None and node.parent is not None:
+                for lost in (node, *node.below()):
+                    self._forget_copy(lost)
+                node.detach()
+        self.nbytes, self.leaves, self._away = 0, set(), set(root.below())
 
     def make_room(self, nbytes: int) -> int:
         """Move leaves off the device until so many bytes fit, if they ever can; return how many do."""
@@ -147,9 +187,7 @@ class PrefixLevels:
         if leaf.host_kv is not None:
             self.swaps.spared_nbytes += leaf.nbytes
         elif self._host is not None and leaf.kv is not None and self._make_host_room(leaf.nbytes):
-            leaf.host_kv = self._host.to_host(leaf.kv[0]), self._host.to_host(leaf.kv[1])
-            self.host_nbytes += leaf.host_nbytes
-            self.swaps.out_nbytes += leaf.nbytes
+            self._copy(leaf, leaf.kv, self._host)
         elif any(node.pins for node in leaf.below()):
             return False
         self._eviction.evicted(leaf, DEVICE)
@@ -161,6 +199,23 @@ class PrefixLevels:
             self._forget_copy(node)
         leaf.detach()
         return True
+
+    def _copy(self, node: PrefixNode, kv: tuple[Tensor, Tensor], host: HostLevel) -> None:
+        node.host_kv = host.to_host(kv[0]), host.to_host(kv[1])
+        self.host_nbytes += node.host_nbytes
+        self.swaps.out_nbytes += node.nbytes
+
+    def _make_hot_room(self, node: PrefixNode) -> bool:
+        """Make room for the copy of a node that is used often, in place of those that are used less."""
+        most = 0.0 if self._host is None else self._host.hot_share * self._host.max_bytes
+        while sum(one.host_nbytes for one in self._hot if one.kv is not None) + node.nbytes > most:
+            # The lowest first, since what comes back needs all that stands before it.
+            ends = (one for one in self._hot if one.kv is not None and not any(c.host_kv for c in one.children()))
+            least = min(ends, key=self._eviction.uses, default=None)
+            if least is None or least is node.parent or self._eviction.uses(least) >= self._eviction.uses(node):
+                return False
+            self._forget_copy(least)
+        return self._make_host_room(node.nbytes)
 
     def _free(self, leaf: PrefixNode) -> None:
         self.leaves.discard(leaf)
@@ -185,5 +240,6 @@ class PrefixLevels:
 
     def _forget_copy(self, node: PrefixNode) -> None:
         self._away.discard(node)
+        self._hot.discard(node)
         self.host_nbytes -= node.host_nbytes
         node.host_kv = None

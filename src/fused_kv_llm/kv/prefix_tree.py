@@ -107,6 +107,7 @@ class PrefixTree:
             if path:
                 with self._pinned(path[-1][0]):
                     self._levels.bring(node for node, _ in path)
+                    self._levels.keep_hot(node for node, count in path if count == node.num_tokens)
             return PrefixMatch(path, self.version, self._unpin)
 
     def known_tokens(self, ids: Sequence[int], recipe: Hashable | None, exact_stop: int | None = None) -> int:
@@ -180,6 +181,13 @@ class PrefixTree:
         """Forget everything; requests that use some of it keep what they have."""
         with self._lock:
             self._empty()
+            self.version += 1
+
+    def lose_device(self) -> None:
+        """Note that the device's memory is lost: what has a copy on the host comes back when it is used."""
+        with self._lock:
+            self._levels.lose_device(self._root)
+            # What requests have computed behind it is lost too.
             self.version += 1
 
     # -- inside ----------------------------------------------------------------------------------------------

@@ -59,5 +59,8 @@ class RequestHome(Protocol):
     def check_unchanged(self) -> None:
         """Make sure that the model is still the one whose KV is stored."""
 
+    def forget_device(self) -> None:
+        """Forget what was on the device only."""
+
     def answered(self, prompt_text: str) -> None:
         """Learn that a prompt is being answered no more."""

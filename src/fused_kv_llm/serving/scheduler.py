@@ -12,6 +12,7 @@ from fused_kv_llm.errors import ChunkDamagedError, DeadlineError, ReadTimeoutErr
 from fused_kv_llm.model import ModelLock, RaggedError
 from fused_kv_llm.online import STUCK_S, FusedPrompt
 
+from .home import RequestHome
 from .means import MOST_PLANNED, Means, RealMeans
 from .recovery import NextTry, Recovery
 from .running_kv import RunningKV
@@ -392,6 +393,16 @@ class Scheduler:
         self._guarded(request, how or request.begin_anew)
         if not request.is_done:
             self._guarded(request, self._load, request)
+
+    def lose_device(self, home: RequestHome) -> None:
+        """Begin all over with the requests of an engine whose KV was on a device that lost it."""
+        self.recovery.counts.lost_devices += 1
+        home.forget_device()
+        for request in [*self._loading, *self._ready, *self._running]:
+            if request.home is home and request not in self._given_up:
+                self._loading.pop(request, None)
+                self.recovery.note(request)
+                self._begin_anew(request)
 
     def _fail(self, request: ServedRequest, error: BaseException) -> None:
         if request.is_done:

@@ -206,6 +206,14 @@ class StepLoop:
         error = RequestCancelledError("The request was cancelled before its answer was complete.")
         self._inbox.put(partial(self.scheduler.give_up, request, error))
 
+    def lose_device(self, home: RequestHome) -> None:
+        """Have the requests of an engine begin anew at the next step, since the device's KV was lost."""
+        with self._guard:
+            if self._thread is None:
+                home.forget_device()
+            else:
+                self._inbox.put(partial(self.scheduler.lose_device, home))
+
     def close(self, home: RequestHome | None = None) -> None:
         """Give up the requests of an engine, or all, and return when they have ended.
 
