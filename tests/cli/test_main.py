@@ -165,7 +165,7 @@ def test_an_index_that_does_not_fit_its_passages(kv_dir: Path, tmp_path: Path) -
 
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
 def test_ctrl_c_stops_and_the_same_command_goes_on(tmp_path: Path) -> None:
-    handbook = str(files("fused_kv_llm.demo") / "handbook")
+    handbook = sorted(map(str, (files("fused_kv_llm.demo") / "handbook").iterdir()))[:4]
     kv_dir = tmp_path / "kv"
     # The second pass takes long, and what interrupts it is tested beside it.
     once = ["--preprocessing", "none"]
@@ -176,7 +176,7 @@ def test_ctrl_c_stops_and_the_same_command_goes_on(tmp_path: Path) -> None:
     )
     roots = os.pathsep.join(path for path in sys.path if path)
     process = subprocess.Popen(
-        [sys.executable, "-c", code, "ingest", handbook, "--kv-dir", str(kv_dir), *once],
+        [sys.executable, "-c", code, "ingest", *handbook, "--kv-dir", str(kv_dir), *once],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -192,8 +192,8 @@ def test_ctrl_c_stops_and_the_same_command_goes_on(tmp_path: Path) -> None:
     assert "Traceback" not in output
     with KVStore(kv_dir, read_only=True) as store:
         stored = store.stats().chunks
-    assert 0 < stored < 87
-    assert f"{stored} already stored" in run("ingest", handbook, "--kv-dir", kv_dir, *once).output
+    assert 0 < stored < len(read_passages(map(Path, handbook)))
+    assert f"{stored} already stored" in run("ingest", *handbook, "--kv-dir", kv_dir, *once).output
 
 
 def test_changed_files_replace_their_passages(tmp_path: Path) -> None:
