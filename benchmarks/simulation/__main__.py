@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("what", choices=("ingest", "measure", "compare", "predict"))
     parser.add_argument("--data", type=Path, help="the question file")
     parser.add_argument("--kv-dir", type=Path, help="a store with the file's passages, which `ingest` makes")
-    parser.add_argument("--requests", type=int, default=2000, help="of each predicted trace")
+    parser.add_argument("--requests", type=int, default=800, help="of each predicted trace")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="what is predicted")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()

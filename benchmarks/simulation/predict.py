@@ -20,11 +20,13 @@ from .trace import Trace, zipf
 __all__ = ["MACHINES", "SECTIONS", "predict", "prediction_tables", "setup"]
 
 MACHINES: dict[str, tuple[ModelShape, Hardware]] = {"7B": (SEVEN_B, ASSUMED), "70B": (SEVENTY_B, ASSUMED_FOUR)}
-CHUNKS, HALF = 20_000, 0.5
+CHUNKS, HALF = 10_000, 0.5
 SYSTEMS = ("full", "prefix", "fused")
-RATES = {"7B": (0.5, 1.0, 2.0, 4.0), "70B": (0.5, 1.0, 2.0, 4.0)}
+RATES = (0.5, 1.0, 2.0)
 POLICIES = ("lru", "lfu", "gdsf", "pgdsf")
-EXPONENTS = (0.8, 1.0, 1.2)
+EXPONENTS = (0.8, 1.2)
+# Room for one chunk in twelve in memory, and for a third of them on the disk.
+TIGHT = {"host_bytes": 250 * GB, "disk_bytes": 1000 * GB}
 _WINDOW = 32
 
 
@@ -60,8 +62,8 @@ def _run(trace: Trace, one: Setup) -> dict[str, Any]:
 
 def systems(requests: int) -> Iterator[dict[str, Any]]:
     """Compare full prefill, prefixes and chunk KV at ratio 0.15, at rising rates."""
-    for machine, rates in RATES.items():
-        for rate in rates:
+    for machine in MACHINES:
+        for rate in RATES:
             for how in SYSTEMS:
                 found = _run(zipf(1.0, CHUNKS, requests, rate), setup(machine, how))
                 yield {"machine": machine, "rate_per_s": rate, "system": how, **found}
@@ -72,16 +74,16 @@ def policies(requests: int) -> Iterator[dict[str, Any]]:
     for exponent in EXPONENTS:
         trace = zipf(exponent, CHUNKS, requests, 1.0)
         for policy in POLICIES:
-            found = _run(trace, setup("7B", "fused", policy=policy, disk_bytes=2000 * GB, remote=None))
+            found = _run(trace, setup("7B", "fused", policy=policy, remote=None, **TIGHT))
             yield {"system": "fused", "exponent": exponent, "policy": policy, **found}
-            found = _run(trace, setup("7B", "prefix", policy=policy))
+            found = _run(trace, setup("7B", "prefix", policy=policy, host_bytes=TIGHT["host_bytes"]))
             yield {"system": "prefix", "exponent": exponent, "policy": policy, **found}
 
 
 def budgets(requests: int) -> Iterator[dict[str, Any]]:
     """Vary the host's memory and the disk, with a network behind it and without."""
     trace = zipf(1.0, CHUNKS, requests, 2.0)
-    for host in (0, 250, 1000, 4000):
+    for host in (0, 100, 250, 1000):
         yield {"host_gb": host, "disk_gb": 4000, "remote": True,
                **_run(trace, setup("7B", "fused", host_bytes=host * GB))}  # fmt: skip
     for disk in (500, 2000):
@@ -92,11 +94,11 @@ def budgets(requests: int) -> Iterator[dict[str, Any]]:
 
 
 def reordering(requests: int) -> Iterator[dict[str, Any]]:
-    """Let what is cached go first in a queue that is full, or not: a tenth of the chunks do not fit on the disk."""
+    """Let what is cached go first in a queue that is full, or not; of the chunks, a third fits on the disk."""
     for rate in (2.0, 4.0):
         trace = zipf(1.0, CHUNKS, requests, rate)
         for window in (0, _WINDOW):
-            one = setup("7B", "fused", disk_bytes=2000 * GB, remote=None, reorder_window=window)
+            one = setup("7B", "fused", remote=None, reorder_window=window, **TIGHT)
             yield {"rate_per_s": rate, "reorder_window": window, **_run(trace, one)}
 
 

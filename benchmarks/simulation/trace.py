@@ -74,6 +74,8 @@ def zipf(
     tokens = [int(256 * 4 ** drawn.random()) for _ in range(chunks)]
     weights = [1 / (rank + 1) ** exponent for rank in range(chunks)]
     places = list(range(chunks))
+    # What is popular is not what was stored first.
+    drawn.shuffle(places)
     asked = []
     for at_s in poisson(requests, rate_per_s, seed):
         chosen: dict[int, None] = {}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from corpus import SHORT
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from models import smollm2_tokenizer, tiny_model
 from simulation import compare, measured
@@ -86,6 +86,8 @@ def test_time_does_not_go_back() -> None:
 
 
 @settings(deadline=None, max_examples=15)
+@example(host=3, disk=30, pool=20, how="fused", remote=True, policy="lru")
+@example(host=3, disk=0, pool=5, how="prefix", remote=False, policy="gdsf")
 @given(
     host=st.integers(0, 30), disk=st.integers(0, 30), pool=st.integers(1, 20),
     how=st.sampled_from(["prefix", "fused"]), remote=st.booleans(), policy=st.sampled_from(sorted(policies.POLICIES)),

@@ -10,6 +10,7 @@ from waiting import wait_until
 
 from fused_kv_llm.online import LayerRead, LoadAhead
 from fused_kv_llm.serving.loader import Loader
+from fused_kv_llm.serving.read_queue import ReadQueue
 
 ORDER = [3, 4, 5, 0, 1, 2, 6, 7]
 
@@ -120,3 +121,40 @@ def test_readers_that_die_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     wait_until(lambda: bool(loader.look()) or sum(load.is_complete for load in loads) >= 2)
     assert len(died) == 6
     loader.close()
+
+
+def test_reads_can_be_timed_by_another_clock() -> None:
+    now_s = 100.0
+    load = LoadAhead(ORDER, [lambda *_: pytest.fail("nothing is read")] * 2, lambda: None, lambda: now_s)
+    queue = ReadQueue(lambda: now_s)
+    assert not queue.wants_reader()
+    queue.add(load)
+    assert queue.wants_reader()
+    while (taken := queue.take()) is not None:
+        now_s += 0.5
+        taken[0].came_back(taken[1], 0.5, 0.0)
+        queue.came_back(taken[1])
+    assert load.is_complete
+    assert not load.is_busy
+    # Eight layers of two places, one after another.
+    assert (load.begun_s, load.ended_s) == (100.0, 108.0)
+    assert load.seconds_per_layer == pytest.approx(1.0)
+
+
+def test_a_reader_that_does_not_come_back_is_replaced() -> None:
+    now_s = 0.0
+    loads = [LoadAhead(ORDER, [lambda *_: None] * 9, lambda: None, lambda: now_s) for _ in range(2)]
+    queue = ReadQueue(lambda: now_s)
+    for load in loads:
+        queue.add(load)
+    # The first read of a request tells whether more at once would help.
+    taken = [queue.take() for _ in range(3) if queue.wants_reader()]
+    assert [one and one[0] for one in taken] == [*loads, None]
+    now_s = 2.0
+    assert all(load.is_stuck for load in loads)
+    third = LoadAhead(ORDER, [lambda *_: None], lambda: None, lambda: now_s)
+    queue.add(third)
+    assert queue.wants_reader()
+    job = queue.take()
+    assert job is not None
+    assert job[0] is third
