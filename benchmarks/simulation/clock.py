@@ -86,6 +86,12 @@ class SimulatedMeans:
         self.passes += 1
         return [None for _ in parts]
 
+    def replace_planner(self) -> None:
+        """Do nothing: whoever plans comes back."""
+
+    def planner_came_back(self) -> None:
+        """Do nothing."""
+
     def look(self) -> None:
         """Do nothing: nobody else uses the cores."""
 

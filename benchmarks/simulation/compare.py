@@ -8,10 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
-from fused_kv_llm.serving import Limits
-
 from .costs import Costs
-from .engine import Setup, SimulatedEngine
+from .engine import Setup, SimulatedEngine, limits
 from .hardware import GB, Hardware, Link
 from .measured import LOADS
 from .report import times
@@ -27,10 +25,7 @@ LEARNT_FROM = "open"
 
 # The loads find every chunk in memory.
 HERE = Hardware("two cores", 0, 0, 0, 4 * GB, 4 * GB, 100 * GB, Link(1), Link(1e9), None)
-LIMITS = Limits(
-    num_seqs=16, batched_rows=96, layer_rows=512, pool_bytes=4 * GB, queued=10**6, retries=0, reorder_window=32,
-    share_chunk_kv="never", prefix_bytes=0,
-)  # fmt: skip
+LIMITS = limits(num_seqs=16, batched_rows=96, layer_rows=512, pool_bytes=4 * GB)
 
 
 def simulated(name: str, measured: dict[str, Any], costs: Costs) -> dict[str, float]:

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import simpy
+import torch
 
+from fused_kv_llm.config import EngineConfig
 from fused_kv_llm.online import MovingAverage
-from fused_kv_llm.serving import Limits
+from fused_kv_llm.serving import Limits, limits_of
 from fused_kv_llm.serving.ingestion_pieces import IngestionPieces, Piece
 from fused_kv_llm.serving.scheduler import Scheduler
 
@@ -27,10 +29,17 @@ from .shape import ModelShape
 from .tiers import ChunkTiers
 from .trace import Asked, Trace
 
-__all__ = ["Setup", "SimulatedEngine"]
+__all__ = ["Setup", "SimulatedEngine", "limits"]
 
 # What a step takes beside its passes; and so time always goes forward.
 _STEP_S = 1e-4
+
+
+def limits(**given: Any) -> Limits:
+    """Return the library's limits of a simulated machine: nothing is tried again, and everybody may wait."""
+    usual = limits_of(EngineConfig(), torch.device("cpu"))
+    alone: dict[str, Any] = {"queued": 10**6, "retries": 0, "share_chunk_kv": "never", "prefix_bytes": 0}
+    return replace(usual, **{**alone, **given})
 
 
 @dataclass(frozen=True, slots=True)

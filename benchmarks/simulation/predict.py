@@ -8,10 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
-from fused_kv_llm.serving import Limits
-
 from .costs import roofline
-from .engine import Setup, SimulatedEngine
+from .engine import Setup, SimulatedEngine, limits
 from .hardware import ASSUMED, ASSUMED_FOUR, GB, Hardware
 from .report import hit_rates, times
 from .shape import SEVEN_B, SEVENTY_B, ModelShape
@@ -35,20 +33,17 @@ def setup(machine: str, how: str, **changed: Any) -> Setup:
     shape, hardware = MACHINES[machine]
     hardware = replace(hardware, **{name: changed.pop(name) for name in list(changed) if hasattr(hardware, name)})
     prefixes = how == "prefix"
-    limits = Limits(
+    most = limits(
         num_seqs=128,
         batched_rows=2048,
         layer_rows=2048,
         pool_bytes=int((HALF if prefixes else 1) * hardware.device_bytes),
-        queued=10**6,
-        retries=0,
         reorder_window=changed.pop("reorder_window", _WINDOW),
-        share_chunk_kv="never",
         prefix_bytes=int(HALF * hardware.device_bytes) if prefixes else 0,
         prefix_host_bytes=hardware.host_bytes if prefixes else 0,
     )
     policy = changed.pop("policy", "gdsf" if prefixes else "pgdsf")
-    return Setup(shape, hardware, roofline(shape, hardware), limits, how, policy, **changed)
+    return Setup(shape, hardware, roofline(shape, hardware), most, how, policy, **changed)
 
 
 def _run(trace: Trace, one: Setup) -> dict[str, Any]:
