@@ -236,6 +236,24 @@ def test_eviction() -> None:
     assert {row[0]: row[1:] for row in rows} == {row[0]: want[row[0]] for row in rows}
 
 
+def test_alternative_path() -> None:
+    found = record("alternative_path.json")
+    paper, here, real = found["paper"], found["simulation"], found["real_model"]
+    prefills = [paper["redundant_of_baseline"], here["prefix"]["redundant_prefills"]]
+    assert [row[1:] for row in table("docs/ingestion.md", "what")] == [
+        [f"{paper['storage_saved']:.1%}", f"{here['storage_saved']:.1%}"],
+        [f"{count:,}" for count in prefills],
+        [f"{paper['redundant_saved']:.1%}", f"{here['redundant_saved']:.1%}"],
+        [f"{paper['hit_rate']:.1%}", f"{here['hit_rate']:.1%}"],
+    ]
+    text = " ".join((ROOT / "docs" / "ingestion.md").read_text(encoding="utf-8").split())
+    chunks = here["chunks"]
+    assert f"All {chunks['redundant_prefills']} repeated prefills" in text
+    assert f"{chunks['adopted']} of {chunks['new_chunks']} new chunks" in text
+    assert f"after {real['adopt_s']:.2f} s instead of {real['prefill_s']:.2f} s" in text
+    assert real["largest_difference"] == 0.0
+
+
 def test_the_store() -> None:
     found = record("store_cpu.json")
     get, index = found["get"], found["index"]
