@@ -17,9 +17,10 @@ from fused_kv_llm.errors import ConfigError
 from langchain_fused_kv.base import LangChainFusedKV
 from langchain_fused_kv.staged import staged_retriever
 
-__all__ = ["CHUNK_ID_KEY", "FusedKVRetriever", "PrefetchingLLM"]
+__all__ = ["CHUNK_ID_KEY", "RANK_KEY", "FusedKVRetriever", "PrefetchingLLM"]
 
 CHUNK_ID_KEY = "fused_kv_chunk_id"
+RANK_KEY = "fused_kv_rank"
 
 
 @runtime_checkable
@@ -58,6 +59,10 @@ class FusedKVRetriever(BaseRetriever):
         Takes the query and the documents, and returns the prompt that the chain will make of them: a string, messages
         or a prompt value. With it the prompt is computed up to its first token while the search goes on. One that turns
         out to differ from the chain's costs only that. None loads the documents' KV only.
+    reorder_chunks : bool
+        Whether documents are put into an order in which the prompt begins as an earlier one did, so that at ratio 1
+        less of it is computed (:meth:`fused_kv_llm.FusedKVEngine.order_chunks`). It changes the prompt, and so perhaps
+        the answer. ``metadata["fused_kv_rank"]`` is then the place, from 1, that the retriever gave a document.
 
     Examples
     --------
@@ -79,12 +84,15 @@ class FusedKVRetriever(BaseRetriever):
     llm: PrefetchingLLM
     speculative: bool = False
     prompt: Callable[[str, list[Document]], Any] | None = None
+    reorder_chunks: bool = False
 
     def model_post_init(self, context: Any) -> None:
         """Refuse what cannot work before the first question."""
         super().model_post_init(context)
         if self.prompt is not None and not self.speculative:
             raise ConfigError("prompt= is only used with speculative=True")
+        if self.reorder_chunks and not isinstance(self.llm, LangChainFusedKV):
+            raise ConfigError(f"reorder_chunks=True needs a FusedKVLLM or ChatFusedKV, not a {type(self.llm).__name__}")
         if self.speculative:
             if not isinstance(self.llm, LangChainFusedKV):
                 raise ConfigError(
@@ -119,7 +127,7 @@ class FusedKVRetriever(BaseRetriever):
         llm, prompt = cast("LangChainFusedKV", self.llm), self.prompt
 
         def prompt_of(found: Sequence[Document]) -> Any:
-            return None if prompt is None else llm.proposed(prompt(query, list(found)))
+            return None if prompt is None else llm.proposed(prompt(query, self._ordered(found, remember=False)))
 
         stages = staged_retriever(self.retriever).stages(query)
         return list(search_staged(llm, stages, _texts_of, None if prompt is None else prompt_of))
@@ -131,6 +139,7 @@ class FusedKVRetriever(BaseRetriever):
                 f"The wrapped retriever returned {kind!r} instead of a list of Document: FusedKVRetriever "
                 "goes directly around the retriever, before the step that joins the documents into text."
             )
+        found = self._ordered(found, remember=True)
         texts = [doc.page_content for doc in found]
         chunk_ids = self.llm.prefetch(texts)
         self.llm.announce_retrieval(texts)
@@ -138,6 +147,12 @@ class FusedKVRetriever(BaseRetriever):
             doc.model_copy(update={"metadata": {**doc.metadata, CHUNK_ID_KEY: chunk_id}})
             for doc, chunk_id in zip(found, chunk_ids, strict=True)
         ]
+
+    def _ordered(self, found: Sequence[Document], *, remember: bool) -> list[Document]:
+        if not self.reorder_chunks:
+            return list(found)
+        order = cast("LangChainFusedKV", self.llm).order_chunks(_texts_of(found), remember=remember)
+        return [found[at].model_copy(update={"metadata": {**found[at].metadata, RANK_KEY: at + 1}}) for at in order]
 
 
 def _texts_of(found: Sequence[Document]) -> list[str]:

@@ -37,6 +37,10 @@ class FusedKVRetriever(BaseRetriever):
         Takes the query bundle and the nodes, and returns what the LLM will be asked: a string or chat messages, see
         :func:`compact_prompt`. With it the prompt is computed up to its first token. One that turns out to differ costs
         only that. None loads the nodes' KV only.
+    reorder_chunks : bool
+        Whether nodes are put into an order in which the prompt begins as an earlier one did, so that at ratio 1 less of
+        it is computed (:meth:`fused_kv_llm.FusedKVEngine.order_chunks`). It changes the prompt, and so perhaps the
+        answer. Nodes keep their scores.
 
     Raises
     ------
@@ -44,13 +48,21 @@ class FusedKVRetriever(BaseRetriever):
         If the retriever has no stages.
     """
 
-    def __init__(self, retriever: Any, llm: FusedKVLLM, prompt: NodePrompt | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        retriever: Any,
+        llm: FusedKVLLM,
+        prompt: NodePrompt | None = None,
+        *,
+        reorder_chunks: bool = False,
+        **options: Any,
+    ) -> None:
         if not isinstance(retriever, StagedSearch):
             raise ConfigError(
                 f"{type(retriever).__name__} has no method stages(query_bundle) that yields lists of nodes, the last "
                 "one final. For a remote store put a quick one in front: QuickFirstRetriever(quick, slow)."
             )
-        self._staged, self._llm, self._prompt = retriever, llm, prompt
+        self._staged, self._llm, self._prompt, self._reorders = retriever, llm, prompt, reorder_chunks
         super().__init__(**options)
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
@@ -62,6 +74,7 @@ class FusedKVRetriever(BaseRetriever):
                 None if self._prompt is None else lambda nodes: self._proposed(query_bundle, nodes),
             )
         )
+        found = self._ordered(found, remember=True)
         texts = texts_of(found)
         self._llm.prefetch(texts)
         self._llm.announce_retrieval(texts)
@@ -74,7 +87,15 @@ class FusedKVRetriever(BaseRetriever):
     def _proposed(self, query_bundle: QueryBundle, nodes: Sequence[NodeWithScore]) -> Any:
         if self._prompt is None:
             return None
-        return self._llm.proposed(self._prompt(query_bundle, nodes))
+        return self._llm.proposed(self._prompt(query_bundle, self._ordered(nodes, remember=False)))
+
+    def _ordered(self, nodes: Sequence[NodeWithScore], *, remember: bool) -> list[NodeWithScore]:
+        texts = [texts_of([node]) for node in nodes]
+        if not self._reorders or not all(texts):
+            # Nodes without text are placed by whoever put them there.
+            return list(nodes)
+        order = self._llm.order_chunks([text for (text,) in texts], remember=remember)
+        return [nodes[at] for at in order]
 
 
 class StagedFaissRetriever(BaseRetriever):

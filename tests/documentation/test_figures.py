@@ -254,6 +254,25 @@ def test_alternative_path() -> None:
     assert real["largest_difference"] == 0.0
 
 
+def test_the_order_of_chunks() -> None:
+    found = record("chunk_order_cpu.json")
+    want = []
+    for key, row in found["served"].items():
+        order, ratio = key.split("/")
+        tokens = f"{row['prefix_cache_tokens']:.0f} of {row['prompt_tokens']:,.0f}"
+        name = {"given": "as ranked", "ordered": "reordered"}[order]
+        want.append([f"{ratio}, {name}", tokens, f"{row['computed_tokens']:,.0f}", f"{row['ttft_s']:.2f} s"])
+    assert table("docs/serving.md", "ratio, order") == want
+    text = " ".join((ROOT / "docs" / "serving.md").read_text(encoding="utf-8").split())
+    given, moved = found["judged"]["given"], found["judged"]["ordered"]
+    assert f"passages of {found['moved']} of {found['questions']} questions" in text
+    assert f"the first {found['served_questions']} questions" in text
+    assert f"over {found['judged_questions']} questions whose passages were moved" in text
+    assert f"is {moved['kl']:.3f} on the gold answer" in text
+    assert f"goes from {given['gold_nll']:.2f} to {moved['gold_nll']:.2f}" in text
+    assert f"and F1 from {given['f1']:.2f} to {moved['f1']:.2f}" in text
+
+
 def test_the_store() -> None:
     found = record("store_cpu.json")
     get, index = found["get"], found["index"]

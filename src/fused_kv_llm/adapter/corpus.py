@@ -110,6 +110,10 @@ class ModelCorpus:
             return item
         raise CorpusError(f"Cannot ingest a {type(item).__name__}: give {self.items_name}")
 
+    def order_chunks(self, texts: Sequence[str], *, remember: bool = True) -> list[int]:
+        """Return an order of retrieved texts, see :meth:`fused_kv_llm.FusedKVEngine.order_chunks`."""
+        return self.engine.order_chunks(texts, remember=remember)
+
     def prefetch(self, texts: Sequence[str]) -> list[str | None]:
         """Start loading the KV of texts into memory.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import get_args
 
 from fused_kv_llm.chunk import chunk_text
@@ -168,6 +168,7 @@ class ChunkMethods(EngineState):
     def clear_prefix_cache(self) -> None:
         """Forget the KV of answered prompts; deleting chunks does it too, since prompts may have contained them."""
         self.requests.prefixes.clear()
+        self._orders.clear()
 
     def prefetch(self, texts: Iterable[str]) -> list[str | None]:
         """Start loading the KV of retrieved chunks into memory, with the sidecars that the engine's selector reads.
@@ -189,6 +190,32 @@ class ChunkMethods(EngineState):
             If one string was given instead of several.
         """
         return self.corpus.prefetch(texts, view_of(self._selector, self.loaded, FusionReport()))
+
+    def order_chunks(self, texts: Sequence[str], *, remember: bool = True) -> list[int]:
+        """Return an order of retrieved chunks in which their prompt begins as an earlier one did.
+
+        At ratio 1 the prefix that both have in common is not computed again then. The order of chunks is part of the
+        prompt, so answers may change.
+
+        Parameters
+        ----------
+        texts : sequence of str
+            Retrieved chunks, the best first.
+        remember : bool
+            Whether they are going to be asked about in this order.
+
+        Returns
+        -------
+        list of int
+            Places in `texts`: first the chunks that an earlier prompt began with, as they stood there, then the others
+            as given.
+
+        Raises
+        ------
+        CorpusError
+            If one string was given instead of several, or a chunk is not text.
+        """
+        return self._orders.order(texts, remember=remember)
 
     def chunk_id(self, text: str) -> str | None:
         """Return the key of a chunk's stored KV, or None where none is stored."""

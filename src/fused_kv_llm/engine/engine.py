@@ -11,6 +11,7 @@ from fused_kv_llm.serving import limits_of
 from fused_kv_llm.store import resolve_policy
 
 from .chunk_methods import ChunkMethods
+from .chunk_order import ChunkOrders
 from .constructor import has_options, has_options_after_model, show_options
 from .corpus import EngineCorpus, similarity_of
 from .parts import open_parts
@@ -80,7 +81,7 @@ class FusedKVEngine(ChunkMethods, PromptMethods):
         parts = open_parts(config)
         self.loaded, self.store, self.renderer = parts.loaded, parts.store, parts.renderer
         self.identity, self.model_lock = parts.identity, parts.model_lock
-        self._parts = parts
+        self._parts, self._orders = parts, ChunkOrders()
         try:
             # First, since it may be refused: the corpus opens a file of its own.
             self.recompute_ratio, self._selector = self._chosen(config.recompute_ratio, config.selector)

@@ -12,6 +12,7 @@ from fused_kv_llm.selectors import Selector, resolve_selector
 from fused_kv_llm.store import KVStore
 
 from .calibration import read_calibration
+from .chunk_order import ChunkOrders
 from .corpus import EngineCorpus
 from .parts import EngineParts
 from .requests import RequestRunner
@@ -33,6 +34,7 @@ class EngineState:
     recompute_ratio: float
     _parts: EngineParts
     _selector: Selector
+    _orders: ChunkOrders
 
     def _chosen(self, ratio: float | Literal["auto"] | None, selector: str | Selector | None) -> tuple[float, Selector]:
         """Return the ratio and the selector of a call; a calibration gives both."""

@@ -144,3 +144,29 @@ def test_llms_on_one_engine_keep_their_own_retrievals(engine: FusedKVEngine, vec
     other.invoke("Hello")
     with pytest.warns(FusedKVWarning):
         one.invoke("Hello")
+
+
+def test_documents_are_reordered_only_if_asked_for(llm: FusedKVLLM) -> None:
+    found = [Document(f"The ferry number {number} leaves at {number} in the morning.") for number in range(3)]
+    llm.engine.clear_prefix_cache()
+    llm.engine.order_chunks([found[2].page_content, found[1].page_content])
+    plain = FusedKVRetriever(retriever=RunnableLambda(lambda _: found), llm=llm)
+    assert [doc.page_content for doc in plain.invoke("ferry")] == [doc.page_content for doc in found]
+    ordered = FusedKVRetriever(retriever=RunnableLambda(lambda _: found), llm=llm, reorder_chunks=True)
+    for documents in (ordered.invoke("ferry"), asyncio.run(ordered.ainvoke("ferry"))):
+        assert [doc.page_content for doc in documents] == [found[at].page_content for at in (2, 1, 0)]
+        assert [doc.metadata["fused_kv_rank"] for doc in documents] == [3, 2, 1]
+    assert found[0].metadata == {}
+    llm.engine.clear_prefix_cache()
+
+
+def test_reordering_needs_an_engine() -> None:
+    class Announced:
+        def prefetch(self, texts: Any) -> list[str | None]:
+            return [None for _ in texts]
+
+        def announce_retrieval(self, texts: Any) -> None:
+            pass
+
+    with pytest.raises(ValueError, match="reorder_chunks=True needs a FusedKVLLM"):
+        FusedKVRetriever(retriever=RunnableLambda(lambda _: list[Document]()), llm=Announced(), reorder_chunks=True)

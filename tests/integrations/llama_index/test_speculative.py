@@ -94,3 +94,20 @@ def test_a_quick_retriever_in_front_of_a_slow_one(llm: FusedKVLLM, index: FusedK
     ]
     with pytest.raises(ConfigError, match="no method stages"):
         FusedKVRetriever(slow, llm)
+
+
+def test_nodes_are_reordered_only_if_asked_for_and_what_is_proposed_too(
+    engine: FusedKVEngine, llm: FusedKVLLM, nodes: list[TextNode]
+) -> None:
+    given = Given([nodes[:3], nodes[:3]], engine)
+    engine.clear_prefix_cache()
+    engine.order_chunks([nodes[2].text, nodes[1].text])
+    plain = FusedKVRetriever(given, llm).retrieve(QUESTION)
+    assert [one.node.node_id for one in plain] == [one.node_id for one in nodes[:3]]
+    ordered = FusedKVRetriever(given, llm, compact_prompt(llm), reorder_chunks=True)
+    RetrieverQueryEngine.from_args(ordered, llm=llm).query(QUESTION)
+    assert llm.last_report is not None
+    assert llm.last_report.speculation == "confirmed"
+    again = ordered.retrieve(QUESTION)
+    assert [one.node.node_id for one in again] == [nodes[at].node_id for at in (2, 1, 0)]
+    engine.clear_prefix_cache()
