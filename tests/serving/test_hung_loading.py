@@ -71,8 +71,7 @@ def full(engine: FusedKVEngine) -> list[list[int]]:
 def nothing_is_left(engine: FusedKVEngine) -> None:
     wait_until(lambda: engine.requests._loop._open == 0)
     assert not caches_in_use(engine)
-    hung = engine.requests._loop.scheduler.means.loader.hung
-    wait_until(lambda: not hung._hung)
+    wait_until(lambda: not engine.requests.hung._hung)
 
 
 @pytest.mark.parametrize("beside", [False, True])

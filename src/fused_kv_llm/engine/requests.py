@@ -38,7 +38,7 @@ from fused_kv_llm.online import (
 from fused_kv_llm.prompt import Prompt
 from fused_kv_llm.report import FusionReport, stage_span
 from fused_kv_llm.selectors import View, variant_selector
-from fused_kv_llm.serving import Limits, RecoveryCounts, RequestHandle, ServedRequest, Terms, loop_of
+from fused_kv_llm.serving import HungReads, Limits, RecoveryCounts, RequestHandle, ServedRequest, Terms, loop_of
 from fused_kv_llm.thread_pool import ThreadPool
 
 from .corpus import EngineCorpus
@@ -71,7 +71,7 @@ class RequestRunner:
         self, parts: EngineParts, corpus: EngineCorpus, limits: Limits, prefixes: PrefixTree, tenant: str
     ) -> None:
         self._loaded, self._store, self._corpus = parts.loaded, parts.store, corpus
-        self._model_lock, self.closed = parts.model_lock, False
+        self._model_lock, self.closed, self.hung = parts.model_lock, False, HungReads()
         self.limits, self.tenant, self.context_length = limits, tenant, parts.context_length
         self.planner = RequestPlanner(
             parts.renderer,

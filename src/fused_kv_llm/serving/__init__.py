@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .handle import PieceStream, RequestHandle
 from .home import RequestHome
+from .hung_reads import HungReads
 from .limits import Limits, limits_of
 from .recovery import RecoveryCounts
 from .served_request import RequestState, ServedRequest
@@ -11,6 +12,7 @@ from .step_loop import StepLoop, loop_of
 from .terms import Terms
 
 __all__ = [
+    "HungReads",
     "Limits",
     "PieceStream",
     "RecoveryCounts",

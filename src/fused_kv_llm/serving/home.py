@@ -11,6 +11,7 @@ from fused_kv_llm.online import FusionContext, KeptPrompt, ReadPrompt, Recipe, R
 from fused_kv_llm.prompt import Prompt
 from fused_kv_llm.report import FusionReport
 
+from .hung_reads import HungReads
 from .limits import Limits
 
 __all__ = ["RequestHome"]
@@ -24,6 +25,7 @@ class RequestHome(Protocol):
     context_length: int
     tenant: str
     closed: bool
+    hung: HungReads
 
     def read(self, prompt: Prompt) -> ReadPrompt:
         """Render and tokenise a prompt."""

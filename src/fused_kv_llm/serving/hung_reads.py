@@ -12,7 +12,7 @@ _DEAD = 4
 
 
 class HungReads:
-    """Requests whose loading was given up and has not come back; thread-safe."""
+    """Requests of an engine whose loading was given up and has not come back; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

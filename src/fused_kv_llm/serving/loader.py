@@ -5,23 +5,15 @@ from __future__ import annotations
 from fused_kv_llm.online import LoadAhead
 
 from .helper_threads import HelperThreads
-from .hung_reads import HungReads
 from .read_queue import MOST_READERS, ReadQueue
 
 __all__ = ["Loader"]
 
 
 class Loader:
-    """Reads what requests need, in the order in which they were added; thread-safe.
-
-    Attributes
-    ----------
-    hung : HungReads
-        What was given up and has not come back.
-    """
+    """Reads what requests need, in the order in which they were added; thread-safe."""
 
     def __init__(self) -> None:
-        self.hung = HungReads()
         self._threads = HelperThreads(MOST_READERS, "fused-kv-load")
         self._queue = ReadQueue()
 

@@ -132,7 +132,6 @@ class ServedRequest:
         # What a thread has planned is taken if the request has not begun anew meanwhile.
         self._publishing, self._attempt = threading.Lock(), 0
         self._hung_keys, self._all_hung = set[str](), False
-        self._loader: Loader | None = None
         self.wants_shared: Callable[[ServedRequest, Sharing | None], bool] = lambda request, sharing: False
         self._span = RequestSpan(home.context.loaded.model_id)
         self._stage, self._slice_span = self._span.start("prefill"), None
@@ -192,8 +191,7 @@ class ServedRequest:
             If the request has ended, or begun anew, meanwhile.
         """
         attempt = self._attempt
-        self._loader = loader
-        self._all_hung = self._all_hung or (loader is not None and loader.hung.is_dead)
+        self._all_hung = self._all_hung or self.home.hung.is_dead
         planned = None
         try:
             planned = self._plan()
@@ -208,8 +206,7 @@ class ServedRequest:
                 planned.close()
             if attempt == self._attempt:
                 raise
-            if loader is not None:
-                loader.hung.discard((id(self), attempt))
+            self.home.hung.discard((id(self), attempt))
             raise AbandonedPlanError from error
         self._describe(planned)
         if loader is not None and load is not None:
@@ -254,8 +251,7 @@ class ServedRequest:
 
     @property
     def _waits_in_vain(self) -> bool:
-        loading, loader = self._loading, self._loader
-        return loading is not None and loading.is_idle and loader is not None and loader.hung.is_dead
+        return self._loading is not None and self._loading.is_idle and self.home.hung.is_dead
 
     def may_begin(self, *, alone: bool) -> bool:
         """Whether enough of its KV has been loaded, see :meth:`fused_kv_llm.online.RequestLoading.may_begin`."""
@@ -346,12 +342,12 @@ class ServedRequest:
         keys |= set() if lost_key is None else {lost_key}
         self._all_hung = self._all_hung or not keys or bool(self._hung_keys)
         self._hung_keys |= keys
-        planned, loader, token = self._planned, self._loader, (id(self), self._attempt)
-        if loader is not None and (planned is not None or self._loading is None):
+        planned, token = self._planned, (id(self), self._attempt)
+        if planned is not None or self._loading is None:
             # A thread is left behind that plans, or reads.
-            loader.hung.add(token)
+            self.home.hung.add(token)
             if planned is not None:
-                planned.on_closed = partial(loader.hung.discard, token)
+                planned.on_closed = partial(self.home.hung.discard, token)
         if self._writer is None:
             # The other one is written to by a thread that may come back.
             self.report = replace(self.report, warnings=[*self.report.warnings], seconds={**self.report.seconds})
