@@ -21,6 +21,7 @@ from fused_kv_llm.errors import (
     ModelNotFoundError,
     PromptError,
     PromptTooLongError,
+    StoreError,
     StoreUnavailableError,
 )
 from fused_kv_llm.model import ragged
@@ -177,16 +178,22 @@ def test_a_store_is_closed_when_the_model_cannot_be_loaded(tmp_path: Path, monke
 
 def test_planning_that_fails_closes_what_it_opened(engine: FusedKVEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     open_chunk, opened = KVStore.open, []
+    error: Exception = StoreError("a defect")
 
     def failing(self: KVStore, key: str, token_ids: object, **options: object) -> object:
         if len(opened) == 2:
-            raise StoreUnavailableError("the disk is gone")
+            raise error
         opened.append(open_chunk(self, key, token_ids, **options))  # type: ignore[arg-type]
         return opened[-1]
 
     monkeypatch.setattr(KVStore, "open", failing)
-    with pytest.raises(StoreUnavailableError):
+    with pytest.raises(StoreError, match="a defect"):
         engine.generate(rag_prompt(SHORT[:4]), max_tokens=1)
+    assert [stored._closed for stored in opened] == [True, True]
+    opened.clear()
+    error = StoreUnavailableError("the disk is gone")
+    report = engine.generate(rag_prompt(SHORT[:4]), max_tokens=1).report
+    assert (report.chunks_found, report.chunks_missed) == (2, 2)
     assert [stored._closed for stored in opened] == [True, True]
 
 
