@@ -25,8 +25,8 @@ from fused_kv_llm.offline import embedder
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```[ {.]*(\w*)[ }]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-# They ask many questions; their own tests run them.
-PARSED_ONLY = {"calibrate", "demo"}
+# They ask many questions, or serve until they are told to end; their own tests run them.
+PARSED_ONLY = {"calibrate", "demo", "serve"}
 SHOWN = {
     "quickstart-langchain.md": r"[1-9]\d\d prompt tokens came from stored KV",
     "quickstart-llama-index.md": r"[1-9]\d\d prompt tokens came from stored KV",

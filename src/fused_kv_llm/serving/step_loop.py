@@ -68,7 +68,7 @@ class StepLoop:
         self._pieces = IngestionPieces()
         self._thread: threading.Thread | None = None
         self._closing: list[tuple[RequestHome | None, threading.Event]] = []
-        self._open = 0
+        self._requests = set[ServedRequest]()
         # Those of them that nobody has asked yet.
         self._provisional = set[ServedRequest]()
 
@@ -93,13 +93,13 @@ class StepLoop:
         with self._guard:
             if request.home.closed:
                 raise EngineClosedError("The engine was closed: make a new one, which finds what is stored.")
-            others = self._open - len(self._provisional)
+            others = self._others
             if others >= limits.queued + limits.num_seqs:
                 raise QueueFullError(
                     f"{others} requests are being answered or wait, of which {limits.num_seqs} run at once "
                     f"(max_num_seqs) and {limits.queued} may wait (max_queued). Try again later, or raise max_queued."
                 )
-            self._open += 1
+            self._requests.add(request)
             self._inbox.put(partial(self.scheduler.waiting.add, request))
             self._start()
 
@@ -119,16 +119,27 @@ class StepLoop:
     @property
     def is_busy(self) -> bool:
         """Whether requests are being answered or wait, besides provisional ones."""
-        return self._open > len(self._provisional)
+        with self._guard:
+            return self._others > 0
+
+    @property
+    def _others(self) -> int:
+        """How many requests are open besides provisional ones; the guard is held."""
+        return sum(not request.is_done for request in self._requests - self._provisional)
+
+    @property
+    def _open(self) -> int:
+        with self._guard:
+            return sum(not request.is_done for request in self._requests)
 
     def submit_provisional(self, request: ServedRequest) -> bool:
         """Take a request that nobody has asked yet, unless others are being answered; return whether it was taken."""
         self.check_caller()
         release_openmp_workers()
         with self._guard:
-            if request.home.closed or self.is_busy or len(self._provisional) >= request.home.limits.num_seqs:
+            if request.home.closed or self._others or len(self._provisional) >= request.home.limits.num_seqs:
                 return False
-            self._open += 1
+            self._requests.add(request)
             self._provisional.add(request)
             self._inbox.put(partial(self.scheduler.waiting.add, request))
             self._start()
@@ -259,7 +270,7 @@ class StepLoop:
                 self._inbox.get(timeout=min(_IDLE_S, self.scheduler.patience_s(), self._piece_due_s()))()
             except Empty:
                 with self._guard:
-                    if self._open == 0 and self._inbox.empty() and not self._pieces:
+                    if not self._requests and self._inbox.empty() and not self._pieces:
                         self._thread = None
                         self.scheduler.rest()
                         return False
@@ -293,7 +304,7 @@ class StepLoop:
 
     def _ended(self, request: ServedRequest) -> None:
         with self._guard:
-            self._open -= 1
+            self._requests.discard(request)
             self._provisional.discard(request)
 
 
