@@ -129,7 +129,8 @@ class RequestRunner:
         while True:
             started = time.perf_counter()
             with stage_span("align"):
-                request = self._noted(self.planner.plan(prompt, report, take=self._take(recipe, report)))
+                request = self.planner.plan(prompt, report, take=self._take(recipe, report))
+                self.keep_variants(request)
             report.seconds["align"] = report.seconds.get("align", 0.0) + time.perf_counter() - started
             capacity = min(request.num_tokens + max_tokens, self.context_length)
             try:
@@ -174,17 +175,16 @@ class RequestRunner:
         skip: Callable[[str], bool] = lambda key: False,
     ) -> Request:
         """Find what earlier requests have left of a prompt, and open the chunks of the rest."""
-        request = self._plan(prompt, recipe, report, counted=counted, skip=skip)
-        return self._noted(request) if counted else request
+        return self._plan(prompt, recipe, report, counted=counted, skip=skip)
 
     def uses_of(self, request: Request, report: FusionReport) -> Callable[[], None]:
         """Return what counts the uses of a planned request's chunks, once it turns out to be one."""
         tiers = {chunk.stored.key: chunk.stored.tier for chunk in request.chunks}
-        missed, noted = report.chunks_missed, partial(self._noted, request)
+        missed, keep = report.chunks_missed, partial(self.keep_variants, request)
 
         def count() -> None:
             self._store.count_uses(tiers, missed=missed)
-            noted()
+            keep()
 
         return count
 
@@ -209,11 +209,10 @@ class RequestRunner:
             return None
         return lambda chunk, before: choice.take(chunk, before, selector, report)
 
-    def _noted(self, request: Request) -> Request:
+    def keep_variants(self, request: Request) -> None:
         """Have the chunks of a prompt kept as they are in it, later and in the background."""
         if self._variants is not None:
             self._corpus.keep_variants(request.ids, request.segments)
-        return request
 
     def keep(self, kept: KeptPrompt, cache: FusedCache) -> None:
         """Keep what later requests may use of a request's KV; what cannot be kept is not."""

@@ -52,6 +52,9 @@ class RequestHome(Protocol):
     def uses_of(self, request: Request, report: FusionReport) -> Callable[[], None]:
         """Return what counts the uses of a planned request's chunks, once it turns out to be one."""
 
+    def keep_variants(self, request: Request) -> None:
+        """Have the chunks of a prompt kept as they are in it, later and in the background."""
+
     def keep(self, kept: KeptPrompt, cache: FusedCache) -> None:
         """Keep what later requests may use of a request's KV; what cannot be kept is not."""
 

@@ -221,7 +221,10 @@ class ServedRequest:
             self._read = self._read or self.home.read(self._prompt)
             planned = self.home.plan_served(self._read, self._recipe, self.report, counted=counted, skip=self._skips)
             self._is_counted = self._is_counted or counted
-            self._count_uses = None if self._is_counted else self.home.uses_of(planned, self.report)
+            self._count_uses = self.home.uses_of(planned, self.report) if self.provisional else None
+            if not self.provisional:
+                # Whenever it is planned: a variant of it may have turned out to be damaged meanwhile.
+                self.home.keep_variants(planned)
         self._add("align", time.perf_counter() - started_s)
         return planned
 
