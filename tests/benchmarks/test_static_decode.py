@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fused_kv_llm import FusedKVEngine
 
+pytestmark = pytest.mark.heavy
+
 # What makes the host wait for the device, or copies to it from memory that is not pinned.
 HOST = {"aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.is_nonzero", "aten.lift_fresh"}
 

@@ -15,7 +15,7 @@ from fused_kv_llm.decoding import end_token_ids
 from fused_kv_llm.demo import handbook_passages
 from fused_kv_llm.errors import ConfigError, PromptError
 
-pytestmark = pytest.mark.real_model
+pytestmark = [pytest.mark.real_model, pytest.mark.heavy]
 
 PASSAGES = handbook_passages()[:6]
 # Longer than a window, in one piece.

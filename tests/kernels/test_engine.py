@@ -65,6 +65,7 @@ def test_every_operator_of_the_engine_is_among_those_that_are_run() -> None:
     assert set().union(*REQUESTS.values(), *INGESTION.values()) == operators_of_the_engine()
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("preprocessing", "kv_dtype"), [("none", "auto"), ("none", "int8"), ("similar", "auto")])
 def test_triton_gives_the_logits_of_torch(
     preprocessing: str,

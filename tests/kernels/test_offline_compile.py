@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.heavy
+
 SPILL_BYTES = 64
 # Of one program, by compute capability; of those from 8.0 on, cards of 8.6 and 8.9 have least.
 SHARED_BYTES = {"90": 227 * 1024, "80": 99 * 1024}

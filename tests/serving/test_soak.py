@@ -15,6 +15,8 @@ import pytest
 
 from .soaking import CLIENTS, TENANTS, Soak
 
+pytestmark = pytest.mark.heavy
+
 SOAK = os.environ.get("FUSED_KV_SOAK") == "1"
 REQUESTS, ROUNDS, KILLS = (10_000, 20, 10) if SOAK else (240, 4, 2)
 # What allocators keep of rounds that differ; a leak of one request's KV would be ten times as much.
