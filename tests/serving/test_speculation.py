@@ -218,10 +218,15 @@ def test_a_prompt_that_does_not_fit_fails_when_it_is_asked(engine: FusedKVEngine
     wait_until_none(engine)
 
 
-def test_nothing_is_proposed_beside_other_work(engine: FusedKVEngine, answers: dict[str, list[int]]) -> None:
+def test_nothing_is_proposed_beside_other_work(
+    engine: FusedKVEngine, answers: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     other = engine.submit(PROMPTS[3], max_tokens=200, constraint=slow)
     with engine.speculate(max_tokens=12) as speculation:
-        assert not speculation.propose(PROMPTS[0])
+        with monkeypatch.context() as patched:
+            # Not even rendered, which holds the interpreter.
+            patched.delattr(speculation_module.PromptRenderer, "render")
+            assert not speculation.propose(PROMPTS[0])
         speculation.finish(PROMPTS[0])
     answer = engine.generate(PROMPTS[0], max_tokens=12)
     other.cancel()

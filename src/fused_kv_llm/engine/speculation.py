@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
 from copy import deepcopy
 from types import TracebackType
 from typing import Self
@@ -18,7 +17,7 @@ from fused_kv_llm.config import GenerationConfig
 from fused_kv_llm.decoding import Constraint
 from fused_kv_llm.errors import PromptError
 from fused_kv_llm.online import Recipe
-from fused_kv_llm.prompt import Prompt, PromptRenderer
+from fused_kv_llm.prompt import Prompt, PromptRenderer, Rendered
 from fused_kv_llm.report import FusionReport
 from fused_kv_llm.serving import RequestHandle, RequestHome, ServedRequest, StepLoop, Terms
 
@@ -73,11 +72,16 @@ class Speculation:
         bool
             Whether it is under way; False if the engine has other work.
         """
-        text = self._all.renderer.render(prompt).text
-        if text == self._text and self._request is not None and not self._request.is_dropped:
+        self._all.loop.check_caller()
+        if self._request is None and self._all.loop.is_busy:
+            # While this thread renders a prompt, the steps of others wait for the interpreter.
+            self._was_busy = True
+            return False
+        rendered = self._all.renderer.render(prompt)
+        if rendered.text == self._text and self._request is not None and not self._request.is_dropped:
             return True
-        self._replace(self._all.renderer.encode(self._all.renderer.render(prompt)).ids)
-        self._text, self._proposed_s = text, time.perf_counter()
+        self._replace(rendered)
+        self._text, self._proposed_s = rendered.text, time.perf_counter()
         self._request = self._all.begin(prompt, self._recipe, self._config)
         self._was_busy |= self._request is None
         return self._request is not None
@@ -91,7 +95,7 @@ class Speculation:
         """
         rendered = self._all.renderer.render(prompt)
         if rendered.text != self._text:
-            self._replace(self._all.renderer.encode(rendered).ids)
+            self._replace(rendered)
         self.final_text, self.finished_s = rendered.text, time.perf_counter()
         if self._request is not None:
             self._request.expires_s = self.finished_s + _UNASKED_S
@@ -100,7 +104,7 @@ class Speculation:
 
     def cancel(self) -> None:
         """Drop what was proposed and has not been asked."""
-        self._replace(())
+        self._replace()
 
     def take(
         self, recipe: Recipe, config: GenerationConfig, constraint: Constraint | None, terms: Terms
@@ -110,7 +114,7 @@ class Speculation:
         if request is None:
             return None
         if recipe != self._recipe or config.max_tokens > self._config.max_tokens:
-            self._replace(())
+            self._replace()
             return None
         asked_s = time.perf_counter()
         report = request.report
@@ -131,11 +135,12 @@ class Speculation:
         else:
             report.speculation = "wrong" if self._dropped else "off" if self._was_busy else ""
 
-    def _replace(self, successor_ids: Sequence[int]) -> None:
+    def _replace(self, successor: Rendered | None = None) -> None:
+        """Drop what was proposed, but for what the prompt that comes in its place begins with too."""
         request, self._request, self._text = self._request, None, None
         if request is not None:
             self._dropped += 1
-            self._all.loop.drop(request, successor_ids)
+            self._all.loop.drop(request, () if successor is None else self._all.renderer.encode(successor).ids)
 
     def __enter__(self) -> Self:
         """Return the speculation."""
@@ -151,7 +156,7 @@ class Speculation:
     def __del__(self) -> None:
         """Drop what nobody can ask for any more."""
         if self._request is not None:
-            self._replace(())
+            self._replace()
 
 
 class Speculations:

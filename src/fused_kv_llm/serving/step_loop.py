@@ -147,6 +147,8 @@ class StepLoop:
 
     def confirm(self, request: ServedRequest, *how: Any) -> bool:
         """Have a provisional request answered as :meth:`.ServedRequest.go_on` says; False if it has been given up."""
+        # The search went on in the caller's thread after the proposal.
+        release_openmp_workers()
         with self._guard:
             if request.is_dropped or request.handle.done:
                 return False
