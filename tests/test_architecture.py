@@ -32,7 +32,8 @@ FLOORS = [
     {"serving"},
     {"engine"},
     {"adapter", "tuning"},
-    {"demo", "server"},
+    {"demo"},
+    {"server"},
     {"cli", "langchain_fused_kv", "llama_index_fused_kv"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

@@ -257,9 +257,9 @@ def test_unreadable_files(tmp_path: Path, name: str, content: bytes) -> None:
 
 
 def test_files_of_other_types_and_tiny_chunks_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "table.csv").write_text("1,2")
-    with pytest.raises(CorpusError, match=r"table\.csv"):
-        read_passages([tmp_path / "table.csv"])
+    (tmp_path / "table.xlsx").write_text("1,2")
+    with pytest.raises(CorpusError, match=r"table\.xlsx"):
+        read_passages([tmp_path / "table.xlsx"])
     with pytest.raises(ConfigError, match="chunk_chars=5"):
         read_passages([tmp_path], chunk_chars=5)
 

@@ -44,7 +44,7 @@ ChunkChars = Annotated[int, typer.Option(help="Longest passage, in characters.")
 @app.command()
 @takes_engine_options(leave_out={"recompute_ratio", "selector", "store_misses"})
 def ingest(
-    paths: Annotated[list[Path], typer.Argument(help="Files (.txt, .md, .pdf) and folders of them.")],
+    paths: Annotated[list[Path], typer.Argument(help="Files (.txt, .md, .pdf, .csv, .html) and folders of them.")],
     *,
     chunk_chars: ChunkChars = 1000,
     refresh: Annotated[bool, typer.Option(help="Preprocess passages again whose neighbours have changed.")] = False,

@@ -14,7 +14,7 @@ from fused_kv_llm.errors import ConfigError, MissingExtraError
 
 __all__ = ["add_serve_command"]
 
-_PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
+_PACKAGES = ("fastapi", "uvicorn", "prometheus_client", "python_multipart")
 
 
 def add_serve_command(app: typer.Typer) -> None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fused_kv_llm.demo.embedder import MiniLM
     from fused_kv_llm.demo.llama_embedder import MiniLMEmbedding
     from fused_kv_llm.demo.page_cache import drop_page_cache
-    from fused_kv_llm.demo.passages import read_passages
+    from fused_kv_llm.demo.passages import SUFFIXES, Passage, read_passages, split_text
     from fused_kv_llm.demo.rag import Rag, RagPrompt
     from fused_kv_llm.demo.retrieval import PassageIndex
     from fused_kv_llm.demo.settings import DEMO
@@ -21,9 +21,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEMO",
+    "SUFFIXES",
     "DemoQuestion",
     "MiniLM",
     "MiniLMEmbedding",
+    "Passage",
     "PassageIndex",
     "Rag",
     "RagPrompt",
@@ -39,12 +41,16 @@ __all__ = [
     "medians",
     "read_passages",
     "sources",
+    "split_text",
     "times",
 ]
 
 # Imported when first asked for: each needs a framework that the others do not.
 _MODULES = {
     "DEMO": "settings",
+    "SUFFIXES": "passages",
+    "Passage": "passages",
+    "split_text": "passages",
     "MiniLM": "embedder",
     "MiniLMEmbedding": "llama_embedder",
     "PassageIndex": "retrieval",

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import csv
 import re
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from fused_kv_llm.demo.plain_text import csv_text, html_text
 from fused_kv_llm.errors import ConfigError, CorpusError, FusedKVWarning, MissingExtraError
 
 __all__ = ["SUFFIXES", "Passage", "read_passages", "split_text"]
 
-SUFFIXES = (".txt", ".md", ".pdf")
+SUFFIXES = (".txt", ".md", ".pdf", ".csv", ".html", ".htm")
 _BLANK_LINES = re.compile(r"\n[^\S\n]*\n\s*")
 _MIN_CHUNK_CHARS = 100
+_TO_PLAIN = {".csv": csv_text, ".html": html_text, ".htm": html_text}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +36,20 @@ class Passage:
     source: str
 
 
-def read_passages(paths: Iterable[str | Path], *, chunk_chars: int = 1000) -> list[Passage]:
+def read_passages(
+    paths: Iterable[str | Path], *, chunk_chars: int = 1000, max_pages: int | None = None
+) -> list[Passage]:
     """Read files and folders and split them into passages.
 
     Parameters
     ----------
     paths : iterable of str or Path
-        Files of type ``.txt``, ``.md`` or ``.pdf``, and folders, which are searched recursively for them;
-        hidden files and folders are left out.
+        Files of type ``.txt``, ``.md``, ``.pdf``, ``.csv`` or ``.html``, and folders, which are searched recursively
+        for them; hidden files and folders are left out.
     chunk_chars : int
         Longest passage, in characters.
+    max_pages : int or None
+        PDFs with more pages cannot be read; None sets no limit.
 
     Returns
     -------
@@ -64,7 +71,7 @@ def read_passages(paths: Iterable[str | Path], *, chunk_chars: int = 1000) -> li
     named = [Path(path) for path in paths]
     passages: dict[str, Passage] = {}
     for file in _files(named):
-        for text in split_text(_read(file, named=file in named), chunk_chars):
+        for text in split_text(_read(file, max_pages, named=file in named), chunk_chars):
             passages.setdefault(text, Passage(text, str(file)))
     if not passages:
         places = ", ".join(map(str, named)) or "nothing"
@@ -118,15 +125,20 @@ def _is_wanted(file: Path, folder: Path) -> bool:
     return not hidden and file.suffix.lower() in SUFFIXES and file.is_file()
 
 
-def _read(file: Path, *, named: bool) -> str:
+def _read(file: Path, max_pages: int | None, *, named: bool) -> str:
     try:
-        return _read_pdf(file) if file.suffix.lower() == ".pdf" else file.read_text(encoding="utf-8-sig")
+        if file.suffix.lower() == ".pdf":
+            return _read_pdf(file, max_pages)
+        text = file.read_text(encoding="utf-8-sig")
+        return _TO_PLAIN.get(file.suffix.lower(), str)(text)
     except MissingExtraError:
         raise
     except UnicodeDecodeError as error:
         problem = f"{str(file)!r} is not UTF-8 text ({error.reason} at byte {error.start}): convert it"
     except OSError as error:
         problem = f"{str(file)!r} cannot be read: {error.strerror or error}"
+    except csv.Error as error:
+        problem = f"{str(file)!r} is not a readable table: {error}"
     except _PdfReadError as error:
         problem = f"{str(file)!r} is not a readable PDF: {error}"
     if named:
@@ -139,13 +151,18 @@ class _PdfReadError(Exception):
     """A PDF that pypdf cannot read."""
 
 
-def _read_pdf(file: Path) -> str:
+def _read_pdf(file: Path, max_pages: int | None) -> str:
     try:
         from pypdf import PdfReader
         from pypdf.errors import PyPdfError
     except ImportError as error:
         raise MissingExtraError("pypdf", "demo") from error
     try:
-        return "\n\n".join(page.extract_text() for page in PdfReader(file).pages)
+        texts: list[str] = []
+        for page in PdfReader(file).pages:
+            if len(texts) == max_pages:
+                raise _PdfReadError(f"it has more than {max_pages} pages")
+            texts.append(page.extract_text())
+        return "\n\n".join(texts)
     except PyPdfError as error:
         raise _PdfReadError(str(error) or type(error).__name__) from error

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from fused_kv_llm.demo.passages import Passage
-from fused_kv_llm.demo.retrieval import PassageIndex
 from fused_kv_llm.engine import FusedKVEngine
 
-__all__ = ["TEMPLATE", "Rag", "RagPrompt"]
+__all__ = ["TEMPLATE", "Rag", "RagPrompt", "Searched"]
 
 # Small models follow an instruction before the passages better.
 TEMPLATE = "Answer the question from the context.\n\nContext:\n{context}\n\nQuestion: {question}\nAnswer briefly."
 _RESERVED_TOKENS = 128
+
+
+class Searched(Protocol):
+    """What finds passages; :class:`fused_kv_llm.demo.PassageIndex` is one."""
+
+    def search(self, query: str, k: int) -> Sequence[Passage]:
+        """Return the `k` passages nearest in meaning to a query, best first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +47,7 @@ class Rag:
 
     Parameters
     ----------
-    index : PassageIndex
+    index : Searched
     engine : FusedKVEngine
         Counts tokens, and has the KV of the passages.
     k : int
@@ -49,7 +56,7 @@ class Rag:
         Room to leave for the answer.
     """
 
-    def __init__(self, index: PassageIndex, engine: FusedKVEngine, *, k: int, max_tokens: int) -> None:
+    def __init__(self, index: Searched, engine: FusedKVEngine, *, k: int, max_tokens: int) -> None:
         self._index = index
         self._engine = engine
         self._k = k

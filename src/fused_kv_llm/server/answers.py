@@ -52,13 +52,15 @@ class _Answers:
         Writes the tokens of probabilities.
     each : int
         Answers to one prompt.
+    found : dict or None
+        What reports say besides: what was retrieved.
     """
 
     prefix, whole, part_of = "", "", ""
 
-    def __init__(self, model: str, tokenizer: Any, each: int) -> None:
+    def __init__(self, model: str, tokenizer: Any, each: int, found: dict[str, Any] | None = None) -> None:
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-        self._tokenizer, self._each = tokenizer, each
+        self._tokenizer, self._each, self._found = tokenizer, each, found or {}
         self.usage = Usage()
         self.reports: dict[int, FusionReport] = {}
 
@@ -74,10 +76,10 @@ class _Answers:
 
     def _chunk(self, *choices: dict[str, Any], report: FusionReport | None = None) -> dict[str, Any]:
         chunk = {**self._head, "object": self.part_of, "choices": list(choices)}
-        return chunk if report is None else {**chunk, "fused_kv": report.to_dict()}
+        return chunk if report is None else {**chunk, "fused_kv": report.to_dict() | self._found}
 
     def _answer(self, choices: Iterable[dict[str, Any]]) -> dict[str, Any]:
-        reports = [self.reports[index].to_dict() for index in sorted(self.reports)]
+        reports = [self.reports[index].to_dict() | self._found for index in sorted(self.reports)]
         return {
             **self._head,
             "object": self.whole,
@@ -149,7 +151,7 @@ class CompletionAnswers(_Answers):
 
     prefix, whole, part_of = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, model: str, tokenizer: Any, each: int) -> None:
+    def __init__(self, model: str, tokenizer: Any, each: int, found: dict[str, Any] | None = None) -> None:
         super().__init__(model, tokenizer, each)
         self._offsets: dict[int, int] = {}
 

@@ -8,11 +8,13 @@ from contextlib import asynccontextmanager
 from importlib import metadata
 
 from fastapi import FastAPI
+from fastapi.concurrency import run_in_threadpool
 
 from fused_kv_llm.engine import FusedKVEngine
 
-from . import chat, operations
+from . import chat, document_routes, job_routes, operations
 from .config import ServerConfig
+from .desk import DocumentDesk
 from .guard import Guard
 from .refusals import add_error_handlers
 from .state import ServerState
@@ -37,18 +39,23 @@ def create_app(engine: FusedKVEngine, config: ServerConfig | None = None) -> Fas
     """
     config = config or ServerConfig()
     tenants = Tenants(engine, config.max_tenants)
+    documents = DocumentDesk(tenants, config)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
-        yield
+        async with documents.swept(config.sweep_s):
+            yield
+        await run_in_threadpool(documents.close)
         tenants.close()
 
     # Pages that explain the interface would load scripts from elsewhere.
     app = FastAPI(title="fused_kv_llm", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.version = metadata.version("fused-kv-llm")
-    state = ServerState(config, tenants, config.model_name or engine.model_id, int(time.time()))
+    state = ServerState(config, tenants, documents, config.model_name or engine.model_id, int(time.time()))
     app.state.fused_kv = state
     app.include_router(chat.router)
+    app.include_router(document_routes.router)
+    app.include_router(job_routes.router)
     app.include_router(operations.router)
     add_error_handlers(app)
     app.add_middleware(Guard, config=config, on_refused=state.metrics.refused)

@@ -14,7 +14,9 @@ from fused_kv_llm.engine import FusedKVEngine
 from .answering import AnswerPart, Choice, interleaved, submit_chat, submit_completion
 from .answers import ChatAnswers, CompletionAnswers
 from .guard import tenant_of
+from .libraries import Owner
 from .requests import ChatRequest, CompletionRequest
+from .retrieval import RetrievedChunk
 from .state import ServerState, state_of
 from .streaming import EventResponse, unless_client_leaves
 
@@ -30,11 +32,18 @@ Submit = Callable[[FusedKVEngine], Sequence[Choice]]
 async def chat(http: Request, request: ChatRequest) -> Response | dict[str, Any]:
     """Answer a conversation."""
     state = state_of(http)
+    found: list[RetrievedChunk] = []
+
+    def submit(engine: FusedKVEngine) -> Sequence[Choice]:
+        asked, chunks = _retrieved(state, Owner(tenant_of(http), request.fused_kv.tenant), engine, request)
+        found.extend(chunks)
+        return submit_chat(engine, asked, state.config)
+
     return await _respond(
         http,
         request,
-        lambda engine: submit_chat(engine, request, state.config),
-        lambda engine: ChatAnswers(request.model, engine.tokenizer, request.n or 1),
+        submit,
+        lambda engine: ChatAnswers(request.model, engine.tokenizer, request.n or 1, _told(request, found)),
     )
 
 
@@ -48,6 +57,23 @@ async def complete(http: Request, request: CompletionRequest) -> Response | dict
         lambda engine: submit_completion(engine, request, state.config),
         lambda engine: CompletionAnswers(request.model, engine.tokenizer, request.n or 1),
     )
+
+
+def _retrieved(
+    state: ServerState, owner: Owner, engine: FusedKVEngine, request: ChatRequest
+) -> tuple[ChatRequest, list[RetrievedChunk]]:
+    """Return a conversation with what was retrieved for it, if that is wanted."""
+    wanted, desk = request.fused_kv.retrieve, state.documents
+    if wanted is None:
+        return request, []
+    most = request.max_completion_tokens or request.max_tokens or state.config.max_answer_tokens
+    library = desk.libraries.of(engine, owner)
+    messages, found = desk.retrieval.prompt(engine, library, request.messages, wanted.k, most)
+    return request.model_copy(update={"messages": messages}), found
+
+
+def _told(request: ChatRequest, found: Sequence[RetrievedChunk]) -> dict[str, Any]:
+    return {} if request.fused_kv.retrieve is None else {"retrieved": [chunk.to_dict() for chunk in found]}
 
 
 async def _respond(

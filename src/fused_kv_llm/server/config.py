@@ -60,6 +60,27 @@ class ServerConfig(BaseModel):
     max_tenants: int = Field(default=64, ge=1)
     """Most tenants whose chunks are open at once."""
 
+    chunk_chars: int = Field(default=1000, ge=100)
+    """Longest chunk of a document, in characters."""
+
+    max_document_pages: int = Field(default=2000, ge=1)
+    """Most pages of an uploaded PDF."""
+
+    max_document_chars: int = Field(default=5_000_000, ge=1)
+    """Most characters of text of an uploaded document."""
+
+    reading_bytes: int = Field(default=2**30, ge=2**28)
+    """Memory of the process that reads an upload."""
+
+    reading_timeout_s: int = Field(default=60, ge=1)
+    """Seconds that this process may compute; it is waited for three times as long."""
+
+    max_waiting_jobs: int = Field(default=1000, ge=1)
+    """Most uploads that wait to be ingested."""
+
+    sweep_s: float = Field(default=30.0, gt=0)
+    """Seconds from one search for documents that have expired to the next."""
+
     def __init__(self, **values: Any) -> None:
         try:
             super().__init__(**values)

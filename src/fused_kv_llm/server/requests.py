@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from .messages import ChatMessage
 
-__all__ = ["ChatRequest", "CompletionRequest", "FusedKVOptions", "StreamOptions", "TokenizeRequest"]
+__all__ = ["ChatRequest", "CompletionRequest", "FusedKVOptions", "Retrieve", "StreamOptions", "TokenizeRequest"]
 
 # Below it sampling is greedy anyway, and clients write small numbers for zero.
 _GREEDY_BELOW = 1e-3
@@ -26,6 +26,13 @@ class StreamOptions(_Strict):
     include_usage: bool = False
 
 
+class Retrieve(_Strict):
+    """What is looked up in the tenant's documents for a conversation's last message."""
+
+    k: int = Field(default=4, ge=1, le=64)
+    """Chunks to put into the prompt, if they fit."""
+
+
 class FusedKVOptions(_Strict):
     """What this server can do and others cannot: the extra field ``fused_kv`` of a request's body."""
 
@@ -35,6 +42,8 @@ class FusedKVOptions(_Strict):
     """What chooses them."""
     tenant: str | None = Field(default=None, min_length=1, max_length=128)
     """Keeps what is stored for the key's tenant apart once more, for instance by end user."""
+    retrieve: Retrieve | None = None
+    """Answer a conversation from the tenant's documents."""
 
 
 class Sampling(_Strict):
@@ -161,6 +170,12 @@ class CompletionRequest(Sampling):
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
     suffix: Literal[""] | None = None
+
+    @model_validator(mode="after")
+    def _has_no_retrieval(self) -> CompletionRequest:
+        if self.fused_kv.retrieve is not None:
+            raise ValueError("fused_kv.retrieve is for conversations: use /v1/chat/completions")
+        return self
 
 
 class TokenizeRequest(_Strict):

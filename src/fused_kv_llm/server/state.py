@@ -8,6 +8,7 @@ from typing import cast
 from fastapi import Request
 
 from .config import ServerConfig
+from .desk import DocumentDesk
 from .metrics import Metrics
 from .refusals import RefusedError
 from .tenants import Tenants
@@ -23,6 +24,7 @@ class ServerState:
     ----------
     config : ServerConfig
     tenants : Tenants
+    documents : DocumentDesk
     metrics : Metrics
     model_name : str
         What clients call the model.
@@ -34,6 +36,7 @@ class ServerState:
 
     config: ServerConfig
     tenants: Tenants
+    documents: DocumentDesk
     model_name: str
     created_s: int
     metrics: Metrics = field(default_factory=Metrics)

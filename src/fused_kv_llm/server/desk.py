@@ -1,0 +1,99 @@
+"""Everything about documents that routes ask for: libraries, jobs, and what is retrieved from them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import NamedTuple
+
+from fused_kv_llm.engine import FusedKVEngine
+from fused_kv_llm.offline import as_embedder
+
+from .config import ServerConfig
+from .jobs import JobRunner
+from .libraries import Libraries, Owner
+from .library import Library
+from .reading import ReadingLimits
+from .retrieval import Retrieval
+from .tenants import Tenants
+
+__all__ = ["DocumentDesk", "OpenLibrary"]
+
+_log = logging.getLogger(__name__)
+
+
+class OpenLibrary(NamedTuple):
+    """The documents of who asks, and the engine that has their KV."""
+
+    owner: Owner
+    engine: FusedKVEngine
+    library: Library
+
+
+class DocumentDesk:
+    """The documents of a server.
+
+    Parameters
+    ----------
+    tenants : Tenants
+    config : ServerConfig
+
+    Attributes
+    ----------
+    libraries : Libraries
+    jobs : JobRunner
+    retrieval : Retrieval
+    """
+
+    def __init__(self, tenants: Tenants, config: ServerConfig) -> None:
+        self._tenants = tenants
+        limits = ReadingLimits(
+            chunk_chars=config.chunk_chars,
+            max_pages=config.max_document_pages,
+            max_chars=config.max_document_chars,
+            memory_bytes=config.reading_bytes,
+            cpu_s=config.reading_timeout_s,
+            timeout_s=3.0 * config.reading_timeout_s,
+        )
+        embedder = as_embedder(tenants.default.config.embedder)
+        self.libraries = Libraries(tenants)
+        self.jobs = JobRunner(tenants, self.libraries, embedder, limits, config.max_waiting_jobs)
+        self.retrieval = Retrieval(embedder)
+
+    @contextmanager
+    def open(self, owner: Owner) -> Iterator[OpenLibrary]:
+        """Give the documents of a tenant, whose engine stays open meanwhile.
+
+        Raises
+        ------
+        RefusedError
+            If they cannot be opened.
+        """
+        with self._tenants.using(*owner) as engine:
+            yield OpenLibrary(owner, engine, self.libraries.of(engine, owner))
+
+    @asynccontextmanager
+    async def swept(self, every_s: float) -> AsyncGenerator[None]:
+        """Delete what has expired, again and again."""
+
+        async def sweep() -> None:
+            while True:
+                try:
+                    await asyncio.to_thread(self.libraries.sweep)
+                except Exception as error:  # the next sweep may work
+                    _log.error("Documents that have expired could not be deleted", exc_info=error)
+                await asyncio.sleep(every_s)
+
+        task = asyncio.create_task(sweep())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def close(self) -> None:
+        """Leave the jobs under way, which can be resumed, and close the libraries."""
+        self.jobs.close()
+        self.libraries.close()

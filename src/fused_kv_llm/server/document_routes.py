@@ -1,0 +1,172 @@
+"""``/v1/documents``: upload, list, read and delete documents; all of one tenant."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import PurePosixPath
+from typing import Annotated, Any, NamedTuple
+
+from fastapi import APIRouter, Depends, Query, Request
+from fastapi.concurrency import run_in_threadpool
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.datastructures import FormData, UploadFile
+
+from .desk import OpenLibrary
+from .guard import tenant_of
+from .libraries import Owner
+from .library_schema import Document, Job
+from .reading import UPLOAD_SUFFIXES
+from .refusals import RefusedError
+from .state import state_of
+
+__all__ = ["After", "Limit", "Owned", "page", "router"]
+
+router = APIRouter()
+
+_NAME_CHARS = 255
+
+
+def _owner(http: Request, tenant: Annotated[str | None, Query(min_length=1, max_length=128)] = None) -> Owner:
+    return Owner(tenant_of(http), tenant)
+
+
+Owned = Annotated[Owner, Depends(_owner)]
+Limit = Annotated[int, Query(ge=1, le=100)]
+After = Annotated[str | None, Query(max_length=64)]
+
+
+class _About(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(default="", max_length=_NAME_CHARS)
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    expires_at: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+
+
+class _TextUpload(_About):
+    text: str = Field(min_length=1)
+
+
+class _Upload(NamedTuple):
+    about: _About
+    suffix: str
+    content: bytes
+
+
+@router.post("/v1/documents", status_code=202)
+async def upload(http: Request, owner: Owned) -> dict[str, Any]:
+    """Take a document, as a form's file or as JSON with a text; it is ingested by a job."""
+    state = state_of(http)
+    state.check_open()
+    state.documents.jobs.check_room()
+    given = await _given(http)
+
+    def added() -> dict[str, Any]:
+        with state.documents.open(owner) as opened:
+            library, about = opened.library, given.about
+            metadata = json.dumps(about.metadata, ensure_ascii=True)
+            document, job = library.add(about.name, given.suffix, given.content, metadata, about.expires_at)
+            state.documents.jobs.start(owner, job, document)
+            return {**_found(opened, document).to_dict(), "job_id": job}
+
+    return await run_in_threadpool(added)
+
+
+@router.get("/v1/documents")
+async def documents(http: Request, owner: Owned, limit: Limit = 20, after: After = None) -> dict[str, Any]:
+    """List documents, the oldest first."""
+    with state_of(http).documents.open(owner) as opened:
+        return page(opened.library.documents(limit + 1, after), limit)
+
+
+@router.get("/v1/documents/{id_}")
+async def document(http: Request, owner: Owned, id_: str) -> dict[str, Any]:
+    """Return a document with its chunks."""
+
+    def found() -> dict[str, Any]:
+        with state_of(http).documents.open(owner) as opened:
+            about, chunks = _found(opened, id_).to_dict(), opened.library.chunks(id_)
+            keys = opened.engine.corpus.keys_of([chunk.text for chunk in chunks])
+            rows = opened.engine.store.rows(key for key in keys if key is not None)
+            tokens = [None if key not in rows else len(rows[key].token_ids) for key in keys]
+            about["chunks"] = [
+                {"chunk": chunk.number, "text": chunk.text, "stored": number is not None, "tokens": number}
+                for chunk, number in zip(chunks, tokens, strict=True)
+            ]
+            return about
+
+    return await run_in_threadpool(found)
+
+
+@router.delete("/v1/documents/{id_}")
+async def delete(http: Request, owner: Owned, id_: str) -> dict[str, Any]:
+    """Delete a document, its chunks, and the KV that no other document of the tenant has."""
+    desk = state_of(http).documents
+
+    def deleted() -> dict[str, Any]:
+        with desk.open(owner) as opened:
+            _found(opened, id_)
+            desk.libraries.remove(opened.engine, opened.library, id_)
+            return {"id": id_, "object": "document.deleted", "deleted": True}
+
+    return await run_in_threadpool(deleted)
+
+
+def page(found: Sequence[Document] | Sequence[Job], limit: int) -> dict[str, Any]:
+    """Return one page of a list, of which one more was looked up to see whether there is another page."""
+    data = [one.to_dict() for one in found[:limit]]
+    last = data[-1]["id"] if data else None
+    return {"object": "list", "data": data, "has_more": len(found) > limit, "last_id": last}
+
+
+def _found(opened: OpenLibrary, id_: str) -> Document:
+    found = opened.library.document(id_)
+    if found is None:
+        # Whether another tenant has it is nobody's business.
+        raise RefusedError(f"There is no document {id_!r:.80}", 404, code="not_found")
+    return found
+
+
+async def _given(http: Request) -> _Upload:
+    kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind == "multipart/form-data":
+        async with http.form(max_files=1, max_fields=4, max_part_size=2**16) as form:
+            return await _of_form(form)
+    if kind != "application/json":
+        raise RefusedError("Send a form with a file, or JSON with a text", 415, code="unsupported_media_type")
+    try:
+        sent = _TextUpload.model_validate_json(await http.body())
+    except ValidationError as error:
+        raise _invalid(error) from error
+    try:
+        return _Upload(sent, ".txt", sent.text.encode())
+    except UnicodeEncodeError as error:
+        raise RefusedError("text: half of a surrogate pair is no character", param="text") from error
+
+
+async def _of_form(form: FormData) -> _Upload:
+    file = form.get("file")
+    if not isinstance(file, UploadFile):
+        raise RefusedError("The form has no file: name it 'file'", param="file")
+    fields = {name: value for name, value in form.items() if name != "file" and isinstance(value, str)}
+    try:
+        fields["metadata"] = json.loads(fields.get("metadata", "{}"))
+        fields.setdefault("name", PurePosixPath((file.filename or "").replace("\\", "/")).name[-_NAME_CHARS:])
+        about = _About.model_validate(fields)
+    except ValidationError as error:
+        raise _invalid(error) from error
+    except (ValueError, RecursionError) as error:
+        raise RefusedError("metadata: not a JSON object", param="metadata") from error
+    # Only what kind of file it is is taken from its name.
+    suffix = PurePosixPath(file.filename or "").suffix.lower()
+    if suffix not in UPLOAD_SUFFIXES:
+        known = ", ".join(UPLOAD_SUFFIXES)
+        raise RefusedError(f"Files of type {suffix!r:.20} are not read here, only {known}", 415, param="file")
+    return _Upload(about, suffix, await file.read())
+
+
+def _invalid(error: ValidationError) -> RefusedError:
+    first = error.errors(include_url=False, include_context=False)[0]
+    param = ".".join(map(str, first["loc"])) or None
+    return RefusedError(first["msg"] if param is None else f"{param}: {first['msg']}", param=param)

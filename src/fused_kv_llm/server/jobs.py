@@ -1,0 +1,206 @@
+"""Ingestion of documents beside requests: one thread that reads, splits, prefills and embeds, job after job."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from fused_kv_llm.engine import FusedKVEngine
+from fused_kv_llm.errors import FusedKVError
+from fused_kv_llm.offline import Embedder, corpus_vectors
+
+from .libraries import Libraries, Owner
+from .library import Library
+from .library_schema import ENDED, JobState
+from .reading import ReadingLimits, read_upload
+from .refusals import RefusedError
+from .tenants import Tenants
+
+__all__ = ["JobRunner"]
+
+_CHUNKS_AT_ONCE = 8
+_UNDER_WAY: tuple[JobState, ...] = ("queued", "parsing", "chunking", "prefilling", "embedding")
+_RESUMABLE: tuple[JobState, ...] = ("failed", "cancelled", "interrupted")
+
+_log = logging.getLogger(__name__)
+
+
+class _Task(NamedTuple):
+    owner: Owner
+    job: str
+    document: str
+
+
+class _LeftError(Exception):
+    """The job was cancelled, or its document deleted, or the server stops."""
+
+
+class JobRunner:
+    """Does jobs, one after the other; they go through the engine's own ingestion, between the steps of requests.
+
+    Parameters
+    ----------
+    tenants : Tenants
+    libraries : Libraries
+    embedder : Embedder
+        Makes the vectors by which chunks are retrieved.
+    limits : ReadingLimits
+        Of reading a document.
+    max_waiting : int
+        Most jobs that wait.
+    """
+
+    def __init__(
+        self, tenants: Tenants, libraries: Libraries, embedder: Embedder, limits: ReadingLimits, max_waiting: int
+    ) -> None:
+        self._tenants, self._libraries, self._embedder = tenants, libraries, embedder
+        self._limits = limits
+        self._waiting: queue.Queue[_Task | None] = queue.Queue(max_waiting)
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def check_room(self) -> None:
+        """Make sure that one more job may wait.
+
+        Raises
+        ------
+        RefusedError
+            If too many do.
+        """
+        if self._waiting.full():
+            raise RefusedError("Too many documents wait to be ingested", 429, kind="rate_limit_error", code="jobs_full")
+
+    def start(self, owner: Owner, job: str, document: str) -> None:
+        """Have a queued job done; one that does not fit any more is left to be resumed."""
+        with self._lock:
+            if self._thread is None and not self._closed.is_set():
+                self._thread = threading.Thread(target=self._run, name="fused-kv-documents", daemon=True)
+                self._thread.start()
+        try:
+            self._waiting.put_nowait(_Task(owner, job, document))
+        except queue.Full:
+            with self._tenants.using(*owner) as engine:
+                self._libraries.of(engine, owner).move_job(job, "interrupted", among=_UNDER_WAY)
+
+    def resume(self, library: Library, owner: Owner, job: str, document: str) -> bool:
+        """Go on with a job that has failed or was cancelled or interrupted; False if there is nothing to go on with."""
+        self.check_room()
+        if not library.move_job(job, "queued", among=_RESUMABLE):
+            return False
+        self.start(owner, job, document)
+        return True
+
+    @staticmethod
+    def cancel(library: Library, job: str) -> bool:
+        """Give up a job at its next step; False if it has ended already."""
+        return library.move_job(job, "cancelled", among=_UNDER_WAY)
+
+    def close(self) -> None:
+        """Leave what is under way; it can be resumed."""
+        self._closed.set()
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            try:
+                self._waiting.put_nowait(None)
+            except queue.Full:
+                _log.info("Jobs that wait are left to be resumed")
+            thread.join()
+
+    # -- in the thread ---------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            task = self._waiting.get()
+            if task is None or self._closed.is_set():
+                return
+            try:
+                with self._tenants.using(*task.owner) as engine:
+                    library = self._libraries.of(engine, task.owner)
+                    _Ingestion(engine, library, task, self._embedder, self._closed).run(self._limits)
+            except Exception as error:  # whatever it is, the jobs behind it must not wait forever
+                _log.error("A job could not be begun", exc_info=error)
+
+
+class _Ingestion:
+    """One job, from an upload to chunks that can be retrieved; what was done before is not done again."""
+
+    def __init__(
+        self, engine: FusedKVEngine, library: Library, task: _Task, embedder: Embedder, closed: threading.Event
+    ) -> None:
+        self._engine, self._library, self._task = engine, library, task
+        self._embedder, self._closed = embedder, closed
+        self._state: JobState = "queued"
+        self._done = self._total = 0
+        self._texts_stored: list[str] = []
+
+    def run(self, limits: ReadingLimits) -> None:
+        try:
+            texts = self._texts(limits)
+            self._prefill(texts)
+            self._to("embedding")
+            vectors = corpus_vectors(texts, self._embedder, self._vectors_path(), self._check)
+            self._library.put_vectors(self._task.document, vectors)
+            self._to("done")
+        except _LeftError:
+            self._drop_what_nobody_has()
+        except FusedKVError as error:
+            self._to_failed(str(error))
+        except Exception as error:  # told in the log only, as the server's other errors are
+            _log.error("A job has failed", exc_info=error)
+            self._to_failed("The server could not ingest this document; its log says why.")
+
+    def _texts(self, limits: ReadingLimits) -> list[str]:
+        document = self._library.document(self._task.document)
+        content = self._library.content(self._task.document)
+        if document is None:
+            raise _LeftError
+        if content is not None:
+            self._to("parsing")
+            texts = read_upload(content, document.suffix, limits, self._check)
+            self._to("chunking")
+            self._library.put_chunks(document.id, texts)
+        return [chunk.text for chunk in self._library.chunks(document.id)]
+
+    def _prefill(self, texts: Sequence[str]) -> None:
+        self._total = len(texts)
+        for begin in range(0, len(texts), _CHUNKS_AT_ONCE):
+            self._done = begin
+            self._to("prefilling")
+            batch = texts[begin : begin + _CHUNKS_AT_ONCE]
+            self._texts_stored += batch
+            last = begin + _CHUNKS_AT_ONCE >= len(texts)
+            self._engine.build_kv_cache(batch, preprocess="background" if last else "later", progress=False)
+        self._done = len(texts)
+
+    def _vectors_path(self) -> Path | None:
+        """Return where the engine's own second pass looks for the same vectors."""
+        return None if self._engine.config.preprocessing == "none" else self._engine.store.kv_dir / "vectors.sqlite"
+
+    def _to(self, state: JobState) -> None:
+        """Note what is done next, unless it is to be left."""
+        if self._closed.is_set() or not self._library.move_job(
+            self._task.job, state, among=(self._state,), done=self._done, total=self._total
+        ):
+            raise _LeftError
+        self._state = state
+
+    def _to_failed(self, why: str) -> None:
+        self._library.move_job(
+            self._task.job, "failed", among=(self._state,), done=self._done, total=self._total, error=why
+        )
+
+    def _check(self) -> None:
+        job = self._library.job(self._task.job)
+        if self._closed.is_set() or job is None or job.state in ENDED:
+            raise _LeftError
+
+    def _drop_what_nobody_has(self) -> None:
+        """Delete KV that was stored for a document which has been deleted meanwhile."""
+        if self._texts_stored and self._library.document(self._task.document) is None:
+            self._engine.delete_chunks(self._library.unused(self._texts_stored))

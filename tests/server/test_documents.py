@@ -1,0 +1,211 @@
+"""Documents: uploaded, ingested, listed, retrieved and deleted, each tenant's apart."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import httpx
+import pytest
+from corpus import SHORT
+from fastapi import FastAPI
+from models import smollm2_tokenizer, tiny_model
+from server.documents import ended, ingested, retrieve, text_of, upload
+from server.running import events, running
+from waiting import wait_until
+
+from fused_kv_llm import FusedKVEngine
+from fused_kv_llm.server import ServerConfig, create_app
+from fused_kv_llm.server.libraries import Owner
+
+KEYS = {"one": "the-key-of-tenant-one", "two": "the-key-of-tenant-two"}
+
+
+@pytest.fixture(scope="module")
+def own_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FusedKVEngine]:
+    options = {"preprocessing": "none", "dtype": "float32", "store_misses": False}
+    folder = tmp_path_factory.mktemp("documents")
+    with FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=folder, **options) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def app(own_engine: FusedKVEngine) -> FastAPI:
+    config = ServerConfig(model_name="tiny", api_keys=KEYS, chunk_chars=300, sweep_s=0.2, max_answer_tokens=16)
+    return create_app(own_engine, config)
+
+
+@pytest.fixture(scope="module")
+def own_url(app: FastAPI) -> Iterator[str]:
+    with running(app) as found:
+        yield found
+
+
+@pytest.fixture
+def one(own_url: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=own_url, timeout=60, headers={"authorization": f"Bearer {KEYS['one']}"}) as made:
+        yield made
+        for document in made.get("/v1/documents", params={"limit": 100}).json()["data"]:
+            made.delete(f"/v1/documents/{document['id']}")
+
+
+@pytest.fixture
+def two(own_url: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=own_url, timeout=60, headers={"authorization": f"Bearer {KEYS['two']}"}) as made:
+        yield made
+
+
+def test_an_upload_is_ingested_by_a_job(one: httpx.Client) -> None:
+    made = upload(one, text_of(0, 1, 2), name="Fleet", metadata={"year": 2024, "tags": ["ü"]})
+    job = ended(one, made["job_id"])
+    assert (job["state"], job["document_id"], job["error"]) == ("done", made["id"], None)
+    assert job["done"] == job["total"] == 3
+    found = one.get(f"/v1/documents/{made['id']}").json()
+    assert (found["name"], found["metadata"], found["ready"]) == ("Fleet", {"year": 2024, "tags": ["ü"]}, True)
+    assert [chunk["text"] for chunk in found["chunks"]] == SHORT[:3]
+    assert all(chunk["stored"] and chunk["tokens"] > 10 for chunk in found["chunks"])
+    told = events(one.get(f"/v1/jobs/{made['job_id']}/events").text)
+    assert [event["state"] for event in told] == ["done"]
+
+
+def test_a_job_tells_its_steps(one: httpx.Client, own_engine: FusedKVEngine) -> None:
+    with ExitStack() as entered:
+        with own_engine.model_lock:
+            job = upload(one, text_of(*range(20)))["job_id"]
+            wait_until(lambda: one.get(f"/v1/jobs/{job}").json()["state"] == "prefilling")
+            lines = entered.enter_context(one.stream("GET", f"/v1/jobs/{job}/events")).iter_text()
+            text = next(lines)
+        told = events(text + "".join(lines))
+    steps = [(told[at]["state"], told[at]["done"], told[at]["total"]) for at in (0, -1)]
+    assert steps == [("prefilling", 0, 20), ("done", 20, 20)]
+
+
+def test_lists_have_pages(one: httpx.Client) -> None:
+    ids = [ingested(one, f"{SHORT[number]} {number}") for number in range(3)]
+    first = one.get("/v1/documents", params={"limit": 2}).json()
+    assert ([found["id"] for found in first["data"]], first["has_more"]) == (ids[:2], True)
+    rest = one.get("/v1/documents", params={"limit": 2, "after": first["last_id"]}).json()
+    assert ([found["id"] for found in rest["data"]], rest["has_more"]) == (ids[2:], False)
+    jobs = one.get("/v1/jobs", params={"limit": 100}).json()["data"]
+    assert [job["document_id"] for job in jobs][-3:] == ids
+
+
+def test_deleting_takes_the_kv_that_nobody_else_has(one: httpx.Client, app: FastAPI) -> None:
+    first, second = ingested(one, text_of(3, 4)), ingested(one, text_of(4, 5))
+    with app.state.fused_kv.tenants.using("one") as engine:
+        assert None not in map(engine.chunk_id, SHORT[3:6])
+        assert one.delete(f"/v1/documents/{first}").json()["deleted"]
+        assert [engine.chunk_id(text) is None for text in SHORT[3:6]] == [True, False, False]
+    assert one.get(f"/v1/documents/{first}").status_code == one.delete(f"/v1/documents/{first}").status_code == 404
+    assert all(chunk["stored"] for chunk in one.get(f"/v1/documents/{second}").json()["chunks"])
+
+
+def test_a_document_that_is_deleted_while_it_is_ingested_leaves_nothing(
+    one: httpx.Client, app: FastAPI, own_engine: FusedKVEngine
+) -> None:
+    with app.state.fused_kv.tenants.using("one") as engine:
+        with own_engine.model_lock:
+            made = upload(one, text_of(*range(20, 30)))
+            wait_until(lambda: one.get(f"/v1/jobs/{made['job_id']}").json()["state"] == "prefilling")
+            one.delete(f"/v1/documents/{made['id']}")
+        assert ended(one, made["job_id"])["state"] == "cancelled"
+        # The job that comes next begins when that one has been left.
+        ingested(one, SHORT[30])
+        assert set(map(engine.chunk_id, SHORT[20:30])) == {None}
+
+
+def test_a_cancelled_job_is_resumed(one: httpx.Client, own_engine: FusedKVEngine) -> None:
+    with own_engine.model_lock:
+        made = upload(one, text_of(*range(20)))
+        job = f"/v1/jobs/{made['job_id']}"
+        wait_until(lambda: one.get(job).json()["state"] == "prefilling")
+        assert one.post(f"{job}/resume").status_code == 409
+        assert one.post(f"{job}/cancel").json()["state"] == "cancelled"
+        assert one.post(f"{job}/cancel").status_code == 409
+    assert not one.get(f"/v1/documents/{made['id']}").json()["ready"]
+    assert retrieve(one, SHORT[0]).status_code == 400
+    assert one.post(f"{job}/resume").status_code == 202
+    assert ended(one, made["job_id"])["state"] == "done"
+    assert one.get(f"/v1/documents/{made['id']}").json()["ready"]
+
+
+def test_expired_documents_are_gone_at_once_and_swept(one: httpx.Client, app: FastAPI) -> None:
+    gone = ingested(one, SHORT[8], expires_at=time.time() + 3600)
+    assert retrieve(one, SHORT[8], k=1).status_code == 200
+    with app.state.fused_kv.documents.open(Owner("one", None)) as opened:
+        assert opened.engine.chunk_id(SHORT[8]) is not None
+        opened.library._clock = lambda: time.time() + 3601
+        try:
+            assert retrieve(one, SHORT[8], k=1).json()["error"]["code"] == "no_documents"
+            assert one.get(f"/v1/documents/{gone}").status_code == 404
+            wait_until(lambda: opened.engine.chunk_id(SHORT[8]) is None)
+            assert opened.library.chunks(gone) == []
+        finally:
+            opened.library._clock = time.time
+
+
+def test_a_conversation_is_answered_from_documents(one: httpx.Client) -> None:
+    document = ingested(one, text_of(*range(6)), name="Handbook")
+    response = retrieve(one, SHORT[4][:80], k=3)
+    assert response.status_code == 200, response.text
+    report = response.json()["fused_kv"]
+    best, *others = report["retrieved"]
+    assert (best["document_id"], best["name"], best["chunk"]) == (document, "Handbook", 4)
+    assert len(others) == 2
+    assert best["score"] > max(other["score"] for other in others)
+    # The chunks stand in the prompt such that their KV is used.
+    assert (report["chunks_found"], report["chunks_missed"]) == (3, 0)
+    assert report["reused_tokens"] > 50
+    streamed = events(retrieve(one, SHORT[4][:80], k=1, stream=True).text)
+    assert streamed[-1]["fused_kv"]["retrieved"] == [best]
+
+
+def test_without_documents_there_is_nothing_to_retrieve(two: httpx.Client) -> None:
+    response = retrieve(two, "Which ships?")
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "no_documents")
+    asked = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}]
+    assert retrieve(two, "", messages=asked).status_code == 400
+    completion = {"model": "tiny", "prompt": "Hello", "fused_kv": {"retrieve": {}}}
+    assert two.post("/v1/completions", json=completion).status_code == 400
+
+
+def test_deleted_documents_are_not_retrieved(one: httpx.Client) -> None:
+    kept, gone = ingested(one, SHORT[6]), ingested(one, SHORT[7])
+    assert retrieve(one, SHORT[7], k=1).json()["fused_kv"]["retrieved"][0]["document_id"] == gone
+    one.delete(f"/v1/documents/{gone}")
+    found = retrieve(one, SHORT[7], k=2).json()["fused_kv"]["retrieved"]
+    assert [chunk["document_id"] for chunk in found] == [kept]
+
+
+def test_nothing_crosses_between_tenants(one: httpx.Client, two: httpx.Client) -> None:
+    made = upload(one, text_of(0, 1))
+    ended(one, made["job_id"])
+    for client, params in ((two, {}), (one, {"tenant": "user"}), (two, {"tenant": "one"})):
+        assert client.get("/v1/documents", params=params).json()["data"] == []
+        assert client.get("/v1/jobs", params=params).json()["data"] == []
+        for path in (f"/v1/documents/{made['id']}", f"/v1/jobs/{made['job_id']}", f"/v1/jobs/{made['job_id']}/events"):
+            assert client.get(path, params=params).status_code == 404
+        assert client.delete(f"/v1/documents/{made['id']}", params=params).status_code == 404
+        for what in ("cancel", "resume"):
+            assert client.post(f"/v1/jobs/{made['job_id']}/{what}", params=params).status_code == 404
+    assert retrieve(two, SHORT[0]).json()["error"]["code"] == "no_documents"
+    assert retrieve(one, SHORT[0], fused_kv={"retrieve": {}, "tenant": "user"}).status_code == 400
+    assert retrieve(one, SHORT[0]).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "text"),
+        ({"text": ""}, "text"),
+        ({"text": "x", "path": "/etc/passwd"}, "path"),
+        ({"text": "x", "metadata": []}, "metadata"),
+        ({"text": "x", "name": "n" * 300}, "name"),
+        ({"text": "x", "expires_at": -1}, "expires_at"),
+    ],
+)
+def test_uploads_that_are_none(one: httpx.Client, body: dict[str, object], param: str) -> None:
+    response = one.post("/v1/documents", json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    assert one.get("/v1/documents").json()["data"] == []
