@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import httpx
 import pytest
@@ -12,6 +13,7 @@ from corpus import SHORT
 from fastapi import FastAPI
 from models import smollm2_tokenizer, tiny_model
 from server.documents import ended, ingested, retrieve, text_of, upload
+from server.pdfs import bomb
 from server.running import events, running
 from waiting import wait_until
 
@@ -209,3 +211,43 @@ def test_uploads_that_are_none(one: httpx.Client, body: dict[str, object], param
     response = one.post("/v1/documents", json=body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
     assert one.get("/v1/documents").json()["data"] == []
+
+
+def test_files_are_uploaded_as_forms(one: httpx.Client) -> None:
+    page = f"<h1>Fleet</h1><script>no()</script><p>{SHORT[0]}</p>".encode()
+    form = {"metadata": '{"year": 2024}', "expires_at": str(time.time() + 3600)}
+    response = one.post("/v1/documents", files={"file": ("../../etc/Fleet.HTML", page)}, data=form)
+    assert response.status_code == 202, response.text
+    made = response.json()
+    assert ended(one, made["job_id"])["state"] == "done"
+    found = one.get(f"/v1/documents/{made['id']}").json()
+    assert (found["name"], found["type"], found["metadata"]) == ("Fleet.HTML", "html", {"year": 2024})
+    assert [chunk["text"] for chunk in found["chunks"]] == [f"Fleet\n\n{SHORT[0]}"]
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "param"),
+    [
+        ({"files": {"file": ("a.exe", b"MZ")}}, 415, "file"),
+        ({"files": {"file": ("html", b"x")}}, 415, "file"),
+        ({"files": {"other": ("a.txt", b"x")}}, 400, "file"),
+        ({"files": {"file": ("a.txt", b"x")}, "data": {"metadata": "[1"}}, 400, "metadata"),
+        ({"files": {"file": ("a.txt", b"x")}, "data": {"metadata": "[" * 50_000}}, 400, "metadata"),
+        ({"files": {"file": ("a.txt", b"x")}, "data": {"path": "/etc"}}, 400, "path"),
+        ({"content": b"x", "headers": {"content-type": "multipart/form-data"}}, 400, None),
+        ({"content": b"[" * 100_000, "headers": {"content-type": "application/json"}}, 400, None),
+        ({"content": b"x", "headers": {"content-type": "text/plain"}}, 415, None),
+    ],
+)
+def test_forms_that_are_none(one: httpx.Client, options: dict[str, Any], status: int, param: str | None) -> None:
+    response = one.post("/v1/documents", **options)
+    assert (response.status_code, response.json()["error"]["param"]) == (status, param), response.text
+
+
+def test_a_document_that_cannot_be_read_fails_its_job_and_no_other(one: httpx.Client) -> None:
+    response = one.post("/v1/documents", files={"file": ("bomb.pdf", bomb(100_000_000))})
+    others = upload(one, SHORT[0])
+    job = ended(one, response.json()["job_id"])
+    assert (job["state"], "PDF" in job["error"] or "memory" in job["error"]) == ("failed", True), job
+    assert ended(one, others["job_id"])["state"] == "done"
+    assert not one.get(f"/v1/documents/{response.json()['id']}").json()["ready"]

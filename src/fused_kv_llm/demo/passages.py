@@ -159,8 +159,11 @@ def _read_pdf(file: Path, max_pages: int | None) -> str:
         raise MissingExtraError("pypdf", "demo") from error
     try:
         texts: list[str] = []
-        for page in PdfReader(file).pages:
-            if len(texts) == max_pages:
+        reader = PdfReader(file)
+        # What a file says of itself is no more than that, so the pages are counted as well.
+        claimed = len(reader.pages)
+        for page in reader.pages:
+            if max_pages is not None and max(claimed, len(texts) + 1) > max_pages:
                 raise _PdfReadError(f"it has more than {max_pages} pages")
             texts.append(page.extract_text())
         return "\n\n".join(texts)
