@@ -28,6 +28,7 @@ FLOORS = [
     {"chunk", "config", "context_shift", "paths", "reading_lock", "thread_pool"},
     {"store", "prompt", "model"},
     {"selectors", "decoding", "catalog", "kv", "retrieval"},
+    {"verdicts"},
     {"offline", "online"},
     {"serving"},
     {"engine"},

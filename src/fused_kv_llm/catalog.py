@@ -81,6 +81,26 @@ class ChunkCatalog:
         }
         return {text: found for text, found in of_text.items() if found}
 
+    def rows_like(self, text: str, limit: int = 500) -> list[ChunkRow]:
+        """Return rows of chunks that may be another form of a text.
+
+        Parameters
+        ----------
+        text : str
+        limit : int
+            The most chunks: those that begin alike, and the newest of a similar length.
+
+        Returns
+        -------
+        list of ChunkRow
+        """
+        if not is_indexable(text):
+            return []
+        self._refresh()
+        rowids = self._index.similar(content_hash(text), limit)
+        rows = self._store.rows_by_rowid(rowids)
+        return [rows[rowid] for rowid in rowids if rowid in rows]
+
     def keys(self) -> list[str]:
         """Return the keys of every stored chunk of this identity."""
         return self._store.keys(self._identity)

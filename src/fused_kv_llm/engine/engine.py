@@ -14,6 +14,7 @@ from .chunk_methods import ChunkMethods
 from .chunk_order import ChunkOrders
 from .constructor import has_options, has_options_after_model, show_options
 from .corpus import EngineCorpus, similarity_of
+from .explain_methods import ExplainMethods
 from .parts import open_parts
 from .prefixes import open_prefixes
 from .prompt_methods import PromptMethods
@@ -22,7 +23,7 @@ from .requests import RequestRunner
 __all__ = ["FusedKVEngine"]
 
 
-class FusedKVEngine(ChunkMethods, PromptMethods):
+class FusedKVEngine(ChunkMethods, PromptMethods, ExplainMethods):
     """Answers prompts from precomputed chunk KV.
 
     Parameters

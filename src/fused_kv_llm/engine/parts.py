@@ -31,6 +31,8 @@ class EngineParts:
     renderer : PromptRenderer
     identity : str
         Digest of everything besides its token ids on which a chunk's KV depends.
+    namespace : KVIdentity
+        What `identity` is made of.
     prefix : PrefixKV
         Exact KV of the ids that the chat template puts before every prompt.
     catalog : ChunkCatalog
@@ -45,6 +47,7 @@ class EngineParts:
     store: KVStore
     renderer: PromptRenderer
     identity: str
+    namespace: KVIdentity
     prefix: PrefixKV
     catalog: ChunkCatalog
     model_lock: ModelLock
@@ -87,13 +90,16 @@ def open_parts(config: EngineConfig) -> EngineParts:
     try:
         loaded = _load(config)
         renderer = PromptRenderer(loaded.tokenizer, wrap_chat_template=config.wrap_chat_template)
-        identity = _identify(config, loaded, renderer, store)
+        namespace = _identify(config, loaded, renderer, store)
+        identity = namespace.digest
         check_reference(loaded, store, identity, lock_of(loaded.model))
         prefix = compute_prefix(loaded, tuple(renderer.header_ids))
         catalog = ChunkCatalog(store, identity)
         shifts = shift_name(config.num_neighbours) if config.preprocessing == "similar" else None
         release_openmp_workers()
-        return EngineParts(loaded, store, renderer, identity, prefix, catalog, lock_of(loaded.model), shifts)
+        return EngineParts(
+            loaded, store, renderer, identity, namespace, prefix, catalog, lock_of(loaded.model), shifts
+        )  # fmt: skip
     except BaseException:
         store.close()
         raise
@@ -109,7 +115,7 @@ def _load(config: EngineConfig) -> LoadedModel:
     )
 
 
-def _identify(config: EngineConfig, loaded: LoadedModel, renderer: PromptRenderer, store: KVStore) -> str:
+def _identify(config: EngineConfig, loaded: LoadedModel, renderer: PromptRenderer, store: KVStore) -> KVIdentity:
     """Return the identity of what is stored for this configuration; the store learns a name for it."""
     kv_dtype = _stored_as(store, loaded)
     ids = ",".join(map(str, renderer.header_ids))
@@ -121,9 +127,10 @@ def _identify(config: EngineConfig, loaded: LoadedModel, renderer: PromptRendere
         prefix=hashlib.sha256(ids.encode()).hexdigest(),
         kv_dtype=kv_dtype,
         tenant=config.tenant,
-    ).digest
+    )
     stored = [] if kv_dtype == "auto" else [f"stored in {kv_dtype}"]
-    store.describe(identity, ", ".join([loaded.model_id, _name(loaded), *stored]))
+    store.namespaces.add(identity)
+    store.describe(identity.digest, ", ".join([loaded.model_id, _name(loaded), *stored]))
     return identity
 
 

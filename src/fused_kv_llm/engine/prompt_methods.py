@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
+from fused_kv_llm.chunk import chunk_texts
 from fused_kv_llm.config import GenerationConfig, check_seed
 from fused_kv_llm.decoding import Constraint
 from fused_kv_llm.errors import PromptError
@@ -78,6 +79,7 @@ class PromptMethods(EngineState):
         constraint: Constraint | None = None,
         priority: int = 0,
         timeout_s: float | None = None,
+        expected: Sequence[str] = (),
     ) -> RequestHandle:
         """Have a prompt answered beside others, and return at once.
 
@@ -101,6 +103,9 @@ class PromptMethods(EngineState):
             Requests of a higher priority come first.
         timeout_s : float or None
             Seconds after which the request is given up with ``DeadlineError``.
+        expected : sequence of str
+            Chunks that the prompt should contain, such as those that a search has returned: the report's ``verdicts``
+            say of each whether it was reused, and why not. The caller's thread finds that out, after the answer.
 
         Returns
         -------
@@ -111,6 +116,8 @@ class PromptMethods(EngineState):
         ------
         ConfigError
             If an option cannot work.
+        CorpusError
+            If one string was expected instead of several, or something that is not text.
         QueueFullError
             If more requests wait than ``max_queued``.
         EngineClosedError
@@ -120,8 +127,8 @@ class PromptMethods(EngineState):
             max_tokens=max_tokens, temperature=temperature, top_p=top_p, stop=stop, seed=seed, logprobs=logprobs
         )
         ratio, chosen = self._chosen(recompute_ratio, selector)
-        recipe, terms = Recipe(chosen, ratio, config.seed or 0), Terms(priority, timeout_s)
-        return self.requests.submit(prompt, recipe, config, constraint, terms)
+        terms = Terms(priority, timeout_s, tuple(chunk_texts(expected)))
+        return self.requests.submit(prompt, Recipe(chosen, ratio, config.seed or 0), config, constraint, terms)
 
     def speculate(
         self,

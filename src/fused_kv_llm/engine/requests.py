@@ -21,6 +21,7 @@ from fused_kv_llm.errors import ChunkDamagedError, ModelChangedError, VariantDam
 from fused_kv_llm.kv import PagePool, PrefixMatch, PrefixTree, why_not_shared
 from fused_kv_llm.model import CachePool, FusedCache
 from fused_kv_llm.online import (
+    MIN_REUSED_TOKENS,
     FusedPrompt,
     FusionContext,
     KeptPrompt,
@@ -36,10 +37,11 @@ from fused_kv_llm.online import (
     reader_threads,
 )
 from fused_kv_llm.prompt import Prompt
-from fused_kv_llm.report import FusionReport, stage_span
+from fused_kv_llm.report import FusionReport, Outcome, Verdict, stage_span
 from fused_kv_llm.selectors import View, variant_selector
 from fused_kv_llm.serving import HungReads, Limits, RecoveryCounts, RequestHandle, ServedRequest, Terms, loop_of
 from fused_kv_llm.thread_pool import ThreadPool
+from fused_kv_llm.verdicts import Judge, JudgedPrompt, remedy_of
 
 from .corpus import EngineCorpus
 from .parts import EngineParts
@@ -82,6 +84,14 @@ class RequestRunner:
             parts.context_length,
             parts.loaded.model_id,
             lambda text: corpus.expect([text]),
+        )
+        self.judge = Judge(
+            parts.store,
+            parts.catalog,
+            parts.namespace,
+            parts.renderer.encode_chunk,
+            min_tokens=MIN_REUSED_TOKENS,
+            room=parts.context_length - len(parts.prefix.token_ids),
         )
         self._variants = None if corpus.variants is None else VariantChoice(corpus.variants)
         threads = reader_threads(parts.loaded.device)
@@ -229,13 +239,26 @@ class RequestRunner:
             _log.warning("The prefix cache was emptied, since there is no memory for it: %s", error)
             self.prefixes.clear()
 
+    def judge_expected(
+        self, expected: Sequence[str], prompt: JudgedPrompt, report: FusionReport, *, operator: bool = False
+    ) -> None:
+        """Put verdicts on the chunks that were expected in a prompt before those on the others."""
+        told = [one for one in report.verdicts if not one.is_reused]
+        verdicts = self.judge.judge(expected, prompt, told, operator=operator)
+        keys = {one.chunk_id for one in verdicts}
+        report.verdicts = [*verdicts, *(one for one in report.verdicts if one.chunk_id not in keys)]
+
     def discard(self, error: ChunkDamagedError, report: FusionReport) -> None:
         """Put a damaged chunk away; the next plan has it computed as fresh text, or takes its plain KV."""
         if isinstance(error, VariantDamagedError):
             if self._variants is not None:
                 self._variants.discard(error, report)
             return
-        self._corpus.expect(row.text for row in self._store.rows([error.key]).values())
+        rows = list(self._store.rows([error.key]).values())
+        detail, remedy = f"Its file could not be used: {error.reason}.", remedy_of(Outcome.DAMAGED)
+        lost = [Verdict.of(row.text, Outcome.DAMAGED, detail, remedy, chunk_id=row.key) for row in rows]
+        report.verdicts = [*report.verdicts, *lost]
+        self._corpus.expect(row.text for row in rows)
         self._store.discard(error.key, error.reason)
         report.chunks_missed += 1
         report.warnings.append(str(error))

@@ -9,7 +9,7 @@ from .generation import AnswerWriter, FinishReason, Generation, Piece
 from .kept_prompt import FusedRecipe, KeptPrompt, fused_recipe
 from .load_ahead import STUCK_S, LayerRead, LoadAhead
 from .loading_depth import MovingAverage, loading_depth, may_begin
-from .planning import ReadPrompt, RequestPlanner, TakeKV
+from .planning import MIN_REUSED_TOKENS, ReadPrompt, RequestPlanner, TakeKV
 from .read_ahead import reader_threads
 from .request import Request
 from .request_loading import RequestLoading
@@ -18,6 +18,7 @@ from .sharing import Sharing
 from .variant_choice import VariantChoice
 
 __all__ = [
+    "MIN_REUSED_TOKENS",
     "STUCK_S",
     "AnswerWriter",
     "FinishReason",

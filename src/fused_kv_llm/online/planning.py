@@ -11,20 +11,28 @@ from itertools import takewhile
 from fused_kv_llm.catalog import ChunkCatalog
 from fused_kv_llm.errors import PromptError, PromptTooLongError, StoreUnavailableError
 from fused_kv_llm.kv import PlacedChunk, PrefixMatch
-from fused_kv_llm.prompt import Encoded, Prompt, PromptRenderer, Segment, plan_prompt
-from fused_kv_llm.report import FusionReport
+from fused_kv_llm.prompt import Encoded, Match, Prompt, PromptPlan, PromptRenderer, Segment, plan_prompt
+from fused_kv_llm.report import FusionReport, Outcome
 from fused_kv_llm.store import ChunkRow, KVStore, StoredKV
+from fused_kv_llm.verdicts import JudgedPrompt, SeenChunks
 
 from .request import Request
 
-__all__ = ["ReadPrompt", "RequestPlanner", "TakeKV"]
+__all__ = ["MIN_REUSED_TOKENS", "ReadPrompt", "RequestPlanner", "TakeKV"]
 
 TakeKV = Callable[[PlacedChunk, Sequence[str]], PlacedChunk]
 """Takes an open chunk and the keys of those before it in the prompt; returns what is used of it, open."""
 
 _log = logging.getLogger(__name__)
 
-_MIN_REUSED_TOKENS = 8
+MIN_REUSED_TOKENS = 8
+"""Fewest tokens of a chunk that are worth reading."""
+
+_WHY_GONE = {
+    "damaged": (Outcome.DAMAGED, "Its file could not be used, and was put away."),
+    "evicted": (Outcome.EVICTED, "It made room for other chunks while the prompt was planned."),
+    "deleted": (Outcome.DELETED, "It was deleted while the prompt was planned."),
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,6 +53,28 @@ class ReadPrompt:
     def ids(self) -> list[int]:
         """Its token ids."""
         return self.encoded.ids
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Found:
+    """What a text has of the store.
+
+    Parameters
+    ----------
+    header_tokens : int
+        Tokens of the header that it begins with.
+    segments : list of Segment
+        The chunks behind them.
+    plan : PromptPlan
+    matches : list of Match
+    rows : mapping of str to ChunkRow
+    """
+
+    header_tokens: int
+    segments: list[Segment]
+    plan: PromptPlan
+    matches: list[Match]
+    rows: Mapping[str, ChunkRow]
 
 
 class RequestPlanner:
@@ -118,9 +148,9 @@ class RequestPlanner:
         known : callable
             How many first tokens earlier prompts have left, by a prompt's ids and where its first chunk begins.
         """
-        header_tokens, found, _ = self._find(read)
-        prefix_tokens = max(header_tokens, known(read.ids, _first_chunk(found, read)))
-        left = _behind(found, prefix_tokens)
+        found = self._find(read)
+        prefix_tokens = max(found.header_tokens, known(read.ids, _first_chunk(found.segments, read)))
+        left = _behind(found.segments, prefix_tokens)
         return prefix_tokens + (1.0 - ratio) * sum(segment.num_tokens for segment in left)
 
     def plan(
@@ -162,23 +192,28 @@ class RequestPlanner:
         """
         read = prompt if isinstance(prompt, ReadPrompt) else self.read(prompt)
         try:
-            header_tokens, found, rows = self._find(read)
+            all_found = self._find(read)
         except StoreUnavailableError as error:
             # The answer needs nothing of the store.
-            header_tokens, found, rows = self._header_tokens(read), [], {}
+            all_found = _Found(self._header_tokens(read), [], PromptPlan(read.ids, []), [], {})
             _warn_once(report, f"the store cannot be used now, so no chunk was looked for: {error}")
+        header_tokens, found, rows = all_found.header_tokens, all_found.segments, all_found.rows
         chunks: list[PlacedChunk] = []
+        seen = SeenChunks(report)
         with ExitStack() as opened:
             match = None if find_prefix is None else find_prefix(read.ids, _first_chunk(found, read))
             if match is not None:
                 opened.callback(match.release)
             prefix_tokens = header_tokens if match is None else max(header_tokens, match.num_tokens)
             left = _behind(found, prefix_tokens)
+            _note_known(seen, all_found, min(prefix_tokens, len(read.ids) - 1))
             for segment in left:
                 if segment.key is None:
                     continue
+                text = rows[segment.key].text
                 if skip(segment.key):
                     _report_skipped(report, segment.key)
+                    seen.failed(segment.key, text, Outcome.NOT_LOADED, "It did not come within load_timeout_s.")
                     continue
                 stored = self._open(segment.key, rows[segment.key].token_ids, counted=counted)
                 if stored is not None:
@@ -187,13 +222,18 @@ class RequestPlanner:
                         chunk = take(chunk, [str(one.key) for one in found if one.start < segment.start])
                         opened.enter_context(chunk.stored)
                     chunks.append(chunk)
+                    # The last token of a prompt is computed whatever it is.
+                    seen.reused(segment.key, text, min(segment.stop, len(read.ids) - 1) - segment.start)
                     continue
                 report.chunks_missed += 1
                 report.warnings.append(f"chunk {segment.key[:16]} could not be read and was computed instead")
-                self._on_missing(rows[segment.key].text)
+                seen.failed(segment.key, text, *self._why_missing(segment.key))
+                self._on_missing(text)
             request = Request(read.ids, header_tokens, chunks, read.text, read.encoded.offsets)
             request.segments = tuple(found)
             request.num_covered = len(found) - len(left)
+            spans = [(match.start, match.end) for match in all_found.matches]
+            request.judged = JudgedPrompt(read.text, seen.finish(), spans)
             if match is not None:
                 request.since = match.version
                 if prefix_tokens > header_tokens:
@@ -203,14 +243,22 @@ class RequestPlanner:
             opened.pop_all()
         return request
 
-    def _find(self, read: ReadPrompt) -> tuple[int, list[Segment], Mapping[str, ChunkRow]]:
-        """Return how many tokens of the header a prompt begins with, and the stored chunks behind them."""
+    def _find(self, read: ReadPrompt) -> _Found:
+        """Find how many tokens of the header a prompt begins with, and the stored chunks behind them."""
         header_tokens = self._header_tokens(read)
         matches, rows = self._catalog.find(read.text)
         ids = {key: row.token_ids for key, row in rows.items()}
-        plan = plan_prompt(read.encoded, matches, ids, _MIN_REUSED_TOKENS)
+        plan = plan_prompt(read.encoded, matches, ids, MIN_REUSED_TOKENS)
         found = [segment for segment in plan.segments if segment.key is not None and segment.start >= header_tokens]
-        return header_tokens, found, rows
+        return _Found(header_tokens, found, plan, matches, rows)
+
+    def _why_missing(self, key: str) -> tuple[Outcome, str]:
+        """Return why a chunk that was found could not be opened."""
+        unknown = (Outcome.NOT_LOADED, "Its KV is stored, and could not be read.")
+        try:
+            return _WHY_GONE.get(self._store.departures([key]).get(key, ""), unknown)
+        except StoreUnavailableError:
+            return unknown
 
     def _header_tokens(self, read: ReadPrompt) -> int:
         # Attention is causal, so any leading part of the prefix's KV is exact by itself.
@@ -229,6 +277,18 @@ class RequestPlanner:
         stored.close()
         self._store.discard(key, "its file holds the KV of another model or configuration")
         return None
+
+
+def _note_known(seen: SeenChunks, found: _Found, prefix_tokens: int) -> None:
+    """Note which chunks the prefix contains, in whole or in part, and which are too short."""
+    for segment in found.plan.segments:
+        if segment.key is not None and segment.start < prefix_tokens:
+            known = min(segment.stop, prefix_tokens) - segment.start
+            seen.reused(segment.key, found.rows[segment.key].text, known)
+    for unused in found.plan.unused:
+        text = found.rows[unused.match.key].text
+        detail = f"Only {unused.tokens} of its tokens are the prompt's too; {MIN_REUSED_TOKENS} are needed."
+        seen.failed(unused.match.key, text, Outcome.TOO_SHORT, detail)
 
 
 def _report_skipped(report: FusionReport, key: str) -> None:
@@ -255,6 +315,6 @@ def _behind(segments: Sequence[Segment], prefix_tokens: int) -> list[Segment]:
         covered = max(0, prefix_tokens - segment.start)
         if covered == 0:
             cut.append(segment)
-        elif segment.num_tokens - covered >= _MIN_REUSED_TOKENS:
+        elif segment.num_tokens - covered >= MIN_REUSED_TOKENS:
             cut.append(replace(segment, start=prefix_tokens, chunk_start=segment.chunk_start + covered))
     return cut

@@ -14,6 +14,7 @@ from torch import Tensor
 from fused_kv_llm.kv import PlacedChunk, PrefixMatch, PrefixRun
 from fused_kv_llm.prompt import Segment
 from fused_kv_llm.store import StoredSidecar
+from fused_kv_llm.verdicts import JudgedPrompt
 
 from .load_ahead import LoadAhead
 
@@ -61,6 +62,8 @@ class Request:
         Called when the chunks are closed.
     segments : tuple of Segment
         All stored chunks that were found in the prompt, whether their KV could be opened or not.
+    judged : JudgedPrompt
+        What becomes of them.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class Request:
         self.num_covered = 0
         self.on_closed: Callable[[], object] = lambda: None
         self.segments: tuple[Segment, ...] = ()
+        self.judged = JudgedPrompt(text)
 
     @property
     def known_runs(self) -> list[PrefixRun]:

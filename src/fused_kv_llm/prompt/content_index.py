@@ -182,6 +182,33 @@ class ContentIndex:
                 numbers += [number for number in table.with_content(content) if number not in dead]
         return found
 
+    def similar(self, content: ContentHash, limit: int) -> list[int]:
+        """Find chunks that may be another form of a text, by its hashes and its length.
+
+        Parameters
+        ----------
+        content : ContentHash
+        limit : int
+            The most chunks.
+
+        Returns
+        -------
+        list of int
+            First the newest with the same beginning, then the newest between half and twice as long.
+        """
+        with self._lock:
+            self._flush()
+            tables, dead = self._tables, set(self._dead)
+        alike: list[int] = []
+        others: list[int] = []
+        for table in tables:
+            same = table.prefix == np.uint64(content.prefix)
+            near = (table.length >= content.length // 2) & (table.length <= 2 * content.length) & ~same
+            alike += table.numbers[same].tolist()
+            others += np.sort(table.numbers[near])[-limit:].tolist()
+        newest = [*sorted(alike, reverse=True), *sorted(others, reverse=True)]
+        return [number for number in newest if number not in dead][:limit]
+
     def _rows_held(self) -> int:
         return sum(len(table.numbers) for table in self._tables) + sum(len(rows[0]) for rows in self._pending)
 

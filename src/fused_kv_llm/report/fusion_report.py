@@ -7,6 +7,7 @@ from typing import Any
 
 from fused_kv_llm.report.html import report_to_html
 from fused_kv_llm.report.trace import PromptTrace
+from fused_kv_llm.report.verdict import Verdict
 
 __all__ = ["FusionReport"]
 
@@ -38,6 +39,8 @@ class FusionReport:
         not be used.
     unmatched : list of str
         Beginnings of retrieved chunks that are not in the prompt verbatim.
+    verdicts : list of Verdict
+        What became of every chunk that was retrieved or expected, and otherwise of those that were found in the prompt.
     recompute_ratio : float
         The ratio asked for.
     selector : str
@@ -88,6 +91,7 @@ class FusionReport:
     chunks_found: int = 0
     chunks_missed: int = 0
     unmatched: list[str] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)
     recompute_ratio: float = 0.0
     selector: str = ""
     bytes_loaded: dict[str, int] = field(default_factory=dict)
@@ -119,8 +123,9 @@ class FusionReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data, ready for JSON."""
-        plain = asdict(replace(self, trace=None))
+        plain = asdict(replace(self, trace=None, verdicts=[]))
         del plain["trace"]
+        plain["verdicts"] = [verdict.to_dict() for verdict in self.verdicts]
         return {**plain, "cached_tokens": self.cached_tokens, "computed_tokens": self.computed_tokens}
 
     def to_html(self) -> str:

@@ -10,6 +10,7 @@ from types import TracebackType
 
 from fused_kv_llm.errors import FusedKVError
 from fused_kv_llm.online import Generation, Piece
+from fused_kv_llm.report import FusionReport
 
 __all__ = ["PieceStream", "RequestHandle"]
 
@@ -24,6 +25,11 @@ class RequestHandle:
     ----------
     cancel : callable
         Has the engine drop the request at its next step. It may be called anywhere, also by the collector.
+
+    Attributes
+    ----------
+    on_report : callable or None
+        Completes the report, once, in a thread of whoever takes the last piece.
     """
 
     def __init__(self, cancel: Callable[[], None]) -> None:
@@ -35,6 +41,7 @@ class RequestHandle:
         self._ended = False
         self._whole: Generation | None = None
         self._error: BaseException | None = None
+        self.on_report: Callable[[FusionReport], None] | None = None
         self.done = False
 
     # -- for callers -----------------------------------------------------------------------------------------
@@ -107,6 +114,9 @@ class RequestHandle:
                 except Empty:
                     await arrived.wait()
                     continue
+                if not isinstance(item, BaseException) and item.report is not None and self.on_report is not None:
+                    # It may take a while, and the event loop has others to serve.
+                    await asyncio.to_thread(self._complete, item.report)
                 yield self._take(item)
         finally:
             self._wake = None
@@ -149,7 +159,14 @@ class RequestHandle:
             self._ended, self._error = True, item
             raise item
         self._ended = item.finish_reason is not None
+        if item.report is not None:
+            self._complete(item.report)
         return item
+
+    def _complete(self, report: FusionReport) -> None:
+        complete, self.on_report = self.on_report, None
+        if complete is not None:
+            complete(report)
 
 
 class PieceStream(Generator[Piece]):

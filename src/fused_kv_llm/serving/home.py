@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from fused_kv_llm.errors import ChunkDamagedError
@@ -10,6 +10,7 @@ from fused_kv_llm.model import FusedCache
 from fused_kv_llm.online import FusionContext, KeptPrompt, ReadPrompt, Recipe, Request
 from fused_kv_llm.prompt import Prompt
 from fused_kv_llm.report import FusionReport
+from fused_kv_llm.verdicts import JudgedPrompt
 
 from .hung_reads import HungReads
 from .limits import Limits
@@ -60,6 +61,9 @@ class RequestHome(Protocol):
 
     def discard(self, error: ChunkDamagedError, report: FusionReport) -> None:
         """Put a damaged chunk away, so that the next plan does without it."""
+
+    def judge_expected(self, expected: Sequence[str], prompt: JudgedPrompt, report: FusionReport) -> None:
+        """Put verdicts on chunks that were expected in a prompt into its report."""
 
     def check_unchanged(self) -> None:
         """Make sure that the model is still the one whose KV is stored."""

@@ -29,6 +29,7 @@ from fused_kv_llm.online import (
 )
 from fused_kv_llm.prompt import Prompt
 from fused_kv_llm.report import FusionReport, RequestSpan
+from fused_kv_llm.verdicts import JudgedPrompt
 
 from .handle import RequestHandle
 from .home import RequestHome
@@ -136,6 +137,7 @@ class ServedRequest:
         self._span = RequestSpan(home.context.loaded.model_id)
         self._stage, self._slice_span = self._span.start("prefill"), None
         self._read: ReadPrompt | None = None
+        self._judged: JudgedPrompt | None = None
         self._planned: Request | None = None
         self._loading: RequestLoading | None = None
         self._fusion: Fusion | None = None
@@ -236,6 +238,7 @@ class ServedRequest:
         loaded, self.prompt_tokens = self.home.context.loaded, planned.num_tokens
         self._capacity = min(self.prompt_tokens + self.max_tokens, self.home.context_length)
         self.kv_nbytes = self._capacity * loaded.geometry.kv_bytes_per_token(loaded.dtype)
+        self._judged = planned.judged
         self.chunk_keys = frozenset(chunk.stored.key for chunk in planned.chunks)
 
     @property
@@ -509,6 +512,8 @@ class ServedRequest:
     def _begin_decoding(self) -> None:
         self.state = RequestState.DECODING
         self._enter_stage("decode")
+        if self.terms.expected:
+            self.handle.on_report = self._judge
         cache, self.report.own_kv_bytes = self._prompt_kv.cache, self.kv_nbytes
         config = replace(self._config, max_tokens=min(cache.get_max_length() - cache.length, self._config.max_tokens))
         loaded = self.home.context.loaded
@@ -530,6 +535,15 @@ class ServedRequest:
                 self.handle.put(piece)
             return
         self.handle.put(piece)
+
+    def _judge(self, report: FusionReport) -> None:
+        """Say of the chunks that were expected what became of them; called by the caller's thread."""
+        if self._judged is None:
+            return
+        try:
+            self.home.judge_expected(self.terms.expected, self._judged, report)
+        except StoreError as error:
+            report.warnings.append(f"nothing was found out about chunks that were not reused: {error}")
 
     def _enter_stage(self, name: str) -> None:
         if self._stage is not None:

@@ -1,4 +1,4 @@
-"""What a caller asks for besides the answer."""
+"""What a caller asks for besides the answer, and expects."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Terms"]
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """When an answer is wanted.
+    """When an answer is wanted, and what its prompt should contain.
 
     Parameters
     ----------
@@ -19,6 +19,8 @@ class Terms:
         Requests of a higher priority come first.
     timeout_s : float or None
         Seconds from submission after which the request is given up.
+    expected : tuple of str
+        Texts of chunks on which the report is to have verdicts.
 
     Raises
     ------
@@ -28,6 +30,7 @@ class Terms:
 
     priority: int = 0
     timeout_s: float | None = None
+    expected: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.priority, int) or isinstance(self.priority, bool):

@@ -122,7 +122,7 @@ class DiskBudget:
                 if kept[victim.key] or place.on_remote:
                     self._index.ledger.move(victim.key, Place(on_disk=False, on_remote=True), victim.nbytes)
                 else:
-                    self._index.remove([victim.key])
+                    self._index.remove([victim.key], "evicted")
                 self._index.ledger.advance_clock(victim.priority)
                 gone.add(victim.key)
         self._uses.add(evicted_disk=len(gone))

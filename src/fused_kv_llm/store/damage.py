@@ -71,7 +71,7 @@ class DamageControl:
             if place.on_remote:
                 self._index.ledger.move(key, Place(on_disk=False, on_remote=True))
             else:
-                self._index.remove([key])
+                self._index.remove([key], "damaged")
         self._uses.add(damaged=1)
         self._reader.forget(key)
         where = self._folder.chunk_path(key)
@@ -96,7 +96,7 @@ class DamageControl:
             names = self._index.ledger.sidecars(key)
             for name in names:
                 self._folder.remove(key, name)
-            dropped = self._index.remove([key])
+            dropped = self._index.remove([key], "damaged")
             moved = self._folder.quarantine(key)
         self._reader.forget(key, *names)
         if moved is not None:

@@ -156,7 +156,7 @@ class Promoter:
             if place is None or place.on_disk:
                 # Another process has deleted the chunk, or copied it to the disk.
                 return
-            self._index.remove([key])
+            self._index.remove([key], "damaged")
         self._report(key, reason)
 
     def _report(self, key: str, reason: str) -> None:

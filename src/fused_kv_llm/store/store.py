@@ -13,6 +13,7 @@ from fused_kv_llm.store.archive import Archive
 from fused_kv_llm.store.audit import CheckReport, Progress
 from fused_kv_llm.store.format import check_key, check_kv_dtype, check_name
 from fused_kv_llm.store.index import ChunkRow, ContentRows
+from fused_kv_llm.store.namespaces import Namespaces
 from fused_kv_llm.store.opening import open_chunk
 from fused_kv_llm.store.parts import StoreParts
 from fused_kv_llm.store.read import BlockReader, StoredKV
@@ -63,6 +64,8 @@ class KVStore:
         Chunks in one file, for another machine.
     references : References
         What models computed when their first chunks were stored.
+    namespaces : Namespaces
+        For which models, dtypes and templates there are chunks.
 
     Raises
     ------
@@ -101,6 +104,7 @@ class KVStore:
         self.sidecars = Sidecars(self._parts)
         self.archive = Archive(self._parts)
         self.references = References(self._parts)
+        self.namespaces = Namespaces(self._parts)
 
     # -- writing ---------------------------------------------------------------------------------------------
 
@@ -306,6 +310,16 @@ class KVStore:
             a ``FusedKVWarning`` says why.
         """
         return self._parts.fetch(keys)
+
+    def departures(self, keys: Sequence[str]) -> dict[str, str]:
+        """Return why chunks are not stored any more, by their keys: ``evicted``, ``deleted`` or ``damaged``.
+
+        Only the newest few thousand of a store are known. A chunk that this process does not use any more, since it is
+        damaged and cannot be moved away, counts as damaged.
+        """
+        self._parts.check_open()
+        ignored = {key: "damaged" for key in keys if key in self._parts.damage.ignored}
+        return self._parts.index.departures.of([check_key(key) for key in keys]) | ignored
 
     # -- upkeep, see ``StoreUpkeep`` -----------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ class StoreUpkeep:
             self._parts.promoter.forget(wanted)
         with self._parts.index.transaction():
             sidecars = {key: self._parts.index.ledger.sidecars(key) for key in wanted}
-            deleted = self._parts.index.remove(wanted)
+            deleted = self._parts.index.remove(wanted, "deleted")
             deleted.update(key for key in wanted if self._parts.folder.remove(key))
             for key, names in sidecars.items():
                 for name in names:

@@ -107,7 +107,7 @@ class Audit:
     def _put_away(self, key: str, name: str | None, *, leave: bool) -> bool:
         with self.index.transaction():
             if name is None:
-                self.index.remove([key])
+                self.index.remove([key], "damaged")
             else:
                 self.index.ledger.drop_sidecar(key, name)
             return leave or self.folder.quarantine(key, name) is not None

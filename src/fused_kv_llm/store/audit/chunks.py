@@ -104,5 +104,5 @@ class ChunkAudit:
             if place is not None and place.on_remote:
                 self._index.ledger.move(key, Place(on_disk=False, on_remote=True))
             else:
-                self._index.remove([key])
+                self._index.remove([key], "damaged")
         return True

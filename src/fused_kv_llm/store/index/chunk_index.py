@@ -18,6 +18,7 @@ from fused_kv_llm.chunk import ContentHash
 from fused_kv_llm.errors import StoreUnavailableError
 from fused_kv_llm.store.format import KEY_VARIABLE, Cipher
 from fused_kv_llm.store.index.database import Database
+from fused_kv_llm.store.index.departures import Departure, Departures
 from fused_kv_llm.store.index.ledger import LEDGER_SCHEMA, Ledger
 from fused_kv_llm.store.index.policies import Policy
 from fused_kv_llm.store.index.records import Records
@@ -77,6 +78,7 @@ class ChunkIndex:
         self._database = Database(path, _SCHEMA, read_only=read_only)
         self.ledger = Ledger(self._database, policy)
         self.records = Records(self._database, cipher)
+        self.departures = Departures(self._database)
         try:
             self._check_cipher(path, read_only=read_only)
         except BaseException:
@@ -114,6 +116,7 @@ class ChunkIndex:
         texts = self._seal(row.key, row.text.encode(), np.array(row.token_ids, dtype="<i4").tobytes())
         with self._database.connection() as connection:
             connection.execute(_INSERT, (row.key, row.identity, *place, *hashes, *texts))
+        self.departures.forget(row.key)
 
     def present(self, keys: Iterable[str]) -> set[str]:
         """Return those keys that have a row."""
@@ -171,6 +174,17 @@ class ChunkIndex:
             return ContentHash(int(opened[0]), int(opened[1]), length)
         return None
 
+    def holding(self, content: ContentHash, identities: Sequence[str]) -> set[str]:
+        """Return those identities that have a row with these content hashes."""
+        pair = self._hashes([(content.prefix, content.full)], seal=True)[0]
+        wanted = _signed(int(pair[0])), _signed(int(pair[1])), content.length
+        query = (
+            "SELECT 1 FROM chunks INDEXED BY chunks_content "
+            "WHERE identity = ? AND prefix_hash = ? AND full_hash = ? AND length = ? LIMIT 1"
+        )
+        with self._database.connection() as connection:
+            return {one for one in identities if connection.execute(query, (one, *wanted)).fetchone() is not None}
+
     def all_keys(self, after: str = "") -> list[tuple[str, int]]:
         """Return keys and file sizes of at most a thousand chunks, ascending, from a key on."""
         with self._database.connection() as connection:
@@ -178,13 +192,15 @@ class ChunkIndex:
                 f"SELECT key, nbytes FROM chunks WHERE key > ? AND {_HEX_KEY} ORDER BY key LIMIT 1000", (after,)
             ).fetchall()
 
-    def remove(self, keys: Iterable[str]) -> set[str]:
-        """Delete rows; returns the keys that had one."""
+    def remove(self, keys: Iterable[str], why: Departure | None = None) -> set[str]:
+        """Delete rows, and note why if that may be asked; returns the keys that had one."""
         wanted = list(keys)
         delete = "DELETE FROM chunks WHERE key = ?"
         with self._database.connection() as connection:
             removed = {key for key in wanted if connection.execute(delete, (key,)).rowcount == 1}
         self.ledger.remove(wanted)
+        if why is not None:
+            self.departures.add(removed, why)
         return removed
 
     def totals(self) -> list[IdentityTotals]:

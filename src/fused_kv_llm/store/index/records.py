@@ -60,6 +60,12 @@ class Records:
             text = base64.b64encode(sealed).decode()
             connection.execute("INSERT OR IGNORE INTO settings VALUES (?, ?)", (name, text))
 
+    def names(self, beginning: str) -> list[str]:
+        """Return the names of the records that begin so."""
+        with self._database.connection() as connection:
+            query = "SELECT name FROM settings WHERE substr(name, 1, ?) = ? ORDER BY name"
+            return [row[0] for row in connection.execute(query, (len(beginning), beginning))]
+
     def remove(self, name: str) -> None:
         """Delete a record, if there is one."""
         with self._database.connection() as connection:
