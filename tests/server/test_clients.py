@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
+import httpx
 import openai
 import pytest
 from corpus import SHORT, rag_prompt
@@ -12,9 +13,10 @@ from langchain_openai import ChatOpenAI
 from llama_index.core.llms import ChatMessage
 from llama_index.llms.openai_like import OpenAILike
 from pydantic import BaseModel
-from server.running import running
+from server.running import events, running
 
 from fused_kv_llm import FusedKVEngine
+from fused_kv_llm.demo import handbook_folder
 from fused_kv_llm.server import ServerConfig, create_app
 
 pytestmark = pytest.mark.real_model
@@ -107,3 +109,25 @@ def test_llama_index(base: str, want: str) -> None:
     assert last.message.content == want
     completing = llm.model_copy(update={"is_chat_model": False})
     assert completing.complete("Once upon a time").text
+
+
+def test_an_unchanged_client_is_answered_from_documents(base: str) -> None:
+    """The server alone is a RAG application: the answer is in the document, and its KV is reused."""
+    with httpx.Client(base_url=base, headers={"authorization": f"Bearer {KEY}"}, timeout=120) as client:
+        file = handbook_folder() / "01-fleet.txt"
+        made = client.post("/documents", files={"file": (file.name, file.read_bytes())}).json()
+        told = events(client.get(f"/jobs/{made['job_id']}/events").text)
+        assert told[-1]["state"] == "done"
+        with openai.OpenAI(base_url=base, api_key=KEY) as asked:
+            answer = asked.chat.completions.create(
+                model="smollm2-135m",
+                messages=[{"role": "user", "content": "How many passengers can the Aldebaran carry?"}],
+                max_tokens=48,
+                temperature=0,
+                extra_body={"fused_kv": {"retrieve": {"k": 2}}},
+            )
+        assert "412" in (answer.choices[0].message.content or "")
+        report = answer.model_extra["fused_kv"]
+        assert {chunk["document_id"] for chunk in report["retrieved"]} == {made["id"]}
+        assert report["chunks_found"] == len(report["retrieved"]) == 2
+        assert answer.usage.prompt_tokens_details.cached_tokens > 200

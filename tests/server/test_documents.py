@@ -132,6 +132,47 @@ def test_a_cancelled_job_is_resumed(one: httpx.Client, own_engine: FusedKVEngine
     assert one.get(f"/v1/documents/{made['id']}").json()["ready"]
 
 
+def test_chunks_say_where_they_are_and_how_they_are_used(one: httpx.Client, app: FastAPI) -> None:
+    document = f"/v1/documents/{ingested(one, text_of(9, 10))}"
+    with app.state.fused_kv.tenants.using("one") as engine:
+        engine.store.drop_memory()
+        chunks = one.get(document).json()["chunks"]
+        assert [(chunk["tier"], chunk["uses"], chunk["last_used_at"]) for chunk in chunks] == [("disk", 0, None)] * 2
+        assert one.post(f"{document}/warm").json()["loading"] == 2
+        wait_until(lambda: {chunk["tier"] for chunk in one.get(document).json()["chunks"]} == {"memory"})
+        engine.clear_prefix_cache()
+        assert retrieve(one, SHORT[9], k=1).status_code == 200
+        used, unused = one.get(document).json()["chunks"]
+        assert used["uses"] >= 1
+        assert unused["uses"] == 0
+        assert abs(used["last_used_at"] - time.time()) < 60
+        engine.delete_chunks(SHORT[9:11])
+        lost = one.get(document).json()["chunks"]
+        assert [(chunk["stored"], chunk["tier"]) for chunk in lost] == [(False, None)] * 2
+        assert one.post(f"{document}/warm").json() == {"id": document[14:], "loading": 0, "not_stored": 2}
+        refreshed = one.post(f"{document}/refresh")
+        assert refreshed.status_code == 202
+        assert ended(one, refreshed.json()["job_id"])["state"] == "done"
+        assert all(chunk["stored"] for chunk in one.get(document).json()["chunks"])
+
+
+def test_what_is_not_ingested_is_not_refreshed(one: httpx.Client, own_engine: FusedKVEngine) -> None:
+    with own_engine.model_lock:
+        made = upload(one, text_of(11))
+        assert one.post(f"/v1/documents/{made['id']}/refresh").status_code == 409
+    ended(one, made["job_id"])
+
+
+def test_the_time_to_live_can_be_changed(one: httpx.Client) -> None:
+    document = f"/v1/documents/{ingested(one, SHORT[12])}"
+    for expires_at in (int(time.time()) + 3600, None):
+        assert one.patch(document, json={"expires_at": expires_at}).json()["expires_at"] == expires_at
+        assert one.get(document).json()["expires_at"] == expires_at
+    assert one.patch(document, json={}).status_code == 400
+    assert one.patch(document, json={"expires_at": time.time() + 0.2}).status_code == 200
+    wait_until(lambda: one.get(document).status_code == 404)
+
+
 def test_expired_documents_are_gone_at_once_and_swept(one: httpx.Client, app: FastAPI) -> None:
     gone = ingested(one, SHORT[8], expires_at=time.time() + 3600)
     assert retrieve(one, SHORT[8], k=1).status_code == 200
@@ -189,6 +230,10 @@ def test_nothing_crosses_between_tenants(one: httpx.Client, two: httpx.Client) -
         for path in (f"/v1/documents/{made['id']}", f"/v1/jobs/{made['job_id']}", f"/v1/jobs/{made['job_id']}/events"):
             assert client.get(path, params=params).status_code == 404
         assert client.delete(f"/v1/documents/{made['id']}", params=params).status_code == 404
+        for what in ("warm", "refresh"):
+            assert client.post(f"/v1/documents/{made['id']}/{what}", params=params).status_code == 404
+        lifetime = {"expires_at": 1.0}
+        assert client.patch(f"/v1/documents/{made['id']}", params=params, json=lifetime).status_code == 404
         for what in ("cancel", "resume"):
             assert client.post(f"/v1/jobs/{made['job_id']}/{what}", params=params).status_code == 404
     assert retrieve(two, SHORT[0]).json()["error"]["code"] == "no_documents"

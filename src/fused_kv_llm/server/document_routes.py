@@ -12,10 +12,12 @@ from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.datastructures import FormData, UploadFile
 
+from fused_kv_llm.store import ChunkRow, ChunkStanding
+
 from .desk import OpenLibrary
 from .guard import tenant_of
 from .libraries import Owner
-from .library_schema import Document, Job
+from .library_schema import Chunk, Document, Job
 from .reading import UPLOAD_SUFFIXES
 from .refusals import RefusedError
 from .state import state_of
@@ -46,6 +48,12 @@ class _About(BaseModel):
 
 class _TextUpload(_About):
     text: str = Field(min_length=1)
+
+
+class _Lifetime(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    expires_at: float | None = Field(gt=0, allow_inf_nan=False)
 
 
 class _Upload(NamedTuple):
@@ -88,15 +96,56 @@ async def document(http: Request, owner: Owned, id_: str) -> dict[str, Any]:
         with state_of(http).documents.open(owner) as opened:
             about, chunks = _found(opened, id_).to_dict(), opened.library.chunks(id_)
             keys = opened.engine.corpus.keys_of([chunk.text for chunk in chunks])
-            rows = opened.engine.store.rows(key for key in keys if key is not None)
-            tokens = [None if key not in rows else len(rows[key].token_ids) for key in keys]
+            stored = [key for key in keys if key is not None]
+            rows, standings = opened.engine.store.rows(stored), opened.engine.store.standings(stored)
             about["chunks"] = [
-                {"chunk": chunk.number, "text": chunk.text, "stored": number is not None, "tokens": number}
-                for chunk, number in zip(chunks, tokens, strict=True)
+                _chunk(chunk, rows.get(key or ""), standings.get(key or ""))
+                for chunk, key in zip(chunks, keys, strict=True)
             ]
             return about
 
     return await run_in_threadpool(found)
+
+
+@router.patch("/v1/documents/{id_}")
+async def change(http: Request, owner: Owned, id_: str, wanted: _Lifetime) -> dict[str, Any]:
+    """Say until when a document is kept; null keeps it."""
+    with state_of(http).documents.open(owner) as opened:
+        changed = _found(opened, id_).to_dict() | {"expires_at": wanted.expires_at}
+        opened.library.expire(id_, wanted.expires_at)
+        return changed
+
+
+@router.post("/v1/documents/{id_}/warm")
+async def warm(http: Request, owner: Owned, id_: str) -> dict[str, Any]:
+    """Begin to load the KV of a document's chunks into memory."""
+
+    def warmed() -> dict[str, Any]:
+        with state_of(http).documents.open(owner) as opened:
+            _found(opened, id_)
+            keys = opened.engine.prefetch(chunk.text for chunk in opened.library.chunks(id_))
+            return {"id": id_, "loading": sum(key is not None for key in keys), "not_stored": keys.count(None)}
+
+    return await run_in_threadpool(warmed)
+
+
+@router.post("/v1/documents/{id_}/refresh", status_code=202)
+async def refresh(http: Request, owner: Owned, id_: str) -> dict[str, Any]:
+    """Store again, by a job, what KV of a document was evicted or damaged, or belonged to another model."""
+    state = state_of(http)
+    state.check_open()
+    state.documents.jobs.check_room()
+
+    def begun() -> dict[str, Any]:
+        with state.documents.open(owner) as opened:
+            found = _found(opened, id_)
+            if not found.ready or opened.library.has_open_job(id_):
+                raise RefusedError("The document is not ingested yet: wait for its job, or resume it", 409)
+            job = opened.library.add_job(id_)
+            state.documents.jobs.start(owner, job, id_)
+            return {**found.to_dict(), "job_id": job}
+
+    return await run_in_threadpool(begun)
 
 
 @router.delete("/v1/documents/{id_}")
@@ -125,6 +174,16 @@ def _found(opened: OpenLibrary, id_: str) -> Document:
     if found is None:
         # Whether another tenant has it is nobody's business.
         raise RefusedError(f"There is no document {id_!r:.80}", 404, code="not_found")
+    return found
+
+
+def _chunk(chunk: Chunk, row: ChunkRow | None, standing: ChunkStanding | None) -> dict[str, Any]:
+    """Return a chunk as clients see it; its KV may have gone between two looks at the store."""
+    found: dict[str, Any] = {"chunk": chunk.number, "text": chunk.text, "stored": row is not None}
+    found["tokens"] = None if row is None else len(row.token_ids)
+    found["tier"] = None if standing is None else standing.tier
+    found["uses"] = 0 if standing is None else standing.uses
+    found["last_used_at"] = None if standing is None or not standing.uses else int(standing.used_s)
     return found
 
 

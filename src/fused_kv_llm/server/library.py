@@ -19,7 +19,7 @@ from .refusals import RefusedError
 
 __all__ = ["Library", "owner_of_expired"]
 
-_DOCUMENT = """SELECT id, name, suffix, metadata, nbytes, created_s, expires_s, pinned, ready,
+_DOCUMENT = """SELECT id, name, suffix, metadata, nbytes, created_s, expires_s, ready,
     (SELECT count(*) FROM chunks WHERE document = documents.number) FROM documents"""
 _JOB = "SELECT id, document, state, done, total, error, created_s, changed_s FROM jobs"
 # An expired document is gone for clients at once, and from the file when it is swept.
@@ -132,11 +132,10 @@ class Library:
             self.version += 1
         return texts
 
-    def change(self, id_: str, *, expires_s: float | None, pinned: bool) -> None:
-        """Say how long a document is kept."""
+    def expire(self, id_: str, expires_s: float | None) -> None:
+        """Say until when a document is kept."""
         with self._transaction() as connection:
-            update = "UPDATE documents SET expires_s = ?, pinned = ? WHERE id = ?"
-            connection.execute(update, (expires_s, int(pinned), id_))
+            connection.execute("UPDATE documents SET expires_s = ? WHERE id = ?", (expires_s, id_))
             self.version += 1
 
     # -- what is in them -------------------------------------------------------------------------------------
@@ -207,6 +206,13 @@ class Library:
             insert = "INSERT INTO jobs (id, document, state, created_s, changed_s) VALUES (?, ?, 'queued', ?, ?)"
             self._connection.execute(insert, (id_, document, now_s, now_s))
         return id_
+
+    def has_open_job(self, document: str) -> bool:
+        """Whether something is being done for a document, or is going to be."""
+        marks = ",".join("?" * len(ENDED))
+        query = f"SELECT 1 FROM jobs WHERE document = ? AND state NOT IN ({marks}) LIMIT 1"
+        with self._mutex:
+            return self._connection.execute(query, (document, *ENDED)).fetchone() is not None
 
     def job(self, id_: str) -> Job | None:
         """Return a job."""

@@ -25,7 +25,6 @@ LIBRARY_SCHEMA = (
     nbytes INTEGER NOT NULL,
     created_s REAL NOT NULL,
     expires_s REAL,
-    pinned INTEGER NOT NULL DEFAULT 0,
     ready INTEGER NOT NULL DEFAULT 0,
     content BLOB
 ) STRICT""",
@@ -65,8 +64,8 @@ class Document:
         Size of what was uploaded.
     created_s, expires_s : float, float or None
         Seconds since 1970; None never expires.
-    pinned, ready : int
-        Whether it stays in the store, and whether it can be retrieved.
+    ready : int
+        Whether it can be retrieved.
     chunks : int
         How many it has.
     """
@@ -78,7 +77,6 @@ class Document:
     nbytes: int
     created_s: float
     expires_s: float | None
-    pinned: int
     ready: int
     chunks: int
 
@@ -93,7 +91,6 @@ class Document:
             "bytes": self.nbytes,
             "created_at": int(self.created_s),
             "expires_at": None if self.expires_s is None else int(self.expires_s),
-            "pinned": bool(self.pinned),
             "ready": bool(self.ready),
             "chunks": self.chunks,
         }

@@ -27,7 +27,7 @@ from fused_kv_llm.store.read import (
 )
 from fused_kv_llm.store.remote import public_url
 from fused_kv_llm.store.sidecars import Sidecars
-from fused_kv_llm.store.stats import StoreStats
+from fused_kv_llm.store.stats import ChunkStanding, StoreStats
 from fused_kv_llm.store.store import KVStore
 from fused_kv_llm.store.uses import StoreCounters
 from fused_kv_llm.store.variant_record import VariantRecord, variant_name
@@ -40,6 +40,7 @@ __all__ = [
     "BlockReader",
     "CheckReport",
     "ChunkRow",
+    "ChunkStanding",
     "ContentRows",
     "Entry",
     "EvictionQueue",

@@ -7,7 +7,26 @@ from dataclasses import dataclass, field
 from fused_kv_llm.store.index import IdentityTotals
 from fused_kv_llm.store.uses import StoreCounters
 
-__all__ = ["StoreStats"]
+__all__ = ["ChunkStanding", "StoreStats"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkStanding:
+    """Where a stored chunk is, and how it was used.
+
+    Parameters
+    ----------
+    tier : {"memory", "disk", "remote"}
+        The quickest that has it, as seen from this process.
+    uses : int
+        How often its KV was used, by all processes.
+    used_s : float
+        When last, or when it was stored if never, in seconds since 1970.
+    """
+
+    tier: str
+    uses: int
+    used_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from fused_kv_llm.store.parts import StoreParts
 from fused_kv_llm.store.read import BlockReader, StoredKV
 from fused_kv_llm.store.references import References
 from fused_kv_llm.store.sidecars import Sidecars
-from fused_kv_llm.store.stats import StoreStats
+from fused_kv_llm.store.stats import ChunkStanding, StoreStats
 from fused_kv_llm.store.upkeep import StoreUpkeep
 from fused_kv_llm.store.uses import StoreCounters
 
@@ -369,6 +369,10 @@ class KVStore:
     def drop_memory(self) -> None:
         """Empty the memory tier, so that every file is read from the disk again."""
         self._parts.reader.forget_all()
+
+    def standings(self, keys: Iterable[str]) -> dict[str, ChunkStanding]:
+        """Return where chunks are and how they were used; those that are not stored are left out."""
+        return self._upkeep.standings([check_key(key) for key in keys])
 
     def stats(self) -> StoreStats:
         """Return what the store holds."""

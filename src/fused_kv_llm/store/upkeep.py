@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from fused_kv_llm.config import parse_bytes
 from fused_kv_llm.errors import ConfigError, StoreFullError
 from fused_kv_llm.store.audit import CheckReport, Progress, check_store
 from fused_kv_llm.store.folder import free_bytes
-from fused_kv_llm.store.format import check_key
+from fused_kv_llm.store.format import check_key, file_name
 from fused_kv_llm.store.parts import StoreParts
-from fused_kv_llm.store.stats import StoreStats
+from fused_kv_llm.store.stats import ChunkStanding, StoreStats
 from fused_kv_llm.store.uses import StoreCounters
 
 __all__ = ["StoreUpkeep"]
@@ -146,6 +146,19 @@ class StoreUpkeep:
             identities=totals,
             lifetime=StoreCounters.from_counts(self._parts.index.ledger.counts()),
         )
+
+    def standings(self, keys: Sequence[str]) -> dict[str, ChunkStanding]:
+        """Return where chunks are and how they were used; those that are not stored are left out."""
+        self._parts.check_open()
+        if not self._parts.read_only:
+            self._parts.budget.flush_uses()
+        found = self._parts.index.ledger.standings(keys)
+        standings = {}
+        for key, (on_disk, uses, used_s) in found.items():
+            below = "disk" if on_disk else "remote"
+            tier = "memory" if file_name(key) in self._parts.memory else below
+            standings[key] = ChunkStanding(tier, uses, used_s)
+        return standings
 
     def counters(self) -> StoreCounters:
         """Return what this process has done with the store."""

@@ -6,7 +6,7 @@ that contains a text.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from fused_kv_llm.store.index.database import Database
@@ -38,6 +38,7 @@ LEDGER_SCHEMA = (
     "CREATE TABLE settings (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT, WITHOUT ROWID",
 )
 _ABOUT = "identity:"
+_BATCH = 500
 _COLUMNS = "nbytes, cost, hits, reuse, used_s"
 
 
@@ -218,6 +219,18 @@ class Ledger:
         with self._database.connection() as connection:
             query = "SELECT key, hits FROM places ORDER BY hits DESC, used_s DESC LIMIT ?"
             return connection.execute(query, (limit,)).fetchall()
+
+    def standings(self, keys: Sequence[str]) -> dict[str, tuple[bool, int, float]]:
+        """Return by key whether a chunk is on the disk, how often it was used, and when last, in seconds since 1970."""
+        found: dict[str, tuple[bool, int, float]] = {}
+        with self._database.connection() as connection:
+            for begin in range(0, len(keys), _BATCH):
+                batch = keys[begin : begin + _BATCH]
+                marks = ",".join("?" * len(batch))
+                query = f"SELECT key, on_disk, hits - 1, used_s FROM places WHERE key IN ({marks})"
+                rows = connection.execute(query, batch).fetchall()
+                found.update((key, (bool(on_disk), uses, used_s)) for key, on_disk, uses, used_s in rows)
+        return found
 
     def tiers(self) -> dict[str, tuple[int, int]]:
         """Return number of chunks and their bytes, by tier; a chunk can be in two."""
