@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from typing import Any
 
@@ -113,3 +114,24 @@ def test_objects_are_written_as_models_have_read_them(loaded: LoadedModel) -> No
 def test_a_schema_that_is_none_is_refused(loaded: LoadedModel, schema: Any) -> None:
     with pytest.raises(ConfigError, match="schema cannot be used"):
         json_constraint(loaded, schema, max_tokens=8)
+
+
+@pytest.mark.parametrize("schema", [{"type": "string", "minLength": 10_000}, {"type": "array", "minItems": 10_000}])
+def test_what_cannot_be_completed_is_not_searched_for_an_ending_again_and_again(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, schema: Any
+) -> None:
+    """Every request waits meanwhile."""
+    looks, module = list[int](), importlib.import_module("fused_kv_llm.decoding.json_constraint")
+    run = module._allowed
+
+    def counted(matcher: Any, vocabulary: int) -> torch.Tensor:
+        looks.append(1)
+        return run(matcher, vocabulary)
+
+    monkeypatch.setattr(module, "_allowed", counted)
+    constraint, ids = json_constraint(loaded, schema, max_tokens=60), list[int]()
+    for _ in range(60):
+        ids.append(int(constraint(ids, torch.randn(loaded.model.config.vocab_size)).argmax()))
+    assert constraint.shortened
+    # One for each token, and one search.
+    assert len(looks) <= 60 + 61

@@ -84,6 +84,21 @@ def test_bodies_that_are_no_requests(client: httpx.Client, body: bytes, kind: st
         refused(client.post(path, content=body, headers={"content-type": kind}))
 
 
+@pytest.mark.parametrize("depth", [600, 900])
+def test_what_is_nested_too_deep(client: httpx.Client, depth: int) -> None:
+    deep = '{"a": ' * depth + "1" + "}" * depth
+    ask = '{"model": "tiny", "max_tokens": 2, "messages": [{"role": "user", "content": "Hello"}], '
+    form = f'"response_format": {{"type": "json_schema", "json_schema": {{"name": "a", "schema": {deep}}}}}}}'
+    refused(client.post("/v1/chat/completions", content=ask + form, headers={"content-type": "application/json"}))
+
+
+def test_arguments_that_are_nested_too_deep(client: httpx.Client) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"a": ' + "[" * 100_000}}
+    messages = [{"role": "assistant", "content": None, "tool_calls": [call]}, *HELLO["messages"]]
+    error = refused(client.post("/v1/chat/completions", json={**HELLO, "messages": messages}))
+    assert error["param"] == "messages.0.tool_calls"
+
+
 _VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),

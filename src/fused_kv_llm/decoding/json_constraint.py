@@ -55,10 +55,10 @@ def json_constraint(loaded: LoadedModel, schema: Mapping[str, Any] | None, *, ma
         If the schema cannot be compiled.
     """
     library = _library()
-    rules = _closed(schema) if schema is not None else {"type": "object"}
     try:
+        rules = _closed(schema) if schema is not None else {"type": "object"}
         grammar = library.LLMatcher.grammar_from_json_schema(json.dumps(rules), defaults=_WRITTEN)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"The JSON schema cannot be used: {error}") from error
     tokenizer = _tokenizer_of(loaded)
     problem = library.LLMatcher.validate_grammar(grammar, tokenizer)
@@ -145,6 +145,7 @@ class JSONConstraint:
         self._item_tokens = item_tokens
         self._seen = 0
         self._check_at = 0
+        self._is_too_late = False
 
     def __call__(self, token_ids: Sequence[int], logits: Tensor) -> Tensor:
         """Return the logits with minus infinity for what may not come next.
@@ -169,34 +170,41 @@ class JSONConstraint:
     def _keep_room(self, allowed: Tensor, logits: Tensor) -> None:
         """Allow only what leaves room for an ending, where little room is left."""
         left = self._max_tokens - self._seen
-        spare = left - self._tokens_to_end(self._matcher, len(logits)) - self._item_tokens
+        ending = left + 1 if self._is_too_late else self._tokens_to_end(self._matcher, len(logits), left)
+        spare = left - ending - self._item_tokens
         if spare > 0:
             # A token takes one place and may open what needs a few more to be closed.
             self._check_at = self._seen + max(1, spare // 4)
             return
         if not allowed.any():
             return
+        soonest = self._soonest(self._matcher, allowed)
+        if ending > left:
+            # Nor will it fit later: each token is one step of the same ending. All requests wait for this one's search.
+            self._is_too_late = self.shortened = True
+            allowed.zero_()
+            allowed[soonest] = True
+            return
         likely = logits.masked_fill(~allowed.to(logits.device), float("-inf")).topk(_NEAR_THE_END).indices.tolist()
         fitting = [token for token in likely if allowed[token] and self._fits(token, left - 1, len(logits))]
         self.shortened |= likely[0] not in fitting
-        soonest = self._soonest(self._matcher, allowed)
         allowed.zero_()
         allowed[fitting or soonest] = True
 
     def _fits(self, token: int, left: int, vocabulary: int) -> bool:
         matcher = self._matcher.deep_copy()
-        return matcher.consume_token(token) and self._tokens_to_end(matcher, vocabulary) <= left
+        return matcher.consume_token(token) and self._tokens_to_end(matcher, vocabulary, left) <= left
 
-    def _tokens_to_end(self, matcher: Any, vocabulary: int) -> int:
-        """How many tokens a short ending has; every step of :meth:`_soonest` is one of it."""
-        matcher = matcher.deep_copy()
-        for count in range(_LONGEST_ENDING):
+    def _tokens_to_end(self, matcher: Any, vocabulary: int, left: int = _LONGEST_ENDING) -> int:
+        """How many tokens a short ending has, or that it has more than `left`; each is what :meth:`_soonest` gives."""
+        matcher, most = matcher.deep_copy(), min(_LONGEST_ENDING, left + 1)
+        for count in range(most):
             if matcher.is_stopped() or matcher.is_accepting():
                 return count
             ways = self._soonest(matcher, _allowed(matcher, vocabulary))
             if not ways or not matcher.consume_token(ways[0]):
-                break
-        return _LONGEST_ENDING
+                return _LONGEST_ENDING
+        return most
 
     def _soonest(self, matcher: Any, allowed: Tensor) -> list[int]:
         """The token that leads to the end soonest: out of strings, numbers, lists and objects."""

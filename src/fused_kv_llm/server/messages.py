@@ -96,7 +96,8 @@ def _converted(number: int, message: ChatMessage) -> dict[str, Any]:
 def _call(number: int, call: ToolCallOfMessage) -> dict[str, Any]:
     try:
         arguments = json.loads(call.function.arguments or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
+        # Nested too deep is no object either that a template could show.
         arguments = None
     if not isinstance(arguments, dict):
         raise RefusedError(
