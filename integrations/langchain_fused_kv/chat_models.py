@@ -278,6 +278,7 @@ class ChatFusedKV(LangChainFusedKV, BaseChatModel):
             constraint = json_constraint(self.engine.loaded, schema[0], max_tokens=options["max_tokens"])
             options["constraint"] = constraint
         check = self._runtime.check_retrievals("\n\n".join(str(message.text) for message in messages))
+        options["expected"] = check.texts
         calls = CallStream(call_marker(self._call_source)) if tools else None
         for piece in _timed(self.engine.stream(self._prompt(messages, tools), **options), timeout):
             text = piece.text if calls is None else calls.push(piece.text)

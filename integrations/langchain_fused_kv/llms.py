@@ -154,7 +154,7 @@ class FusedKVLLM(LangChainFusedKV, BaseLLM):
         """Yield the answers' text piece by piece; the last piece of each answer comes with its usage and report."""
         options = self._engine_call(stop, call)
         checks = [self._runtime.check_retrievals(prompt) for prompt in prompts]
-        with closing(stream_all(self.engine, prompts, options)) as answers:
+        with closing(stream_all(self.engine, prompts, options, [check.texts for check in checks])) as answers:
             for answer, check in zip(answers, checks, strict=True):
                 with closing(answer):
                     for piece in answer:

@@ -272,6 +272,7 @@ class FusedKVLLM(FusedKVModel, CustomLLM):
         options = self._call_options(call)
         constraint = options["constraint"]
         check = self._runtime.check_retrievals(_text(prompt))
+        options["expected"] = check.texts
         text = ""
         with closing(self.engine.stream(prompt, **options)) as pieces:
             for piece in pieces:

@@ -125,3 +125,19 @@ def test_many_threads() -> None:
     for thread in threads:
         thread.join()
     assert explained == []
+
+
+def test_a_check_says_what_the_prompt_should_contain() -> None:
+    log = RetrievalLog()
+    log.add([A, B])
+    assert log.check(f"{A}\nQuestion?").texts == (A, B)
+    log.add([B])
+    assert log.check("Rephrase the question").texts == (B,)
+    assert log.check("Hello").texts == ()
+
+
+def test_a_prompt_without_any_of_several_retrievals_is_given_none_of_them() -> None:
+    log = RetrievalLog()
+    log.add([A])
+    log.add([B])
+    assert log.check("Somebody else's prompt").texts == ()

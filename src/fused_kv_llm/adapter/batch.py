@@ -16,7 +16,9 @@ __all__ = ["stream_all"]
 _AHEAD = 4
 
 
-def stream_all(engine: FusedKVEngine, prompts: Sequence[str], options: dict[str, Any]) -> Generator[PieceStream]:
+def stream_all(
+    engine: FusedKVEngine, prompts: Sequence[str], options: dict[str, Any], expected: Sequence[Sequence[str]] = ()
+) -> Generator[PieceStream]:
     """Yield the answers to prompts in their order, while the next ones are being computed.
 
     Parameters
@@ -26,6 +28,8 @@ def stream_all(engine: FusedKVEngine, prompts: Sequence[str], options: dict[str,
     prompts : sequence of str
     options : dict
         As :meth:`fused_kv_llm.FusedKVEngine.stream` takes them.
+    expected : sequence of sequence of str
+        The chunks that each prompt should contain; empty without.
 
     Yields
     ------
@@ -38,12 +42,13 @@ def stream_all(engine: FusedKVEngine, prompts: Sequence[str], options: dict[str,
         If so many requests of others wait that the next prompt is not taken, and none of this call is under way.
     """
     ahead: deque[PieceStream] = deque()
-    left = deque(prompts)
+    left = deque(zip(prompts, expected or [()] * len(prompts), strict=True))
     try:
         while left or ahead:
             while left and len(ahead) < engine.requests.limits.num_seqs + _AHEAD:
                 try:
-                    ahead.append(engine.stream(left[0], **options))
+                    prompt, chunks = left[0]
+                    ahead.append(engine.stream(prompt, **options, expected=chunks))
                 except QueueFullError:
                     if not ahead:
                         raise

@@ -9,7 +9,7 @@ from fused_kv_llm.chunk import chunk_texts
 from fused_kv_llm.engine import FusedKVEngine
 from fused_kv_llm.errors import CorpusError
 from fused_kv_llm.offline import GivenNeighbours, Preprocess
-from fused_kv_llm.report import IngestReport
+from fused_kv_llm.report import IngestReport, Verdict
 
 __all__ = ["ModelCorpus"]
 
@@ -96,6 +96,25 @@ class ModelCorpus:
             How many chunks were stored.
         """
         return self.engine.delete_chunks(self._texts_of(documents))
+
+    def explain_chunk(self, document: Any) -> Verdict:
+        """Say whether a chunk would be reused, and if not, why.
+
+        Parameters
+        ----------
+        document : str or document
+            As one of those that :meth:`build_kv_cache` takes.
+
+        Returns
+        -------
+        Verdict
+
+        Raises
+        ------
+        CorpusError
+            If it has no text.
+        """
+        return self.engine.explain_text(self._text_of(document))
 
     def _texts_of(self, documents: Any) -> list[str]:
         return [self._text_of(item) for item in self._items_of(documents)]

@@ -50,10 +50,14 @@ class RetrievalCheck:
     explanation : str or None
         The reason, if none of the retrieved texts is in the prompt; None if some are, or if nothing was retrieved
         since the last prompt.
+    texts : tuple of str
+        The retrieved texts that the prompt should contain; empty where several retrievals wait and the prompt has
+        nothing of any, since nobody knows then which one it belongs to.
     """
 
     unmatched: list[str]
     explanation: str | None
+    texts: tuple[str, ...] = ()
 
 
 class RetrievalLog:
@@ -104,6 +108,7 @@ class RetrievalLog:
         -------
         RetrievalCheck
         """
+        is_certain = True
         with self._lock:
             matches = [(waiting, waiting.share_in(prompt)) for waiting in self._pending]
             best = max((share for _, share in matches), default=0.0)
@@ -118,11 +123,14 @@ class RetrievalLog:
                 self._forgotten -= 1
                 return RetrievalCheck([], None)
             else:
-                concerned = next((w for w, _ in reversed(matches) if not w.seen), _Retrieval(()))
+                unseen = [waiting for waiting, _ in matches if not waiting.seen]
+                concerned = unseen[-1] if unseen else _Retrieval(())
+                is_certain = len(unseen) == 1
                 self._pending = deque(w for w, _ in matches if w.seen)
         missing = [text for text in concerned.texts if text not in prompt]
         unmatched = [text[:_BEGINNING_CHARS] for text in missing]
-        return RetrievalCheck(unmatched, explain_mismatch(prompt, missing) if missing and best == 0 else None)
+        explanation = explain_mismatch(prompt, missing) if missing and best == 0 else None
+        return RetrievalCheck(unmatched, explanation, concerned.texts if is_certain else ())
 
 
 @dataclass(slots=True, eq=False)

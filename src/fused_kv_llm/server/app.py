@@ -12,7 +12,7 @@ from fastapi.concurrency import run_in_threadpool
 
 from fused_kv_llm.engine import FusedKVEngine
 
-from . import chat, document_routes, job_routes, operations
+from . import chat, checking, document_routes, job_routes, operations
 from .config import ServerConfig
 from .desk import DocumentDesk
 from .guard import Guard
@@ -54,6 +54,7 @@ def create_app(engine: FusedKVEngine, config: ServerConfig | None = None) -> Fas
     state = ServerState(config, tenants, documents, config.model_name or engine.model_id, int(time.time()))
     app.state.fused_kv = state
     app.include_router(chat.router)
+    app.include_router(checking.router)
     app.include_router(document_routes.router)
     app.include_router(job_routes.router)
     app.include_router(operations.router)

@@ -69,7 +69,9 @@ def _retrieved(
     most = request.max_completion_tokens or request.max_tokens or state.config.max_answer_tokens
     library = desk.libraries.of(engine, owner)
     messages, found = desk.retrieval.prompt(engine, library, request.messages, wanted.k, most)
-    return request.model_copy(update={"messages": messages}), found
+    expected = [*(request.fused_kv.expected or ()), *(chunk.text for chunk in found)]
+    options = request.fused_kv.model_copy(update={"expected": expected})
+    return request.model_copy(update={"messages": messages, "fused_kv": options}), found
 
 
 def _told(request: ChatRequest, found: Sequence[RetrievedChunk]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ __all__ = ["ChatRequest", "CompletionRequest", "FusedKVOptions", "Retrieve", "St
 # Below it sampling is greedy anyway, and clients write small numbers for zero.
 _GREEDY_BELOW = 1e-3
 
+ExpectedChunk = Annotated[str, Field(max_length=100_000)]
 Zero = Annotated[float, Field(ge=0, le=0)]
 
 
@@ -44,6 +45,8 @@ class FusedKVOptions(_Strict):
     """Keeps what is stored for the key's tenant apart once more, for instance by end user."""
     retrieve: Retrieve | None = None
     """Answer a conversation from the tenant's documents."""
+    expected: Annotated[list[ExpectedChunk], Field(max_length=64)] | None = None
+    """Chunks that the prompt should contain: the report has a verdict on each."""
 
 
 class Sampling(_Strict):
@@ -74,7 +77,9 @@ class Sampling(_Strict):
             "stop": self.stop,
             "seed": self.seed,
         }
-        return options | self.fused_kv.model_dump(include={"recompute_ratio", "selector"}, exclude_none=True)
+        return options | self.fused_kv.model_dump(
+            include={"recompute_ratio", "selector", "expected"}, exclude_none=True
+        )
 
 
 class FunctionOfTool(_Strict):
