@@ -250,6 +250,7 @@ def test_nothing_crosses_between_tenants(one: httpx.Client, two: httpx.Client) -
         ({"text": "x", "metadata": []}, "metadata"),
         ({"text": "x", "name": "n" * 300}, "name"),
         ({"text": "x", "expires_at": -1}, "expires_at"),
+        ({"text": "x", "expires_at": 1000}, "expires_at"),
     ],
 )
 def test_uploads_that_are_none(one: httpx.Client, body: dict[str, object], param: str) -> None:

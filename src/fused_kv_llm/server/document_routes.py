@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 from typing import Annotated, Any, NamedTuple
@@ -69,6 +70,8 @@ async def upload(http: Request, owner: Owned) -> dict[str, Any]:
     state.check_open()
     state.documents.jobs.check_room()
     given = await _given(http)
+    if given.about.expires_at is not None and given.about.expires_at <= time.time():
+        raise RefusedError("expires_at: is over already; give seconds since 1970", param="expires_at")
 
     def added() -> dict[str, Any]:
         with state.documents.open(owner) as opened:
@@ -82,7 +85,7 @@ async def upload(http: Request, owner: Owned) -> dict[str, Any]:
 
 
 @router.get("/v1/documents")
-async def documents(http: Request, owner: Owned, limit: Limit = 20, after: After = None) -> dict[str, Any]:
+def documents(http: Request, owner: Owned, limit: Limit = 20, after: After = None) -> dict[str, Any]:
     """List documents, the oldest first."""
     with state_of(http).documents.open(owner) as opened:
         return page(opened.library.documents(limit + 1, after), limit)
@@ -108,7 +111,7 @@ async def document(http: Request, owner: Owned, id_: str) -> dict[str, Any]:
 
 
 @router.patch("/v1/documents/{id_}")
-async def change(http: Request, owner: Owned, id_: str, wanted: _Lifetime) -> dict[str, Any]:
+def change(http: Request, owner: Owned, id_: str, wanted: _Lifetime) -> dict[str, Any]:
     """Say until when a document is kept; null keeps it."""
     with state_of(http).documents.open(owner) as opened:
         changed = _found(opened, id_).to_dict() | {"expires_at": wanted.expires_at}

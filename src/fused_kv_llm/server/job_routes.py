@@ -25,21 +25,21 @@ _POLL_S = 0.1
 
 
 @router.get("/v1/jobs")
-async def jobs(http: Request, owner: Owned, limit: Limit = 20, after: After = None) -> dict[str, Any]:
+def jobs(http: Request, owner: Owned, limit: Limit = 20, after: After = None) -> dict[str, Any]:
     """List jobs, the oldest first."""
     with state_of(http).documents.open(owner) as opened:
         return page(opened.library.jobs(limit + 1, after), limit)
 
 
 @router.get("/v1/jobs/{id_}")
-async def job(http: Request, owner: Owned, id_: str) -> dict[str, Any]:
+def job(http: Request, owner: Owned, id_: str) -> dict[str, Any]:
     """Say how far a job is."""
     with state_of(http).documents.open(owner) as opened:
         return _found(opened.library, id_).to_dict()
 
 
 @router.get("/v1/jobs/{id_}/events", response_model=None)
-async def events(http: Request, owner: Owned, id_: str) -> EventResponse:
+def events(http: Request, owner: Owned, id_: str) -> EventResponse:
     """Tell every step of a job as it comes, until it has ended."""
     with state_of(http).documents.open(owner) as opened:
         first = _found(opened.library, id_)
@@ -47,7 +47,7 @@ async def events(http: Request, owner: Owned, id_: str) -> EventResponse:
 
 
 @router.post("/v1/jobs/{id_}/cancel")
-async def cancel(http: Request, owner: Owned, id_: str) -> dict[str, Any]:
+def cancel(http: Request, owner: Owned, id_: str) -> dict[str, Any]:
     """Give up a job at its next step."""
     desk = state_of(http).documents
     with desk.open(owner) as opened:
