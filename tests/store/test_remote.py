@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from services import free_port, redis_server, s3_server
 
 from fused_kv_llm.errors import ConfigError, FusedKVWarning, StoreUnavailableError
 from fused_kv_llm.store import KVStore, parts
 from fused_kv_llm.store.remote.redis_tier import RemoteRedis
 from fused_kv_llm.store.remote.tier import RemoteTier, open_remote
-
-from .services import free_port, redis_server, s3_server
 
 pytestmark = pytest.mark.filterwarnings("error::fused_kv_llm.errors.FusedKVWarning")
 
