@@ -1,4 +1,4 @@
-"""The command line: ``fused-kv ingest | ask | serve | demo | calibrate | store``. The only place that prints."""
+"""The command line: ``fused-kv ingest | ask | explain | serve | demo | calibrate | store``; only it prints."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 from rich.markup import escape
 
 from fused_kv_llm.cli.calibrate import calibrate_app
+from fused_kv_llm.cli.explain import add_explain_command
 from fused_kv_llm.cli.layers import add_layers_command
 from fused_kv_llm.cli.options import IDENTITY_OPTIONS, takes_engine_options
 from fused_kv_llm.cli.serve import add_serve_command
@@ -35,6 +36,7 @@ app.add_typer(store_app, name="store")
 app.add_typer(calibrate_app, name="calibrate")
 add_layers_command(calibrate_app)
 add_serve_command(app)
+add_explain_command(app)
 
 Ratio = Annotated[float, typer.Option(help="Share of the passages' tokens to recompute, 0 to 1.")]
 MaxTokens = Annotated[int, typer.Option(help="Longest answer, in tokens.")]
