@@ -189,7 +189,7 @@ class Library:
             Seconds since 1970 at which the next document expires.
         """
         query = f"""SELECT id, name, chunks.number, text, vector FROM chunks JOIN documents
-            ON document = documents.number WHERE ready AND vector IS NOT NULL AND {_ALIVE} ORDER BY document"""
+            ON document = documents.number WHERE ready AND {_ALIVE} ORDER BY document"""
         with self._mutex:
             now_s = self._clock()
             rows = self._connection.execute(query, (now_s,)).fetchall()
