@@ -217,8 +217,9 @@ def test_evicted_and_deleted(tmp_path: Path) -> None:
         assert outcome(again, prompt, STORED[1]) is Outcome.EVICTED
 
 
+@pytest.mark.parametrize("expected", [(), STORED[:2]])
 @pytest.mark.parametrize("hurt", ["header", "tensors", "gone"])
-def test_damaged(tmp_path: Path, hurt: str) -> None:
+def test_damaged(tmp_path: Path, hurt: str, expected: list[str]) -> None:
     with opened(tmp_path, memory_bytes=0) as engine:
         engine.build_kv_cache(STORED[:2], progress=False)
         key = engine.chunk_id(STORED[0])
@@ -230,8 +231,9 @@ def test_damaged(tmp_path: Path, hurt: str) -> None:
         else:
             file.write_bytes(data)
         with pytest.warns(FusedKVWarning):
-            report = engine.generate(rag_prompt(STORED[:2]), max_tokens=1, expected=STORED[:2]).report
-        assert [verdict.outcome for verdict in report.verdicts] == [Outcome.DAMAGED, Outcome.REUSED]
+            report = engine.generate(rag_prompt(STORED[:2]), max_tokens=1, expected=expected).report
+        became = {verdict.text: verdict.outcome for verdict in report.verdicts}
+        assert became == {STORED[0][:80]: Outcome.DAMAGED, STORED[1][:80]: Outcome.REUSED}
         assert report.chunks_missed == 1
         assert sum(verdict.tokens for verdict in report.verdicts) == report.reused_tokens + report.recomputed_tokens
         assert engine.explain_text(STORED[0]).outcome is Outcome.DAMAGED
