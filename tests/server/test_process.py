@@ -73,6 +73,9 @@ def test_running_answers_end_and_no_more_begin(process: tuple[subprocess.Popen[s
         (["--api-key", "short"], "shorter than 16"),
         (["--api-key", "one-key-of-sixteen-characters", "--api-key", "another-of-sixteen-characters"], "two keys"),
         (["--port", "70000"], "port"),
+        (["--requests-per-minute", "sales=60"], "no keys of these tenants"),
+        (["--tokens-per-minute", "many"], "quotas.default.tokens_per_minute"),
+        (["--tokens-per-minute", "60", "--tokens-per-minute", "70"], "has a number already"),
     ],
 )
 def test_options_that_cannot_work_are_refused_before_the_model_is_loaded(options: list[str], told: str) -> None:

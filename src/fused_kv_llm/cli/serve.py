@@ -32,6 +32,12 @@ def _serve(
         list[str] | None,
         typer.Option(envvar="FUSED_KV_API_KEYS", help="TENANT=KEY, as often as there are tenants; KEY alone for one."),
     ] = None,
+    requests_per_minute: Annotated[
+        list[str] | None, typer.Option(help="TENANT=NUMBER, as often as there are tenants; NUMBER alone for one.")
+    ] = None,
+    tokens_per_minute: Annotated[
+        list[str] | None, typer.Option(help="Of prompts and answers: TENANT=NUMBER, or NUMBER alone for one.")
+    ] = None,
     model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
     max_answer_tokens: Annotated[int, typer.Option(help="Longest answer where a request does not say.")] = 2048,
     allowed_host: Annotated[list[str] | None, typer.Option(help="Further names of this server.")] = None,
@@ -53,6 +59,7 @@ def _serve(
         host=host,
         port=port,
         api_keys=_keys(api_key or []),
+        quotas=_quotas(requests_per_minute=requests_per_minute or [], tokens_per_minute=tokens_per_minute or []),
         model_name=model_name,
         max_answer_tokens=max_answer_tokens,
         allowed_hosts=tuple(allowed_host or ()),
@@ -76,3 +83,15 @@ def _keys(given: list[str]) -> dict[str, str]:
             raise ConfigError(f"There are two keys for the tenant {name!r}: write TENANT=KEY for each")
         keys[name] = key if found else tenant
     return keys
+
+
+def _quotas(**given: list[str]) -> dict[str, Any]:
+    quotas: dict[str, dict[str, str]] = {}
+    for option, entries in given.items():
+        for one in entries:
+            tenant, found, number = one.rpartition("=")
+            quota = quotas.setdefault(tenant if found else "default", {})
+            if option in quota:
+                raise ConfigError(f"--{option.replace('_', '-')} {one}: this tenant has a number already")
+            quota[option] = number
+    return quotas

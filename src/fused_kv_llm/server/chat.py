@@ -87,11 +87,13 @@ async def _respond(
     state = state_of(http)
     state.check_open()
     state.check_model(request.model)
+    tenant = tenant_of(http)
+    state.quotas.admit(tenant)
     async with AsyncExitStack() as entered:
         entered.enter_context(state.metrics.request())
-        engine = entered.enter_context(state.tenants.using(tenant_of(http), request.fused_kv.tenant))
+        engine = entered.enter_context(state.tenants.using(tenant, request.fused_kv.tenant))
         choices = await run_in_threadpool(submit, engine)
-        parts = _counted(state, interleaved(choices))
+        parts = _counted(state, tenant, interleaved(choices))
         entered.push_async_callback(parts.aclose)
         answers = answers_of(engine)
         if not request.stream:
@@ -102,11 +104,12 @@ async def _respond(
         return EventResponse(_chunks(answers, choices, first, parts, usage=usage), entered.pop_all())
 
 
-async def _counted(state: ServerState, parts: AsyncGenerator[AnswerPart]) -> AsyncGenerator[AnswerPart]:
+async def _counted(state: ServerState, tenant: str, parts: AsyncGenerator[AnswerPart]) -> AsyncGenerator[AnswerPart]:
     async with aclosing(parts):
         async for part in parts:
             if part.report is not None:
                 state.metrics.answered(part.report, part.finish_reason or "stop")
+                state.quotas.spend(tenant, part.report.prompt_tokens + part.report.completion_tokens)
             yield part
 
 

@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
 from fused_kv_llm.errors import ConfigError
 
+from .quotas import Quota
+
 __all__ = ["ServerConfig"]
 
 
@@ -32,6 +34,9 @@ class ServerConfig(BaseModel):
     api_keys: dict[str, SecretStr] = Field(default_factory=dict)
     """Keys by the name of their tenant; tenants with equal documents do not see each other's. Without keys everybody
     who reaches the server may ask it."""
+
+    quotas: dict[str, Quota] = Field(default_factory=dict)
+    """Requests and tokens of a minute by the name of a tenant, ``default`` where there are no keys."""
 
     model_name: str | None = None
     """Name of the model for clients; by default what the engine calls it."""
@@ -92,6 +97,9 @@ class ServerConfig(BaseModel):
                 f"host={self.host!r} can be reached from other machines, so keys are needed: give api_keys, or listen "
                 "on 127.0.0.1."
             )
+        unknown = self.quotas.keys() - (self.api_keys or {"default"})
+        if unknown:
+            raise ConfigError(f"There are quotas for {', '.join(sorted(unknown))}, but no keys of these tenants.")
         short = [tenant for tenant, key in self.api_keys.items() if len(key.get_secret_value()) < 16]
         if short:
             raise ConfigError(f"The keys of {', '.join(short)} are shorter than 16 characters and can be guessed.")

@@ -37,6 +37,7 @@ class Metrics:
         self._tokens = self._counter("fused_kv:prompt_tokens", "Prompt tokens by what became of them", "source")
         self._chunks = self._counter("fused_kv:chunks", "Chunks in prompts, by whether their KV was used", "found")
         self._refused = self._counter("fused_kv:refused_requests", "Requests that were refused", "status")
+        self._quota = self._counter("fused_kv:over_quota_requests", "Requests over a quota", "tenant", "quota")
 
     @contextmanager
     def request(self) -> Iterator[None]:
@@ -72,6 +73,10 @@ class Metrics:
     def refused(self, status: int) -> None:
         """Count a request that was refused."""
         self._refused.labels(str(status)).inc()
+
+    def over_quota(self, tenant: str, quota: str) -> None:
+        """Count a request that was more than its tenant's quota of requests or tokens."""
+        self._quota.labels(tenant, quota).inc()
 
     def text(self) -> bytes:
         """Return everything in Prometheus' text format."""

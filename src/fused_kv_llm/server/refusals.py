@@ -51,6 +51,8 @@ class RefusedError(FusedKVError):
         Of HTTP.
     kind, code, param : str or None
         ``type``, ``code`` and ``param`` of OpenAI's error object.
+    retry_after_s : int
+        When to ask again, for statuses 429 and 503.
     """
 
     def __init__(
@@ -61,8 +63,10 @@ class RefusedError(FusedKVError):
         kind: str = "invalid_request_error",
         code: str | None = None,
         param: str | None = None,
+        retry_after_s: int = RETRY_AFTER_S,
     ) -> None:
         super().__init__(message)
+        self.retry_after_s = retry_after_s
         self.message, self.status, self.kind, self.code, self.param = message, status, kind, code, param
 
     def to_dict(self) -> dict[str, Any]:
@@ -84,7 +88,7 @@ def refusal_of(error: BaseException) -> RefusedError:
 def error_response(error: BaseException) -> JSONResponse:
     """Return the response to a request that cannot be answered."""
     refusal = refusal_of(error)
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if refusal.status in (429, 503) else {}
+    headers = {"Retry-After": str(refusal.retry_after_s)} if refusal.status in (429, 503) else {}
     if refusal.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse(refusal.to_dict(), refusal.status, headers)

@@ -10,6 +10,7 @@ from fastapi import Request
 from .config import ServerConfig
 from .desk import DocumentDesk
 from .metrics import Metrics
+from .quotas import Quotas
 from .refusals import RefusedError
 from .tenants import Tenants
 
@@ -41,6 +42,10 @@ class ServerState:
     created_s: int
     metrics: Metrics = field(default_factory=Metrics)
     draining: bool = False
+    quotas: Quotas = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.quotas = Quotas(self.config.quotas, self.metrics.over_quota)
 
     def check_model(self, name: str | None) -> None:
         """Make sure that a client asks for the model that is here.
