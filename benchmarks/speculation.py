@@ -6,9 +6,9 @@ Each question's query vector lies near its passages' vectors, among random clust
 LangChain's ``FusedKVRetriever``, with and without ``speculative=True``, in turn and in the same run: once while nobody
 else is answered, and once while eight others are. "faiss" is the index as it is; "delayed" sleeps before its last
 stage, as an index on a disk or behind a network would wait. A first token cannot come sooner than the search ends, so
-it is sooner by the time of the search or of the prompt, whichever is shorter: `possible_share` of the search. Nothing is
-proposed while others are answered; what that costs is small beside how much first tokens differ then, so more questions
-are asked, and `later_ms` is the median of the differences with the middle 95 % of its resampled values.
+it is sooner by the time of the search or of the prompt, whichever is shorter: `possible_share` of the search. Nothing
+is proposed while others are answered; what that costs is small beside how much first tokens differ then, so more
+questions are asked, and `later_ms` is the median of the differences with the middle 95 % of its resampled values.
 """
 
 from __future__ import annotations
