@@ -18,7 +18,8 @@ from waiting import wait_until
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.errors import ConfigError, ModelChangedError, RequestCancelledError
 from fused_kv_llm.kv import PrefixRun
-from fused_kv_llm.online import Generation
+from fused_kv_llm.online import Generation, fusion
+from fused_kv_llm.serving import means
 
 CHUNKS, QUESTIONS = SHORT[:4], ("How many passengers can she carry?", "Who owns the ferries?")
 
@@ -309,6 +310,28 @@ def test_a_cancelled_request_leaves_what_is_complete(engine: FusedKVEngine, with
     got, logits = ask(engine, prompt)
     assert got.report.computed_tokens == 1
     torch.testing.assert_close(logits, ask(without, prompt)[1], atol=1e-4, rtol=1e-4)
+
+
+def test_one_that_is_given_up_leaves_others_no_part_of_what_its_question_chose(
+    engine: FusedKVEngine, without: FusedKVEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = (rag_prompt(CHUNKS, question) for question in QUESTIONS)
+    ask(engine, one)
+
+    def given_up(*args: Any, **options: Any) -> Any:
+        raise RequestCancelledError("given up")
+
+    with monkeypatch.context() as patched:
+        # Of the same prompt all is known but the last row, for the logits.
+        patched.setattr(fusion, "forward_rows", given_up)
+        patched.setattr(means, "forward_ragged", given_up)
+        with pytest.raises(RequestCancelledError):
+            engine.generate(one)
+    got, logits = ask(engine, other)
+    want, wanted = ask(without, other)
+    assert got.report.reused_tokens == want.report.reused_tokens > 0
+    assert got.report.recomputed_tokens == want.report.recomputed_tokens
+    torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
 
 
 def test_a_request_that_shares_its_chunks_leaves_its_prompt(tmp_path: Path, without: FusedKVEngine) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fused_kv_llm.errors import FusedKVError
-from fused_kv_llm.kv import PlacedChunk, PrefixRun
+from fused_kv_llm.kv import PlacedChunk
 from fused_kv_llm.model import (
     ForwardPass,
     FusedCache,
@@ -203,11 +203,10 @@ class Fusion:
     @property
     def complete(self) -> tuple[FusedCache, KeptPrompt]:
         """The cache, and what of the prompt's KV is computed already and will not change."""
-        request, kept = self._request, self._kept()
+        request = self._request
         first = request.chunks[0].segment.start if self._reuses else request.num_tokens
         count = min(first, int(self._rows[0])) if self._rows.shape[0] else request.prefix_tokens
-        runs = [PrefixRun(min(run.stop, count), *run[1:]) for run in kept.runs if not run.whole or run.stop <= count]
-        return self._kv.cache, KeptPrompt(kept.ids[:count], runs, kept.since)
+        return self._kv.cache, self._kept().up_to(count)
 
     def _kept(self) -> KeptPrompt:
         context, request = self._context, self._request

@@ -64,7 +64,10 @@ class KeptPrompt:
     def common_with(self, ids: Sequence[int]) -> KeptPrompt:
         """Return what another prompt begins with too, as far as it may be kept."""
         same = next((at for at, (one, other) in enumerate(zip(self.ids, ids, strict=False)) if one != other), None)
-        count = min(len(self.ids), len(ids)) if same is None else same
+        return self.up_to(min(len(self.ids), len(ids)) if same is None else same)
+
+    def up_to(self, count: int) -> KeptPrompt:
+        """Return what its first tokens are, as far as they may be kept without the others."""
         # Up to the first run that cannot be parted: those behind it would begin with its tokens.
         whole = takewhile(lambda run: not run.whole or run.stop <= count, self.runs)
         return KeptPrompt(self.ids[:count], [PrefixRun(min(run.stop, count), *run[1:]) for run in whole], self.since)
