@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
+from fused_kv_llm.cli.config_file import ConfigFile, from_variables, more_of_file, options_table
 from fused_kv_llm.cli.options import takes_engine_options
 from fused_kv_llm.cli.terminal import doing, out, quiet_libraries
 from fused_kv_llm.errors import ConfigError, MissingExtraError
@@ -19,11 +20,14 @@ _PACKAGES = ("fastapi", "uvicorn", "prometheus_client", "python_multipart")
 
 def add_serve_command(app: typer.Typer) -> None:
     """Add the command to an application."""
-    app.command("serve")(takes_engine_options(leave_out={"tenant"})(_serve))
+    app.command("serve", context_settings=from_variables)(takes_engine_options(leave_out={"tenant"})(_serve))
 
 
 def _serve(
+    context: typer.Context,
     *,
+    config: ConfigFile = None,
+    show_config: Annotated[bool, typer.Option("--show-config", help="Print the options, and end.")] = False,
     host: Annotated[
         str, typer.Option(help="Address to listen on. Beyond this machine, a key is required.")
     ] = "127.0.0.1",
@@ -55,23 +59,30 @@ def _serve(
     from fused_kv_llm.engine import FusedKVEngine
     from fused_kv_llm.server import ServerConfig, serve
 
-    config = ServerConfig(
-        host=host,
-        port=port,
-        api_keys=_keys(api_key or []),
-        quotas=_quotas(requests_per_minute=requests_per_minute or [], tokens_per_minute=tokens_per_minute or []),
-        model_name=model_name,
-        max_answer_tokens=max_answer_tokens,
-        allowed_hosts=tuple(allowed_host or ()),
-        allowed_origins=tuple(allowed_origin or ()),
-    )
+    given = {
+        "host": host,
+        "port": port,
+        "api_keys": _keys(api_key or []),
+        "quotas": _quotas(requests_per_minute=requests_per_minute or [], tokens_per_minute=tokens_per_minute or []),
+        "model_name": model_name,
+        "max_answer_tokens": max_answer_tokens,
+        "allowed_hosts": tuple(allowed_host or ()),
+        "allowed_origins": tuple(allowed_origin or ()),
+    }
+    more = more_of_file(context, ServerConfig.model_fields)
+    # Of tables that flags and file both have, the flags' count.
+    server = ServerConfig(**given | {name: value for name, value in more.items() if not given.get(name)})
+    if show_config:
+        for name, value, source in options_table(context):
+            out.print(f"{name} = {value}  [dim]# {escape(source)}[/]", highlight=False, soft_wrap=True)
+        return
     quiet_libraries()
     with doing(f"Loading {options['model']}"):
         engine = FusedKVEngine(**options)
     with engine:
         out.print(f"[dim]{escape(engine.model_id)}: {escape(engine.choice)}[/]", highlight=False)
         out.print(f"{len(engine.stored_texts())} chunks are stored", highlight=False)
-        serve(engine, config)
+        serve(engine, server)
 
 
 def _keys(given: list[str]) -> dict[str, str]:
