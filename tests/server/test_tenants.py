@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,31 @@ def test_nothing_crosses(engine: FusedKVEngine) -> None:
         for other, name in ((KEYS["two"], None), (KEYS["one"], "user"), (KEYS["two"], "one"), (KEYS["two"], "/one")):
             report = ask(url, other, **({} if name is None else {"tenant": name}))
             assert (report["chunks_found"], report["prefix_cache_tokens"]) == (0, 0)
+
+
+def test_opening_a_tenants_engine_holds_up_nobody(engine: FusedKVEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    app = create_app(engine, ServerConfig(model_name="tiny", api_keys=KEYS))
+    tenants, opening, may_open = app.state.fused_kv.tenants, threading.Event(), threading.Event()
+    opened = tenants._opened
+
+    def slow(name: str) -> FusedKVEngine:
+        if name == "two":
+            opening.set()
+            assert may_open.wait(30)
+        return opened(name)
+
+    monkeypatch.setattr(tenants, "_opened", slow)
+    with running(app) as url, ThreadPoolExecutor() as threads, ExitStack() as done:
+        done.enter_context(tenants.using("one"))
+        waiting = threads.submit(ask, url, KEYS["two"])
+        try:
+            assert opening.wait(30)
+            assert httpx.get(f"{url}/health", timeout=5).status_code == 200
+            # Who has done with an engine does not wait either.
+            threads.submit(done.close).result(5)
+        finally:
+            may_open.set()
+        assert waiting.result()["prompt_tokens"] > 0
 
 
 def test_names_cannot_be_forged(engine: FusedKVEngine) -> None:

@@ -91,7 +91,10 @@ async def _respond(
     state.quotas.admit(tenant)
     async with AsyncExitStack() as entered:
         entered.enter_context(state.metrics.request())
-        engine = entered.enter_context(state.tenants.using(tenant, request.fused_kv.tenant))
+        using = state.tenants.using(tenant, request.fused_kv.tenant)
+        # Opening a tenant's engine, and closing another's, takes long enough to hold up everybody's streams.
+        engine = await run_in_threadpool(using.__enter__)
+        entered.push(using.__exit__)
         choices = await run_in_threadpool(submit, engine)
         parts = _counted(state, tenant, interleaved(choices))
         entered.push_async_callback(parts.aclose)

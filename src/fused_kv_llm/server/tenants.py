@@ -30,7 +30,8 @@ class Tenants:
     def __init__(self, engine: FusedKVEngine, max_open: int) -> None:
         self.default = engine
         self._max_open = max_open
-        self._lock = threading.Lock()
+        # The first is held while an engine is opened or closed; whoever has done with one waits for the second only.
+        self._lock, self._counting = threading.Lock(), threading.Lock()
         self._engines: OrderedDict[str, FusedKVEngine] = OrderedDict()
         self._users: Counter[str] = Counter()
 
@@ -55,11 +56,12 @@ class Tenants:
         name = self._name(tenant, apart)
         with self._lock:
             engine = self.default if name == self.default.config.tenant else self._opened(name)
-            self._users[name] += 1
+            with self._counting:
+                self._users[name] += 1
         try:
             yield engine
         finally:
-            with self._lock:
+            with self._counting:
                 self._users[name] -= 1
 
     def engines(self) -> list[FusedKVEngine]:
