@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from fused_kv_llm.errors import ConfigError, PromptError, UnsupportedModelError
-from fused_kv_llm.prompt import ChatPrompt, PromptRenderer, Rendered
+from fused_kv_llm.prompt import ChatPrompt, PromptRenderer, RawPrompt, Rendered
 
 FRAGMENTS = [
     *("hello", " world", "The ferry", "it's", "don’t", "…", ".", "1234567", "\n", "\n\n", "\r\n", "\t", "  "),
@@ -237,6 +237,7 @@ def test_without_template(byte_level: Any) -> None:
         ([], "non-empty list"),
         (None, "NoneType"),
         (b"bytes", "bytes"),
+        (RawPrompt(None), r"RawPrompt\(None\)"),  # type: ignore[arg-type]
         ([{"role": "user"}], "'content'"),
         (["hi"], "Message 0"),
         ([{"role": "user", "content": None}], "NoneType"),

@@ -24,6 +24,7 @@ def test_models(client: httpx.Client, engine: FusedKVEngine) -> None:
 
 def test_health_and_version(client: httpx.Client) -> None:
     assert client.get("/health").status_code == client.get("/ready").status_code == 200
+    assert client.head("/health").status_code == client.head("/ready").status_code == 200
     assert client.get("/version").json() == {"version": __version__}
 
 

@@ -26,7 +26,7 @@ UNSUPPORTED: list[tuple[str, Any]] = [
     ("messages", [{"role": "king", "content": "x"}]), ("messages", [{"role": "user"}]),
     ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
     ("tools", [{"type": "web_search"}]), ("fused_kv", {"ratio": 1}), ("fused_kv", {"selector": "nobody"}),
-    ("fused_kv", {"recompute_ratio": 2}),
+    ("fused_kv", {"recompute_ratio": 2}), ("stream_options", {"include_usage": True}),
 ]  # fmt: skip
 
 
@@ -53,7 +53,9 @@ def test_completions_too(client: httpx.Client, name: str, value: Any) -> None:
 
 
 def test_neutral_values_are_accepted(client: httpx.Client) -> None:
-    nothing = dict.fromkeys(("n", "seed", "stop", "stream", "temperature", "top_p", "tools", "stream_options"))
+    nothing = dict.fromkeys(
+        ("n", "seed", "stop", "stream", "temperature", "top_p", "tools", "stream_options", "fused_kv")
+    )
     neutral = {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "store": False, "user": "u",
                "modalities": ["text"], "service_tier": "auto", "response_format": {"type": "text"},
                "parallel_tool_calls": True, **nothing}  # fmt: skip

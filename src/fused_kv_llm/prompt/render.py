@@ -120,6 +120,8 @@ class PromptRenderer:
         """
         if isinstance(prompt, RawPrompt) or (isinstance(prompt, str) and not self._wrap):
             text = prompt if isinstance(prompt, str) else prompt.text
+            if not isinstance(text, str):
+                raise PromptError(f"The text of RawPrompt({text!r:.80}) is no string.")
             return Rendered(text, [(0, len(text))], add_special_tokens=True)
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]

@@ -36,12 +36,14 @@ async def model(http: Request, name: str) -> dict[str, Any]:
     return _model(state)
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health() -> Response:
     """Say that the process answers."""
     return Response()
 
 
+@router.head("/ready", include_in_schema=False)
 @router.get("/ready")
 async def ready(http: Request) -> Response:
     """Say whether requests are taken."""

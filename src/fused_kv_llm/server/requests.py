@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from .messages import ChatMessage
 
@@ -67,6 +67,17 @@ class Sampling(_Strict):
     frequency_penalty: Zero | None = None
     presence_penalty: Zero | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+
+    @field_validator("fused_kv", mode="before")
+    @classmethod
+    def _none_are_the_defaults(cls, value: object) -> object:
+        return {} if value is None else value
+
+    @model_validator(mode="after")
+    def _streams_with_options(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream=true")
+        return self
 
     def sampling(self) -> dict[str, Any]:
         """Return the options of the engine for choosing tokens."""
