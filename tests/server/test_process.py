@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import httpx
@@ -32,7 +33,7 @@ def process(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     command = ["serve", "--model", str(model), "--kv-dir", str(tmp_path / "kv"), "--preprocessing", "none"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     with log.open("w") as written:
-        options = ["--port", "0", "--model-name", "tiny", "--trust-probe"]
+        options = ["--port", "0", "--model-name", "tiny", "--trust-probe", "--max-num-seqs", "1"]
         made = subprocess.Popen(
             [sys.executable, "-c", CODE, *command, *options], stdout=written, stderr=written, text=True, env=environment
         )
@@ -48,15 +49,24 @@ def test_running_answers_end_and_no_more_begin(process: tuple[subprocess.Popen[s
     wait_until(lambda: "Uvicorn running on" in log.read_text() or made.poll() is not None, timeout_s=120)
     found = re.search(r"http://127\.0\.0\.1:\d+", log.read_text())
     assert found, log.read_text()
-    with httpx.Client(base_url=found[0], timeout=60) as client, httpx.Client(base_url=found[0], timeout=60) as other:
+    with ExitStack() as entered:
+        client, other = (entered.enter_context(httpx.Client(base_url=found[0], timeout=60)) for _ in range(2))
+        threads = entered.enter_context(ThreadPoolExecutor())
         assert client.get("/ready").status_code == other.get("/ready").status_code == 200
         body = {**HELLO, "model": "tiny", "max_tokens": 1500, "stream": True}
         with client.stream("POST", "/v1/chat/completions", json=body) as response:
             raw = response.iter_raw()
             begun = next(raw)
+            asked = {**HELLO, "model": "tiny"}
+            queued = threads.submit(httpx.post, f"{found[0]}/v1/chat/completions", json=asked, timeout=60)
+            wait_until(lambda: "vllm:num_requests_running 2.0" in other.get("/metrics").text)
             made.send_signal(signal.SIGTERM)
             with pytest.raises(httpx.ConnectError):
                 wait_until(lambda: httpx.get(f"{found[0]}/ready").status_code == -1)
+            # Who waits is told while the answer that has begun goes on.
+            refusal = queued.result()
+            assert (refusal.status_code, refusal.json()["error"]["code"]) == (503, "shutting_down")
+            assert int(refusal.headers["Retry-After"]) > 0
             # A connection that was open before is told, or closed.
             with suppress(httpx.TransportError):
                 assert other.post("/v1/chat/completions", json={**HELLO, "model": "tiny"}).status_code == 503

@@ -160,6 +160,10 @@ class RequestRunner:
         """Whether requests of this model are being answered or wait."""
         return self._loop.is_busy
 
+    def give_up_waiting(self, error: BaseException) -> None:
+        """Have requests of this model that have not begun end with an error; those that have begun go on."""
+        self._loop.give_up_waiting(error)
+
     # -- what the step loop asks for -------------------------------------------------------------------------
 
     def read(self, prompt: Prompt) -> ReadPrompt:

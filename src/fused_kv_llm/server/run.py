@@ -30,7 +30,7 @@ def serve(engine: FusedKVEngine, config: ServerConfig | None = None) -> None:
 
     class Draining(uvicorn.Server):
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            app.state.fused_kv.draining = True
+            app.state.fused_kv.drain()
             super().handle_exit(sig, frame)
 
     Draining(options).run()

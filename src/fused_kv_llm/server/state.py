@@ -68,8 +68,17 @@ class ServerState:
             If the server is about to end.
         """
         if self.draining:
-            message = "The server is about to stop; ask again later"
-            raise RefusedError(message, 503, kind="server_error", code="shutting_down")
+            raise _stopping()
+
+    def drain(self) -> None:
+        """Take no more requests, and refuse those that wait; may be called from a signal's handler."""
+        self.draining = True
+        self.tenants.default.requests.give_up_waiting(_stopping())
+
+
+def _stopping() -> RefusedError:
+    message = "The server is about to stop; ask again later"
+    return RefusedError(message, 503, kind="server_error", code="shutting_down")
 
 
 def state_of(request: Request) -> ServerState:

@@ -151,6 +151,11 @@ class ServedRequest:
         return self.state is RequestState.DONE
 
     @property
+    def has_begun(self) -> bool:
+        """Whether something of it has been computed, or was sent before it began anew."""
+        return self.state not in (RequestState.WAITING, RequestState.LOADING) or self._writer is not None
+
+    @property
     def deadline_s(self) -> float:
         """``time.perf_counter()`` at which the request is given up."""
         if self.provisional:

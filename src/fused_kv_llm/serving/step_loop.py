@@ -227,6 +227,16 @@ class StepLoop:
             else:
                 self._inbox.put(partial(self.scheduler.lose_device, home))
 
+    def give_up_waiting(self, error: BaseException) -> None:
+        """Give up the requests that nothing was computed of; may be called from a signal's handler."""
+
+        def give_up() -> None:
+            for request in self.scheduler.requests():
+                if not request.has_begun:
+                    self.scheduler.give_up(request, error)
+
+        self._inbox.put(give_up)
+
     def close(self, home: RequestHome | None = None) -> None:
         """Give up the requests of an engine, or all, and return when they have ended.
 
