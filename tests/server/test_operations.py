@@ -55,7 +55,7 @@ def test_metrics(engine: FusedKVEngine) -> None:
     assert found["vllm:request_success_total", "length"] == 2
     assert found["vllm:prefix_cache_hits_total",] == reports[1]["prefix_cache_tokens"] > 0
     assert found["vllm:time_to_first_token_seconds_count",] == 2
-    assert found["vllm:num_requests_running",] == 0
+    assert found["vllm:num_requests_running",] == found["vllm:num_requests_waiting",] == 0
     for source, name in (("chunk", "reused_tokens"), ("recomputed", "recomputed_tokens"), ("fresh", "fresh_tokens")):
         assert found["fused_kv:prompt_tokens_total", source] == sum(report[name] for report in reports)
     total = sum(value for (name, *_), value in found.items() if name == "fused_kv:prompt_tokens_total")

@@ -59,7 +59,8 @@ def test_running_answers_end_and_no_more_begin(process: tuple[subprocess.Popen[s
             begun = next(raw)
             asked = {**HELLO, "model": "tiny"}
             queued = threads.submit(httpx.post, f"{found[0]}/v1/chat/completions", json=asked, timeout=60)
-            wait_until(lambda: "vllm:num_requests_running 2.0" in other.get("/metrics").text)
+            gauges = ("vllm:num_requests_running 1.0", "vllm:num_requests_waiting 1.0")
+            wait_until(lambda: all(gauge in other.get("/metrics").text for gauge in gauges))
             made.send_signal(signal.SIGTERM)
             with pytest.raises(httpx.ConnectError):
                 wait_until(lambda: httpx.get(f"{found[0]}/ready").status_code == -1)

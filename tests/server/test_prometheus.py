@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -49,3 +50,9 @@ def test_what_was_asked_can_be_queried(url: str, client: httpx.Client, tmp_path:
         # It keeps their types and descriptions.
         described = asking.get("/api/v1/metadata").json()["data"]
         assert described["vllm:time_to_first_token_seconds"][0]["type"] == "histogram"
+        # The dashboard's queries are understood.
+        board = json.loads((Path(__file__).parents[2] / "examples/server/grafana.json").read_text(encoding="utf-8"))
+        for panel in board["panels"]:
+            for target in panel["targets"]:
+                query = target["expr"].replace("$__rate_interval", "1m")
+                assert asking.get("/api/v1/query", params={"query": query}).json()["status"] == "success"

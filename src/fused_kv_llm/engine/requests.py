@@ -160,6 +160,11 @@ class RequestRunner:
         """Whether requests of this model are being answered or wait."""
         return self._loop.is_busy
 
+    @property
+    def open(self) -> tuple[int, int]:
+        """How many requests of this model, of all its engines, are being answered, and how many wait."""
+        return self._loop.open_requests
+
     def give_up_waiting(self, error: BaseException) -> None:
         """Have requests of this model that have not begun end with an error; those that have begun go on."""
         self._loop.give_up_waiting(error)

@@ -23,7 +23,8 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._open = self._gauge("vllm:num_requests_running", "Requests that are being answered or wait")
+        self._running = self._gauge("vllm:num_requests_running", "Answers that are being computed")
+        self._waiting = self._gauge("vllm:num_requests_waiting", "Answers that wait, or whose chunks are being loaded")
         self._prompt = self._counter("vllm:prompt_tokens", "Tokens of prompts")
         self._generated = self._counter("vllm:generation_tokens", "Tokens of answers")
         self._ended = self._counter("vllm:request_success", "Answers that ended", "finished_reason")
@@ -41,13 +42,11 @@ class Metrics:
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        """Count a request for as long as it is open."""
+        """Time a request."""
         started_s = time.perf_counter()
-        self._open.inc()
         try:
             yield
         finally:
-            self._open.dec()
             self._whole.observe(time.perf_counter() - started_s)
 
     def answered(self, report: FusionReport, finish_reason: str) -> None:
@@ -78,8 +77,10 @@ class Metrics:
         """Count a request that was more than its tenant's quota of requests or tokens."""
         self._quota.labels(tenant, quota).inc()
 
-    def text(self) -> bytes:
-        """Return everything in Prometheus' text format."""
+    def text(self, running: int, waiting: int) -> bytes:
+        """Return everything in Prometheus' text format, with how many answers are being computed and wait now."""
+        self._running.set(running)
+        self._waiting.set(waiting)
         return generate_latest(self._registry)
 
     def _gauge(self, name: str, what: str) -> Gauge:

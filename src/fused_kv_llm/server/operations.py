@@ -60,7 +60,8 @@ async def version() -> dict[str, str]:
 @router.get("/metrics")
 async def metrics(http: Request) -> Response:
     """Return counters and times for Prometheus."""
-    return Response(state_of(http).metrics.text(), media_type=CONTENT_TYPE_LATEST)
+    state = state_of(http)
+    return Response(state.metrics.text(*state.tenants.default.requests.open), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.post("/tokenize")

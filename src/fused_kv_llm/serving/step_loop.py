@@ -123,6 +123,13 @@ class StepLoop:
             return self._others > 0
 
     @property
+    def open_requests(self) -> tuple[int, int]:
+        """How many requests are being answered, and how many wait; provisional ones count too."""
+        with self._guard:
+            begun = [request.has_begun for request in self._requests if not request.is_done]
+        return sum(begun), len(begun) - sum(begun)
+
+    @property
     def _others(self) -> int:
         """How many requests are open besides provisional ones; the guard is held."""
         return sum(not request.is_done for request in self._requests - self._provisional)
