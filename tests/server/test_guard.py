@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -30,6 +31,20 @@ def guarded(engine: FusedKVEngine) -> Iterator[str]:
 
 def ask(url: str, **headers: str) -> httpx.Response:
     return httpx.post(f"{url}/v1/chat/completions", json=HELLO, headers=headers, timeout=60)
+
+
+@pytest.mark.parametrize("key", [KEY, "wrong"])
+def test_a_request_has_a_name_that_leads_to_its_line(guarded: str, key: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "fused_kv_llm.server.request_log"):
+        mine = ask(guarded, authorization=f"Bearer {key}", **{"x-request-id": "mine-1.2:3"})
+        forged = ask(guarded, authorization=f"Bearer {key}", **{"x-request-id": "a b"})
+        odd = httpx.post(f"{guarded}/v1/%0aforged%20line?key={KEY}", headers={"authorization": f"Bearer {KEY}"})
+    assert mine.headers["x-request-id"] == "mine-1.2:3"
+    assert re.fullmatch("[0-9a-f]{32}", forged.headers["x-request-id"])
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.rpartition(" ")[2] for line in lines] == [one.headers["x-request-id"] for one in (mine, forged, odd)]
+    assert not any("\n" in line or KEY in line for line in lines)
+    assert [vars(record)["line"]["tenant"] for record in caplog.records] == ["one" if key == KEY else ""] * 2 + ["one"]
 
 
 @pytest.mark.parametrize("given", ["", "Bearer", "Bearer wrong", f"Basic {KEY}", f"Bearer {KEY}x", KEY])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -33,7 +34,17 @@ def process(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     command = ["serve", "--model", str(model), "--kv-dir", str(tmp_path / "kv"), "--preprocessing", "none"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     with log.open("w") as written:
-        options = ["--port", "0", "--model-name", "tiny", "--trust-probe", "--max-num-seqs", "1"]
+        options = [
+            "--port",
+            "0",
+            "--model-name",
+            "tiny",
+            "--trust-probe",
+            "--max-num-seqs",
+            "1",
+            "--log-format",
+            "json",
+        ]
         made = subprocess.Popen(
             [sys.executable, "-c", CODE, *command, *options], stdout=written, stderr=written, text=True, env=environment
         )
@@ -74,7 +85,12 @@ def test_running_answers_end_and_no_more_begin(process: tuple[subprocess.Popen[s
             text = b"".join([begun, *raw]).decode()
     assert events(text)[-1]["choices"][0]["finish_reason"] in ("length", "stop")
     assert made.wait(timeout=60) in (0, -signal.SIGTERM)
-    assert "Traceback" not in log.read_text()
+    text = log.read_text()
+    assert "Traceback" not in text
+    lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    (refused,) = [line for line in lines if line.get("request_id") == refusal.headers["x-request-id"]]
+    assert (refused["status"], refused["path"], refused["method"]) == (503, "/v1/chat/completions", "POST")
+    assert "Hello" not in text
 
 
 @pytest.mark.parametrize(
@@ -84,6 +100,7 @@ def test_running_answers_end_and_no_more_begin(process: tuple[subprocess.Popen[s
         (["--api-key", "short"], "shorter than 16"),
         (["--api-key", "one-key-of-sixteen-characters", "--api-key", "another-of-sixteen-characters"], "two keys"),
         (["--port", "70000"], "port"),
+        (["--log-format", "xml"], "log_format"),
         (["--requests-per-minute", "sales=60"], "no keys of these tenants"),
         (["--tokens-per-minute", "many"], "quotas.default.tokens_per_minute"),
         (["--tokens-per-minute", "60", "--tokens-per-minute", "70"], "has a number already"),

@@ -46,6 +46,7 @@ def _serve(
     max_answer_tokens: Annotated[int, typer.Option(help="Longest answer where a request does not say.")] = 2048,
     allowed_host: Annotated[list[str] | None, typer.Option(help="Further names of this server.")] = None,
     allowed_origin: Annotated[list[str] | None, typer.Option(help="Origins of pages that may ask; * for all.")] = None,
+    log_format: Annotated[str, typer.Option(help="text, or json: a line for every request.")] = "text",
     **options: Any,
 ) -> None:
     """Answer OpenAI's protocol: every client of it profits from stored KV.
@@ -66,6 +67,7 @@ def _serve(
         "quotas": _quotas(requests_per_minute=requests_per_minute or [], tokens_per_minute=tokens_per_minute or []),
         "model_name": model_name,
         "max_answer_tokens": max_answer_tokens,
+        "log_format": log_format,
         "allowed_hosts": tuple(allowed_host or ()),
         "allowed_origins": tuple(allowed_origin or ()),
     }

@@ -17,6 +17,7 @@ from .config import ServerConfig
 from .desk import DocumentDesk
 from .guard import Guard
 from .refusals import add_error_handlers
+from .request_log import RequestLog
 from .state import ServerState
 from .tenants import Tenants
 
@@ -60,4 +61,5 @@ def create_app(engine: FusedKVEngine, config: ServerConfig | None = None) -> Fas
     app.include_router(operations.router)
     add_error_handlers(app)
     app.add_middleware(Guard, config=config, on_refused=state.metrics.refused)
+    app.add_middleware(RequestLog)
     return app

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ipaddress import ip_address
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
@@ -61,6 +61,9 @@ class ServerConfig(BaseModel):
 
     allowed_origins: tuple[str, ...] = ()
     """Origins of web pages that may ask the server, ``"*"`` for all."""
+
+    log_format: Literal["text", "json"] = "text"
+    """Whether the log has lines for people or for machines."""
 
     max_tenants: int = Field(default=64, ge=1)
     """Most tenants whose chunks are open at once."""

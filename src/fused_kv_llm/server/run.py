@@ -10,6 +10,7 @@ from fused_kv_llm.engine import FusedKVEngine
 
 from .app import create_app
 from .config import ServerConfig
+from .request_log import log_settings
 
 __all__ = ["serve"]
 
@@ -26,7 +27,16 @@ def serve(engine: FusedKVEngine, config: ServerConfig | None = None) -> None:
     """
     config = config or ServerConfig()
     app = create_app(engine, config)
-    options = uvicorn.Config(app, config.host, config.port, log_level="info", server_header=False, date_header=False)
+    options = uvicorn.Config(
+        app,
+        config.host,
+        config.port,
+        log_config=log_settings(config.log_format),
+        # RequestLog writes a line of its own.
+        access_log=False,
+        server_header=False,
+        date_header=False,
+    )
 
     class Draining(uvicorn.Server):
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
