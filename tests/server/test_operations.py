@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
+import pytest
 from corpus import SHORT, rag_prompt
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client.parser import text_string_to_metric_families
 from server.running import running
 
@@ -71,3 +76,19 @@ def test_a_server_that_is_about_to_stop(engine: FusedKVEngine) -> None:
         body = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
         for response in (httpx.get(f"{url}/ready"), httpx.post(f"{url}/v1/chat/completions", json=body)):
             assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+
+
+def test_a_request_belongs_to_its_callers_trace(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
+    ids = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
+    headers = {"traceparent": f"00-{ids[0]}-{ids[1]}-01"}
+    for given in (headers, {}):
+        assert client.post("/v1/chat/completions", json=body, headers=given).status_code == 200
+    requests = [span for span in exporter.get_finished_spans() if span.name == "fused_kv.request"]
+    told, other = requests
+    assert told.parent is not None
+    assert (f"{told.context.trace_id:032x}", f"{told.parent.span_id:016x}") == ids
+    assert other.parent is None

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from fused_kv_llm.report.fusion_report import FusionReport
 from fused_kv_llm.report.ingest_report import IngestReport
-from fused_kv_llm.report.telemetry import RequestSpan, stage_span
+from fused_kv_llm.report.telemetry import RequestSpan, remote_parent, stage_span
 from fused_kv_llm.report.trace import PromptTrace
 from fused_kv_llm.report.verdict import Outcome, Verdict
 
-__all__ = ["FusionReport", "IngestReport", "Outcome", "PromptTrace", "RequestSpan", "Verdict", "stage_span"]
+__all__ = [
+    "FusionReport",
+    "IngestReport",
+    "Outcome",
+    "PromptTrace",
+    "RequestSpan",
+    "Verdict",
+    "remote_parent",
+    "stage_span",
+]

@@ -5,16 +5,18 @@ Without the package, or without a tracer provider, every function here does next
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 try:
+    from opentelemetry import context as _context
     from opentelemetry import trace as _trace
+    from opentelemetry.propagate import extract as _extract
 except ImportError:
     _trace = None  # type: ignore[assignment, unused-ignore]
 
-__all__ = ["RequestSpan", "stage_span"]
+__all__ = ["RequestSpan", "remote_parent", "stage_span"]
 
 _PREFIX = "fused_kv"
 
@@ -33,6 +35,25 @@ def stage_span(stage: str) -> Iterator[None]:
         return
     with _trace.get_tracer(_PREFIX).start_as_current_span(f"{_PREFIX}.{stage}"):
         yield
+
+
+@contextmanager
+def remote_parent(headers: Mapping[str, str]) -> Iterator[None]:
+    """Make the spans that begin in a block children of the one that a caller names, in ``traceparent`` or alike.
+
+    Parameters
+    ----------
+    headers : mapping of str to str
+        Of an HTTP request.
+    """
+    if _trace is None:
+        yield
+        return
+    token = _context.attach(_extract(headers))
+    try:
+        yield
+    finally:
+        _context.detach(token)
 
 
 class RequestSpan:

@@ -15,6 +15,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.config import LOGGING_CONFIG
 
+from fused_kv_llm.report import remote_parent
+
 __all__ = ["JSONLines", "RequestLog", "log_settings"]
 
 _log = logging.getLogger(__name__)
@@ -55,7 +57,8 @@ class RequestLog:
             await send(message)
 
         try:
-            await self._app(scope, receive, named)
+            with remote_parent(Headers(scope=scope)):
+                await self._app(scope, receive, named)
         finally:
             line = {"request_id": name, "tenant": scope.get("fused_kv_tenant", ""), "method": scope["method"],
                     "path": quote(scope["path"]), "status": status,
