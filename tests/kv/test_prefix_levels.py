@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fused_kv_llm.kv import HostLevel, PrefixRun, PrefixTree, RankedEviction
@@ -128,6 +128,8 @@ def test_what_leaves_the_host_as_well_is_forgotten() -> None:
 
 @pytest.mark.parametrize("policy", ["pgdsf", "lru"])
 @settings(max_examples=80, deadline=None)
+# One that was copied, lost and brought back, while others were copied in its place.
+@example(prompts=[[0], [2, 0], *[[0]] * 9, [2]], device=3, host=7, share=0.3, every=2)
 @given(
     prompts=PROMPTS, device=st.integers(1, 20), host=st.integers(0, 40), share=st.sampled_from([0.0, 0.3, 1.0]),
     every=st.integers(1, 6),

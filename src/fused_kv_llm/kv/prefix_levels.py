@@ -97,7 +97,7 @@ class PrefixLevels:
         self.nbytes = self.host_nbytes = 0
         self.leaves: set[PrefixNode] = set()
         self._away: set[PrefixNode] = set()
-        # Those that were copied before they had to leave.
+        # Those on the device that were copied before they had to leave it.
         self._hot: set[PrefixNode] = set()
 
     def add(self, node: PrefixNode) -> None:
@@ -158,7 +158,7 @@ class PrefixLevels:
                 for lost in (node, *node.below()):
                     self._forget_copy(lost)
                 node.detach()
-        self.nbytes, self.leaves, self._away = 0, set(), set(root.below())
+        self.nbytes, self.leaves, self._away, self._hot = 0, set(), set(root.below()), set()
 
     def make_room(self, nbytes: int) -> int:
         """Move leaves off the device until so many bytes fit, if they ever can; return how many do."""
@@ -208,9 +208,9 @@ class PrefixLevels:
     def _make_hot_room(self, node: PrefixNode) -> bool:
         """Make room for the copy of a node that is used often, in place of those that are used less."""
         most = 0.0 if self._host is None else self._host.hot_share * self._host.max_bytes
-        while sum(one.host_nbytes for one in self._hot if one.kv is not None) + node.nbytes > most:
+        while sum(one.host_nbytes for one in self._hot) + node.nbytes > most:
             # The lowest first, since what comes back needs all that stands before it.
-            ends = (one for one in self._hot if one.kv is not None and not any(c.host_kv for c in one.children()))
+            ends = (one for one in self._hot if not any(child.host_kv for child in one.children()))
             least = min(ends, key=self._eviction.uses, default=None)
             if least is None or least is node.parent or self._eviction.uses(least) >= self._eviction.uses(node):
                 return False
@@ -219,6 +219,8 @@ class PrefixLevels:
 
     def _free(self, leaf: PrefixNode) -> None:
         self.leaves.discard(leaf)
+        # If it comes back its copy is one of those that are kept for the next time it has to leave.
+        self._hot.discard(leaf)
         self.nbytes -= leaf.nbytes
         leaf.kv = None
         parent = leaf.parent
