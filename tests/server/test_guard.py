@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from server.running import running
+from waiting import wait_until
 
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.errors import ConfigError
@@ -35,16 +36,20 @@ def ask(url: str, **headers: str) -> httpx.Response:
 
 @pytest.mark.parametrize("key", [KEY, "wrong"])
 def test_a_request_has_a_name_that_leads_to_its_line(guarded: str, key: str, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", "fused_kv_llm.server.request_log"):
+    name = "fused_kv_llm.server.request_log"
+    with caplog.at_level("INFO", name):
         mine = ask(guarded, authorization=f"Bearer {key}", **{"x-request-id": "mine-1.2:3"})
         forged = ask(guarded, authorization=f"Bearer {key}", **{"x-request-id": "a b"})
         odd = httpx.post(f"{guarded}/v1/%0aforged%20line?key={KEY}", headers={"authorization": f"Bearer {KEY}"})
+        # A line is written after its answer has been sent.
+        wait_until(lambda: len([record for record in caplog.records if record.name == name]) == 3)
+    records = [record for record in caplog.records if record.name == name]
     assert mine.headers["x-request-id"] == "mine-1.2:3"
     assert re.fullmatch("[0-9a-f]{32}", forged.headers["x-request-id"])
-    lines = [record.getMessage() for record in caplog.records]
+    lines = [record.getMessage() for record in records]
     assert [line.rpartition(" ")[2] for line in lines] == [one.headers["x-request-id"] for one in (mine, forged, odd)]
     assert not any("\n" in line or KEY in line for line in lines)
-    assert [vars(record)["line"]["tenant"] for record in caplog.records] == ["one" if key == KEY else ""] * 2 + ["one"]
+    assert [vars(record)["line"]["tenant"] for record in records] == ["one" if key == KEY else ""] * 2 + ["one"]
 
 
 @pytest.mark.parametrize("given", ["", "Bearer", "Bearer wrong", f"Basic {KEY}", f"Bearer {KEY}x", KEY])
