@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from chat_conformance import SmolLM2Conformance
 from corpus import SHORT
 from langchain_core.language_models import BaseChatModel
-from langchain_core.messages import AIMessage
 from langchain_openai import ChatOpenAI
-from langchain_tests.integration_tests import ChatModelIntegrationTests
 from server.running import running
 
 from fused_kv_llm import FusedKVEngine
@@ -41,8 +40,9 @@ def _served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     gc.collect()
 
 
-class TestChatOpenAI(ChatModelIntegrationTests):
+class TestChatOpenAI(SmolLM2Conformance):
     base_url: str
+    stored_prompt = "\n\n".join([*SHORT[:3], "What about the ferries?"])
 
     @property
     def chat_model_class(self) -> type[BaseChatModel]:
@@ -58,34 +58,8 @@ class TestChatOpenAI(ChatModelIntegrationTests):
             "stream_usage": True,
         }
 
-    @pytest.fixture
-    def model(self, request: pytest.FixtureRequest) -> BaseChatModel:
-        name = request.node.name
-        # What has to be complete takes many tokens; all else is as well tested with few.
-        tokens = 48 if re.search("unicode|bind_runnables|tool_calling", name) else 20
-        changes = {"max_tokens": tokens, **getattr(request, "param", {})}
+    def changes(self, name: str) -> dict[str, Any]:
         if re.search("structured|json", name):
             # The most probable tokens of this model repeat themselves for ever.
-            changes |= {"max_tokens": 400, "temperature": 0.9, "seed": 3}
-        return ChatOpenAI(**{**self.standard_chat_model_params, **self.chat_model_params, **changes})
-
-    @property
-    def supports_json_mode(self) -> bool:
-        return True
-
-    @property
-    def supported_usage_metadata_details(self) -> dict[str, Any]:
-        return {"invoke": ["cache_read_input"], "stream": ["cache_read_input"]}
-
-    def invoke_with_cache_read_input(self, *, stream: bool = False) -> AIMessage:
-        model = ChatOpenAI(**self.chat_model_params, max_tokens=4)
-        prompt = "\n\n".join([*SHORT[:3], "What about the ferries?"])
-        if not stream:
-            return model.invoke(prompt)
-        chunks = list(model.stream(prompt))
-        return sum(chunks[1:], start=chunks[0])  # type: ignore[return-value]
-
-    @pytest.mark.xfail(reason="SmolLM2-135M does not decide by itself to call a tool", strict=True)
-    @pytest.mark.parametrize("model", [{}, {"output_version": "v1"}], indirect=True)
-    def test_agent_loop(self, model: BaseChatModel) -> None:
-        super().test_agent_loop(model)
+            return {"max_tokens": 400, "temperature": 0.9, "seed": 3}
+        return super().changes(name)

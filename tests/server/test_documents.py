@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -130,6 +131,21 @@ def test_a_cancelled_job_is_resumed(one: httpx.Client, own_engine: FusedKVEngine
     assert one.post(f"{job}/resume").status_code == 202
     assert ended(one, made["job_id"])["state"] == "done"
     assert one.get(f"/v1/documents/{made['id']}").json()["ready"]
+
+
+def test_no_documents_are_kept_in_the_clear_beside_an_encrypted_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("cryptography")
+    monkeypatch.setenv("FUSED_KV_ENCRYPTION_KEY", "ab" * 32)
+    options = {"preprocessing": "none", "dtype": "float32", "store_misses": False}
+    with FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, **options) as made:
+        # The variable may be gone by the time that somebody asks.
+        monkeypatch.delenv("FUSED_KV_ENCRYPTION_KEY")
+        with running(create_app(made, ServerConfig(model_name="tiny"))) as url:
+            response = httpx.post(f"{url}/v1/documents", json={"text": SHORT[0]}, timeout=60)
+    assert (response.status_code, response.json()["error"]["code"]) == (501, "not_supported")
+    assert all(SHORT[0].encode() not in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
 
 
 def test_chunks_say_where_they_are_and_how_they_are_used(one: httpx.Client, app: FastAPI) -> None:

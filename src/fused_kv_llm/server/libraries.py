@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -66,7 +65,9 @@ class Libraries:
         name = engine.config.tenant
         with self._lock:
             if name not in self._open:
-                _refuse_beside_encryption()
+                if engine.store.is_encrypted:
+                    message = "Documents would be kept in the clear beside an encrypted store, so none are taken"
+                    raise RefusedError(message, 501, code="not_supported")
                 self.folder.mkdir(mode=0o700, exist_ok=True)
                 # Names of tenants come from clients too, and are no paths.
                 path = self.folder / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.sqlite"
@@ -111,9 +112,3 @@ class Libraries:
             found, self._open = list(self._open.values()), {}
         for library in found:
             library.close()
-
-
-def _refuse_beside_encryption() -> None:
-    if os.environ.get("FUSED_KV_ENCRYPTION_KEY"):
-        message = "Documents would be kept in the clear beside an encrypted store, so this server takes none"
-        raise RefusedError(message, 501, code="not_supported")

@@ -311,6 +311,11 @@ class KVStore:
         """
         return self._parts.fetch(keys)
 
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether texts and KV are encrypted on the disk."""
+        return self._parts.codec.is_encrypted
+
     def departures(self, keys: Sequence[str]) -> dict[str, str]:
         """Return why chunks are not stored any more, by their keys: ``evicted``, ``deleted`` or ``damaged``.
 

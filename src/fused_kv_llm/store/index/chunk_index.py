@@ -26,7 +26,6 @@ from fused_kv_llm.store.index.rows import ChunkRow, ContentRows, IdentityTotals
 
 __all__ = ["ChunkIndex"]
 
-_BATCH = 500
 _HASHES_AT_ONCE = 100_000
 _HEX_KEY = "length(key) = 64 AND key NOT GLOB '*[^0-9a-f]*'"
 _SCHEMA = (
@@ -234,14 +233,7 @@ class ChunkIndex:
         self._database.close()
 
     def _select(self, columns: str, keys: Sequence[str | int], by: str = "key") -> Iterator[tuple[Any, ...]]:
-        found: list[tuple[Any, ...]] = []
-        with self._database.connection() as connection:
-            for start in range(0, len(keys), _BATCH):
-                batch = keys[start : start + _BATCH]
-                marks = ",".join("?" * len(batch))
-                query = f"SELECT {columns} FROM chunks WHERE {by} IN ({marks})"
-                found += connection.execute(query, batch).fetchall()
-        return iter(found)
+        return iter(self._database.select_in(f"SELECT {columns} FROM chunks WHERE {by}", keys))
 
     def _seal(self, key: str, *columns: bytes) -> list[bytes]:
         if self._cipher is None:

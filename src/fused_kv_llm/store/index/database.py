@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from fused_kv_llm.errors import IndexDamagedError, StoreError, StoreFullError, StoreUnavailableError
 from fused_kv_llm.store.folder import connect_read_only, refuse_link
@@ -17,6 +18,8 @@ from fused_kv_llm.store.folder import connect_read_only, refuse_link
 __all__ = ["Database"]
 
 _BUSY_S = 30.0
+# Fewer than the variables that every build of SQLite allows in a statement.
+_VALUES_AT_ONCE = 500
 # Result codes that are about access to the file and not about its content (https://sqlite.org/rescode.html).
 _LOCKED = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 _UNUSABLE = (
@@ -86,6 +89,15 @@ class Database:
             The disk is full.
         """
         return _Use(self)
+
+    def select_in(self, query: str, values: Sequence[str | int]) -> list[tuple[Any, ...]]:
+        """Return the rows of a query that ends with the name of a column, for rows with one of some values in it."""
+        found: list[tuple[Any, ...]] = []
+        with self.connection() as connection:
+            for start in range(0, len(values), _VALUES_AT_ONCE):
+                batch = values[start : start + _VALUES_AT_ONCE]
+                found += connection.execute(f"{query} IN ({','.join('?' * len(batch))})", batch).fetchall()
+        return found
 
     def begin_use(self) -> sqlite3.Connection:
         """Return this thread's connection, which stays open at least until ``end_use``."""

@@ -17,7 +17,6 @@ Departure = Literal["evicted", "deleted", "damaged"]
 
 _ABOUT = "gone:"
 _AFTER = "gone;"  # The name after all that begin so.
-_BATCH = 500
 
 
 class Departures:
@@ -55,14 +54,9 @@ class Departures:
 
     def of(self, keys: Sequence[str]) -> dict[str, str]:
         """Return why chunks have gone; those of which that is not known are left out."""
-        found: dict[str, str] = {}
-        with self._database.connection() as connection:
-            for start in range(0, len(keys), _BATCH):
-                names = [_ABOUT + key for key in keys[start : start + _BATCH]]
-                query = f"SELECT name, value FROM settings WHERE name IN ({','.join('?' * len(names))})"
-                for name, value in connection.execute(query, names):
-                    found[name.removeprefix(_ABOUT)] = str(value).rpartition(" ")[2]
-        return found
+        names = [_ABOUT + key for key in keys]
+        rows = self._database.select_in("SELECT name, value FROM settings WHERE name", names)
+        return {name.removeprefix(_ABOUT): value.rpartition(" ")[2] for name, value in rows}
 
     def _sweep(self) -> None:
         with self._database.connection() as connection:

@@ -38,7 +38,6 @@ LEDGER_SCHEMA = (
     "CREATE TABLE settings (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT, WITHOUT ROWID",
 )
 _ABOUT = "identity:"
-_BATCH = 500
 _COLUMNS = "nbytes, cost, hits, reuse, used_s"
 
 
@@ -222,15 +221,8 @@ class Ledger:
 
     def standings(self, keys: Sequence[str]) -> dict[str, tuple[bool, int, float]]:
         """Return by key whether a chunk is on the disk, how often it was used, and when last, in seconds since 1970."""
-        found: dict[str, tuple[bool, int, float]] = {}
-        with self._database.connection() as connection:
-            for begin in range(0, len(keys), _BATCH):
-                batch = keys[begin : begin + _BATCH]
-                marks = ",".join("?" * len(batch))
-                query = f"SELECT key, on_disk, hits - 1, used_s FROM places WHERE key IN ({marks})"
-                rows = connection.execute(query, batch).fetchall()
-                found.update((key, (bool(on_disk), uses, used_s)) for key, on_disk, uses, used_s in rows)
-        return found
+        rows = self._database.select_in("SELECT key, on_disk, hits - 1, used_s FROM places WHERE key", keys)
+        return {key: (bool(on_disk), uses, used_s) for key, on_disk, uses, used_s in rows}
 
     def tiers(self) -> dict[str, tuple[int, int]]:
         """Return number of chunks and their bytes, by tier; a chunk can be in two."""
