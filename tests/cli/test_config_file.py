@@ -13,6 +13,7 @@ from fused_kv_llm.cli import app
 FILE = """
 model = "smollm2-135m"
 port = 9000
+remote = "redis://:the-secret-of-redis@cache.example/0"
 recompute_ratio = 0.5
 max_num_seqs = 3
 allowed_host = ["rag.example"]
@@ -46,6 +47,7 @@ def test_flags_outrank_variables_and_those_outrank_the_file(tmp_path: Path) -> N
     assert got["allowed_host"] == ("['rag.example']", path)
     assert got["body_timeout_s"] == ("7.5", path)
     assert got["api_keys"] == ("***", path)
+    assert got["remote"] == ("***", path)
     assert got["host"] == ("127.0.0.1", "default")
     assert shown(tmp_path, FILE)["port"] == ("9000", path)
 

@@ -15,7 +15,8 @@ from fused_kv_llm.errors import ConfigError
 __all__ = ["ConfigFile", "from_variables", "more_of_file", "options_table"]
 
 _MORE = "fused_kv_llm.config_file"
-_SECRET = ("key", "remote_options")
+# A remote tier's address may hold a password.
+_SECRET = ("key", "remote")
 
 from_variables = {"auto_envvar_prefix": "FUSED_KV"}
 """Settings of a command whose options are read from variables too: ``FUSED_KV_PORT`` for ``--port``."""
