@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,6 +63,22 @@ class PromptTrace:
         states = np.where(self.kind == -2, _PREFIX, np.where(self.kind == -1, _FRESH, _REUSED))
         states[self.recomputed] = _RECOMPUTED
         return states
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the trace as plain data, ready for JSON.
+
+        Returns
+        -------
+        dict
+            ``text``; ``tokens``, ``[begin, end]`` of each in the text, in characters; ``states``, as :meth:`states`
+            numbers them; ``chunk``, the number of each token's chunk, -1 outside chunks.
+        """
+        return {
+            "text": self.text,
+            "tokens": self.offsets.tolist(),
+            "states": self.states().tolist(),
+            "chunk": np.maximum(self.kind, -1).tolist(),
+        }
 
     def runs(self) -> Iterator[Run]:
         """Yield the prompt as runs, in order."""
