@@ -13,7 +13,7 @@ GEMMA := $(foreach part,gguf gguf-part1 gguf-part2 gguf-part3 gguf-part4,gemma3-
 WITH_DEPENDENCIES := tests/adapter tests/decoding tests/integrations tests/model tests/report tests/selectors \
 	tests/store/test_cipher.py tests/store/test_index.py tests/store/test_remote.py tests/store/test_round_trip.py
 
-.PHONY: demo test test-heavy test-lowest test-newest has-newest-python test-gpu test-services stress soak lint format bench bench-gpu dist test-dist docs clean
+.PHONY: demo test test-heavy test-lowest test-newest has-newest-python test-gpu test-services stress soak lint format bench bench-gpu dist test-dist docs web clean
 
 $(BIN)/python:
 	@echo "Making a virtual environment in $(VENV)"
@@ -121,6 +121,14 @@ test-dist: dist
 # The site is in build/site.
 docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# The web UI, from its sources in web/ into the package; needs Node and npm, which users do not.
+web: web/node_modules/.done
+	cd web && npm run --silent build
+
+web/node_modules/.done: web/package-lock.json
+	cd web && npm ci --silent
+	touch $@
 
 clean:
 	rm -rf $(VENV) demo_kv build dist

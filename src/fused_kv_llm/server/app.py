@@ -12,7 +12,7 @@ from fastapi.concurrency import run_in_threadpool
 
 from fused_kv_llm.engine import FusedKVEngine
 
-from . import chat, checking, document_routes, job_routes, operations
+from . import chat, checking, document_routes, job_routes, operations, web
 from .config import ServerConfig
 from .desk import DocumentDesk
 from .guard import Guard
@@ -59,6 +59,7 @@ def create_app(engine: FusedKVEngine, config: ServerConfig | None = None) -> Fas
     app.include_router(document_routes.router)
     app.include_router(job_routes.router)
     app.include_router(operations.router)
+    app.include_router(web.router)
     add_error_handlers(app)
     app.add_middleware(Guard, config=config, on_refused=state.metrics.refused)
     app.add_middleware(RequestLog)

@@ -14,11 +14,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .config import ServerConfig
 from .refusals import RefusedError, error_response
+from .web import PATHS as WEB_PATHS
 
 __all__ = ["Guard", "tenant_of"]
 
 # Asked by machines that have no key, and telling nothing.
-_OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
+_OPEN_PATHS = frozenset({"/health", "/ready", "/version"}) | WEB_PATHS
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
