@@ -13,7 +13,7 @@ GEMMA := $(foreach part,gguf gguf-part1 gguf-part2 gguf-part3 gguf-part4,gemma3-
 WITH_DEPENDENCIES := tests/adapter tests/decoding tests/integrations tests/model tests/report tests/selectors \
 	tests/store/test_cipher.py tests/store/test_index.py tests/store/test_remote.py tests/store/test_round_trip.py
 
-.PHONY: demo test test-heavy test-lowest test-newest has-newest-python test-gpu test-services stress soak lint format bench bench-gpu dist test-dist docs web clean
+.PHONY: demo test test-heavy test-lowest test-newest has-newest-python test-gpu test-services stress soak lint format bench bench-gpu dist test-dist docs web test-ui has-ui-tools clean
 
 $(BIN)/python:
 	@echo "Making a virtual environment in $(VENV)"
@@ -125,6 +125,17 @@ docs: $(VENV)/.dev
 # The web UI, from its sources in web/ into the package; needs Node and npm, which users do not.
 web: web/node_modules/.done
 	cd web && npm run --silent build
+
+# The UI in Debian's Chromium before a real server. FUSED_KV_PICTURES=FOLDER keeps pictures of every screen.
+test-ui: $(VENV)/.dev | has-ui-tools
+	@$(MAKE) -s web/node_modules/.done
+	cd web && FUSED_KV_STATIC=../build/web npm run --silent build
+	@diff -r build/web src/fused_kv_llm/server/static || { echo "The bundle is not what web/ builds: make web" >&2; exit 1; }
+	FUSED_KV_UI=1 $(BIN)/python -m pytest tests/ui
+
+has-ui-tools:
+	@for tool in npm chromium; do command -v $$tool > /dev/null \
+		|| { echo "$$tool is missing (Debian: apt-get install $$tool)" >&2; exit 1; }; done
 
 web/node_modules/.done: web/package-lock.json
 	cd web && npm ci --silent

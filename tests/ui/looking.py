@@ -1,0 +1,39 @@
+"""What tests of the UI look at on every screen: accessibility, and pictures."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+SIZES = {"1440": (1440, 900), "768": (768, 1024), "360": (360, 740)}
+DOCS = Path(__file__).parents[2] / "docs/images"
+
+
+def violations(page: Any, axe_source: str) -> list[str]:
+    """Return what axe finds wrong with a page, each with its elements."""
+    # Evaluated by the tests' protocol, which the page's policy does not hold up.
+    page.evaluate(axe_source)
+    found = page.evaluate("async () => (await axe.run(document, {resultTypes: ['violations']})).violations")
+    return [f"{one['id']}: {[node['html'][:160] for node in one['nodes'][:4]]}" for one in found]
+
+
+def is_wider_than_window(page: Any) -> bool:
+    """Whether a page has to be scrolled to the side."""
+    return bool(page.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth + 1"))
+
+
+def photographed(page: Any, name: str) -> None:
+    """Keep pictures of a view at every width, light and dark, where FUSED_KV_PICTURES names a folder."""
+    folder = os.environ.get("FUSED_KV_PICTURES")
+    if not folder:
+        return
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    before = page.viewport_size
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        for size, (width, height) in SIZES.items():
+            page.set_viewport_size({"width": width, "height": height})
+            page.screenshot(path=f"{folder}/ui-{name}-{size}-{scheme}.png")
+    page.emulate_media(color_scheme="light")
+    page.set_viewport_size(before)
