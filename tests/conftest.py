@@ -1,4 +1,4 @@
-"""Where the tests of kernels run (Triton's interpreter without a CUDA device), and how wide terminals are."""
+"""How every test runs: Triton's interpreter without a CUDA device, wide terminals, no deadline for examples."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# How long one example takes says what else the machine does.
+settings.register_profile("without_deadline", deadline=None)
+settings.load_profile("without_deadline")
 
 # Triton reads this when it is first imported, and transformers imports it.
 if not Path("/dev/nvidiactl").exists():

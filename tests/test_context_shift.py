@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from fused_kv_llm.context_shift import context_shift, place_weight
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(tokens=st.integers(1, 40), size=st.floats(1e-6, 1e4), seed=st.integers(0, 99))
 def test_the_difference_is_kept_to_half_a_step(tokens: int, size: float, seed: int) -> None:
     torch.manual_seed(seed)

@@ -85,7 +85,7 @@ def test_time_does_not_go_back() -> None:
         Clock(engine.env).spend(-1.0)
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @example(host=3, disk=30, pool=20, how="fused", remote=True, policy="lru")
 @example(host=3, disk=0, pool=5, how="prefix", remote=False, policy="gdsf")
 @given(

@@ -82,7 +82,7 @@ class RandomModel:
         return self.loaded.tokenizer.decode(ids), ids, constraint.shortened
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(SCHEMAS | st.just(TREE), st.integers(0, 24), st.integers(0, 2**31))
 def test_answers_are_valid_and_complete(loaded: LoadedModel, schema: Any, spare: int, seed: int) -> None:
     constraint = json_constraint(loaded, schema, max_tokens=1)

@@ -52,7 +52,7 @@ def test_equals_reference(
     assert torch.equal(planned, out)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     data=st.data(),
     keys=st.integers(1, 90),

@@ -103,7 +103,7 @@ def make_case(
     return Case(q, k, v, caches, positions, options, firsts)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     lengths=st.lists(st.integers(1, 400), min_size=1, max_size=17),
     groups=st.sampled_from([1, 2, 3, 4, 5, 7, 16]),

@@ -35,7 +35,7 @@ def _layers(
     return [(drawn(count, inner), drawn(count) if bias else None) for count in outputs]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     batch=st.integers(1, 2),
     rows=st.integers(0, 55),
@@ -99,7 +99,7 @@ def test_heads_that_do_not_fit_are_told() -> None:
         few_row_heads(x, norm, 1e-5, layers, table[:, :2], table[:, :2], 16)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     rows=st.integers(0, 55),
     hidden=st.sampled_from([32, 40, 96, 576]),

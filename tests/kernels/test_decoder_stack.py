@@ -73,7 +73,7 @@ class Case:
         return x
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(1, 300), min_size=1, max_size=12),
     heads=st.sampled_from([(3, 1, 64), (4, 2, 16), (9, 3, 64), (2, 2, 48), (3, 3, 10)]),

@@ -24,7 +24,7 @@ def _ulps(got: torch.Tensor, want: torch.Tensor) -> float:
     return float(gap.max()) / torch.finfo(got.dtype).eps
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(rows=st.integers(0, 40), dim=SIZES, dtype=DTYPES, seed=st.integers(0, 99))
 def test_norm(rows: int, dim: int, dtype: torch.dtype, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -43,7 +43,7 @@ def test_norm(rows: int, dim: int, dtype: torch.dtype, seed: int) -> None:
     assert rows == 0 or _ulps(got, want) <= 2
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(rows=st.integers(0, 40), width=SIZES, packed=st.booleans(), dtype=DTYPES, seed=st.integers(0, 99))
 def test_gate(rows: int, width: int, packed: bool, dtype: torch.dtype, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -65,7 +65,7 @@ def test_gate_of_extreme_numbers() -> None:
     torch.testing.assert_close(gated_silu(gate, up), silu(gate), atol=1e-30, rtol=1e-2)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     batch=st.integers(1, 2),
     heads=st.integers(1, 4),

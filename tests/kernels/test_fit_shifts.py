@@ -78,7 +78,7 @@ def _compare(
     assert_near(got, limited, dtype)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=4),
     picks=st.lists(st.integers(0, 12), min_size=4, max_size=4),

@@ -27,7 +27,7 @@ def _layers(
     return [(drawn(count, inner) / inner**0.5, drawn(count) if bias else None) for count in outputs]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rows=st.integers(0, 110),
     inner=st.sampled_from([1, 31, 32, 48, 64, 96, 576]),

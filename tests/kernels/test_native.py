@@ -99,6 +99,7 @@ def test_the_library_is_built_once_and_private(tmp_path: Path) -> None:
 
 @needs_native
 @pytest.mark.skipif(shutil.which("gcc") is None or sys.platform != "linux", reason="no gcc")
+@pytest.mark.heavy
 def test_a_c_compiler_under_cxx_links_the_library_of_cpp(tmp_path: Path) -> None:
     assert _run(FUSED_KV_CACHE=str(tmp_path), CXX="gcc").splitlines()[0] == "None"
 
@@ -165,6 +166,7 @@ def _options(scoring: Scoring, q_heads: int, plan: RowPlan) -> dict[str, Any]:
 
 
 @needs_native
+@pytest.mark.heavy
 def test_the_blocking_of_matrix_tiles_equals_the_reference(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """AMX is on few processors: here plain loops stand in for its instructions."""
     monkeypatch.setenv("FUSED_KV_CACHE", str(tmp_path))

@@ -16,7 +16,7 @@ def _inv_freq(rotary: int) -> torch.Tensor:
     return 1.0 / (10000.0 ** (torch.arange(0, rotary, 2, dtype=torch.float32) / rotary))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=5),
     gaps=st.lists(st.integers(0, 9), min_size=5, max_size=5),
@@ -129,7 +129,7 @@ def _int8(
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lengths=st.lists(st.integers(0, 40), min_size=1, max_size=4),
     delta=st.integers(-4000, 4000),

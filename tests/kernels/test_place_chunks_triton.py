@@ -62,7 +62,7 @@ def test_equals_reference(dim: int, rotary: int, interleaved: bool, dtype: torch
     _compare([5, 40, 1], ((2, dim), (2, dim)), rotary, interleaved, dtype, out, device)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tokens=st.lists(st.integers(0, 70), min_size=1, max_size=4), dim=st.sampled_from([16, 48]), data=st.data())
 def test_any_chunks(tokens: list[int], dim: int, data: st.DataObject, device: torch.device) -> None:
     rotary = data.draw(st.sampled_from([dim, dim // 2]))

@@ -79,6 +79,7 @@ def test_a_level_names_every_instruction_set_that_its_flags_allow(level: Level) 
 
 
 @needs_float32
+@pytest.mark.heavy
 def test_a_prebuilt_library_is_used_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """And one that is none leads to the compiler."""
     level = next(level for level in LEVELS["float32"] if level.features <= processor_features())

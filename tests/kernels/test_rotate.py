@@ -26,7 +26,7 @@ def test_equals_reference(dim: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(got, rerotate_keys_reference(keys, deltas, INV_FREQ))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(a=st.integers(-8000, 8000), b=st.integers(-8000, 8000))
 def test_moves_compose(a: int, b: int) -> None:
     keys = _keys(32).double()
@@ -59,7 +59,7 @@ def test_attention_depends_only_on_distance() -> None:
     torch.testing.assert_close(after, before, atol=1e-5, rtol=1e-5)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     tokens=st.integers(0, 70),
     shape=st.sampled_from([(64, 64), (80, 80), (96, 32), (128, 128), (256, 256)]),

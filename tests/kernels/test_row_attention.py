@@ -46,7 +46,7 @@ def test_row_attention_equals_reference(
     assert_near(got, want, dtype)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     num_keys=st.integers(1, 200),
     data=st.data(),

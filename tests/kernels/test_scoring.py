@@ -88,7 +88,7 @@ def sinks_of(kind: str | None, heads: int, device: torch.device | str = "cpu") -
 SINKS = st.sampled_from([None, None, "usual", "large", "none", "mixed"])
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     keys=st.integers(1, 500),
     data=st.data(),
@@ -148,7 +148,7 @@ def test_a_window_that_begins_behind_a_whole_block_of_keys(together: int, dtype:
         case.compare()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(steps=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 60)), min_size=1, max_size=80), data=st.data())
 def test_windows_of_any_width(steps: list[tuple[int, int]], data: st.DataObject) -> None:
     """Not only those that end a number of keys behind their row, such as chunks that see nothing before them."""
@@ -260,7 +260,7 @@ def test_triton_equals_reference(
     make_case(list(rows), keys, heads, dims, dtype, window, device, **options).compare()
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     keys=st.integers(1, 90),
     data=st.data(),

@@ -69,7 +69,7 @@ def _assert_both_near(got: list[torch.Tensor], want: list[torch.Tensor], dtype: 
         assert_near(part, expected, dtype)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=4),
     cut=st.integers(0, 3),

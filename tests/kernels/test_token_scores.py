@@ -13,7 +13,7 @@ from fused_kv_kernels.reference import token_scores_reference
 from fused_kv_kernels.scoring import Scoring
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(num_keys=st.integers(1, 120), data=st.data(), groups=st.sampled_from([1, 3]))
 def test_equals_reference(num_keys: int, data: st.DataObject, groups: int) -> None:
     rows = sorted(data.draw(st.sets(st.integers(0, num_keys - 1), min_size=1, max_size=20)))
@@ -26,7 +26,7 @@ def test_equals_reference(num_keys: int, data: st.DataObject, groups: int) -> No
     assert got.sum().item() == pytest.approx(1.0, abs=1e-5)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     num_keys=st.integers(1, 400),
     data=st.data(),

@@ -84,7 +84,7 @@ def _compare(
         assert torch.equal(part.cpu()[:, untouched], before[:, untouched])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(1, 12), min_size=1, max_size=4),
     data=st.data(),

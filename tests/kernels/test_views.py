@@ -173,7 +173,7 @@ MODELS = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     model=MODELS,
     lengths=st.lists(st.integers(1, 300), max_size=4),

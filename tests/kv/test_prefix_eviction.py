@@ -98,7 +98,7 @@ def insert_by_document(tree: PrefixTree, documents: list[int], size_of: Callable
     tree.insert(tokens_of(documents, size_of), runs, torch.zeros(1, 1, at, 1), torch.zeros(1, 1, at, 1), cached=cached)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=3, unique=True), min_size=5, max_size=40),
     st.integers(3, 25),

@@ -81,7 +81,7 @@ PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size
 
 
 @pytest.mark.parametrize("policy", list(POLICIES))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(prompts=PROMPTS, device=st.integers(0, 20), host=st.integers(0, 20), once=st.booleans(), held=st.integers(0, 9))
 def test_levels_are_bounded_parents_are_above_and_what_is_found_is_right(
     policy: str, prompts: list[list[int]], device: int, host: int, once: bool, held: int
@@ -98,7 +98,7 @@ def test_levels_are_bounded_parents_are_above_and_what_is_found_is_right(
 
 
 @given(prompts=PROMPTS, device=st.integers(1, 12))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_with_room_on_the_host_nothing_is_ever_copied_there_twice(prompts: list[list[int]], device: int) -> None:
     tree = Tree(device, 10_000)
     for ids in prompts:
@@ -127,7 +127,7 @@ def test_what_leaves_the_host_as_well_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize("policy", ["pgdsf", "lru"])
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 # One that was copied, lost and brought back, while others were copied in its place.
 @example(prompts=[[0], [2, 0], *[[0]] * 9, [2]], device=3, host=7, share=0.3, every=2)
 @given(

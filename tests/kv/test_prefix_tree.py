@@ -94,7 +94,7 @@ def check_books(tree: PrefixTree) -> None:
     assert len({tensor.data_ptr() for tensor in tensors}) == len(tensors)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.lists(sequences(), max_size=8), sequences(), st.sampled_from([None, "a", "b"]))
 def test_the_longest_match_is_that_of_a_search_through_everything(
     kept: list[Kept], wanted: Kept, recipe: str | None
@@ -119,7 +119,7 @@ def test_the_longest_match_is_that_of_a_search_through_everything(
         match.release()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(sequences(), min_size=1, max_size=10), st.integers(0, 25), st.randoms(use_true_random=False))
 def test_bytes_are_bounded_and_pinned_nodes_and_their_ancestors_stay(
     kept: list[Kept], room: int, drawn: random.Random

@@ -238,6 +238,7 @@ def _load(path: str, folder: str, results: Any) -> None:
     results.put(load_model(path, dtype="float32").fingerprint)
 
 
+@pytest.mark.heavy
 def test_two_processes_convert_a_file_at_once(file: Path) -> None:
     context = multiprocessing.get_context("spawn")
     results = context.Queue()

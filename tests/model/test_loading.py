@@ -196,6 +196,7 @@ def _convert(folder: str, results: Any) -> None:
 
 
 @pytest.mark.real_model
+@pytest.mark.heavy
 def test_two_processes_convert_the_embedded_model_at_once(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     results = context.Queue()

@@ -59,7 +59,7 @@ def slices(request: OneRequest, cuts: list[int]) -> list[Tensor]:
     return [torch.arange(a, b) for a, b in pairwise(bounds)]
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.lists(st.tuples(st.integers(1, 40), st.lists(st.integers(1, 39), max_size=3)), min_size=1, max_size=5))
 def test_requests_together_get_what_they_get_alone(shapes: list[tuple[int, list[int]]]) -> None:
     loaded = load_model(tiny_model(), tokenizer=smollm2_tokenizer())

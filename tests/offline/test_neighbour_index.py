@@ -47,7 +47,7 @@ def searched(keys: list[str]) -> dict[str, tuple[str, ...]]:
     }
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(steps=st.lists(st.sets(st.sampled_from(KEYS), max_size=20), min_size=1, max_size=6))
 def test_whatever_comes_and_goes_the_neighbours_are_those_of_a_search(steps: list[set[str]]) -> None:
     index = NeighbourIndex(COUNT)

@@ -164,7 +164,7 @@ def test_arrays_must_be_parallel() -> None:
         ContentIndex().add([1, 2], [1, 2], [3, 4], [40])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from("arf"), st.sets(st.integers(0, 30), max_size=12)), max_size=25))
 def test_any_order_of_additions_and_removals(steps: list[tuple[str, set[int]]]) -> None:
     texts = {f"k{i}": f"chunk number {i:02d} " + "z" * (20 + i) for i in range(31)}

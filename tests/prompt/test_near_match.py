@@ -39,7 +39,7 @@ def test_what_was_done_is_named(prompt: str, want: str | None) -> None:
     assert change(prompt) == want
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     words=st.lists(st.text("abcdefgh", min_size=3, max_size=8), min_size=8, max_size=40),
     spaces=st.lists(st.sampled_from([" ", "\n", "\t ", "  "]), min_size=40, max_size=40),

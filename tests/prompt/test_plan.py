@@ -70,7 +70,7 @@ def check(plan: PromptPlan, ids: dict[str, list[int]], min_tokens: int = 4) -> N
     assert not any(a and b for a, b in itertools.pairwise(fresh))
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(data=st.data())
 def test_segments_cover_the_prompt_and_claim_only_equal_ids(
     renderer: PromptRenderer, prose: Prose, data: st.DataObject

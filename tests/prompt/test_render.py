@@ -51,7 +51,6 @@ def vanilla(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
     return list(ids)
 
 
-@settings(deadline=None)
 @given(CONTENT)
 def test_a_wrapped_prompt_has_the_ids_of_the_chat_template(
     tokenizer: Any, renderer: PromptRenderer, added: dict[int, str], content: str
@@ -66,7 +65,7 @@ def test_a_wrapped_prompt_has_the_ids_of_the_chat_template(
     assert rendered.text[start:end] in (content, content.strip())
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(CONTENT, st.lists(st.tuples(ROLES, CONTENT), min_size=1, max_size=4))
 def test_messages_have_the_ids_of_the_chat_template(
     tokenizer: Any,
@@ -83,7 +82,6 @@ def test_messages_have_the_ids_of_the_chat_template(
     assert [text.strip() for text in found] == [message["content"].strip() for message in messages]
 
 
-@settings(deadline=None)
 @given(CONTENT)
 def test_a_raw_prompt_has_the_ids_of_the_tokenizer(tokenizer: Any, special: list[str], content: str) -> None:
     raw = raw_renderer(tokenizer)
@@ -114,7 +112,6 @@ def test_prefix_ids_are_the_header_or_what_the_tokenizer_prepends(
     assert raw_renderer(metaspace).prefix_ids == [metaspace.bos_token_id]
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_special_token_text_in_a_document_stays_text(
     tokenizer: Any,
@@ -136,7 +133,6 @@ def test_special_token_text_in_a_document_stays_text(
     assert tokenizer.decode(encoded.ids) == tokenizer.decode(plain)
 
 
-@settings(deadline=None)
 @given(CONTENT, st.data())
 def test_the_way_around_special_text_agrees_with_the_plain_way(
     renderer: PromptRenderer, special: list[str], content: str, data: st.DataObject
@@ -150,7 +146,6 @@ def test_the_way_around_special_text_agrees_with_the_plain_way(
     assert around.offsets.tolist() == plain.offsets.tolist()
 
 
-@settings(deadline=None)
 @given(CONTENT)
 def test_chunks_are_encoded_without_special_tokens(
     tokenizer: Any, renderer: PromptRenderer, special: list[str], added: dict[int, str], content: str

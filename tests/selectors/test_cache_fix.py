@@ -38,7 +38,7 @@ def _prefixes(draw: st.DrawFn) -> tuple[list[str], list[str], list[float]]:
     return old, new, draw(st.lists(_WEIGHTS, min_size=len(old), max_size=len(old)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(case=_prefixes())
 def test_adjusted_overlap_is_equations_6_to_8(case: tuple[list[str], list[str], list[float]]) -> None:
     old, new, inter = case
@@ -47,7 +47,7 @@ def test_adjusted_overlap_is_equations_6_to_8(case: tuple[list[str], list[str], 
     assert adjusted_overlap(inter, old, old) == pytest.approx(1.0)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data(), case=_prefixes(), alpha=st.floats(0.1, 3.0))
 def test_overhead_is_equations_9_to_12(
     data: st.DataObject, case: tuple[list[str], list[str], list[float]], alpha: float
@@ -81,7 +81,7 @@ def _probe(overhead: list[float], sizes: list[int], recorded: torch.Tensor) -> P
     return Probe(positions, chunk, positions, overhead=torch.tensor(overhead, dtype=torch.float64), recorded=recorded)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data(), sizes=st.lists(st.integers(1, 30), min_size=1, max_size=5))
 def test_selection_is_equation_14(data: st.DataObject, sizes: list[int]) -> None:
     overhead = [data.draw(st.integers(0, 20)) / 20 for _ in sizes]

@@ -102,7 +102,7 @@ def _algorithm_1(scores: list[float]) -> set[int]:
     return set(order[:star])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(gaps=st.lists(st.integers(1, 50), min_size=2, max_size=7), data=st.data())
 def test_focus_is_algorithm_1(gaps: list[int], data: st.DataObject) -> None:
     scores = data.draw(st.permutations([float(sum(gaps[:i])) for i in range(len(gaps) + 1)]))
@@ -118,7 +118,7 @@ def test_focus_keeps_as_many_chunks_as_algorithm_1_counts() -> None:
     assert focused_chunks(torch.ones(4)) == {0, 1, 2, 3}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_allocation_is_exact_and_proportional(data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(0, 30), min_size=1, max_size=6).filter(lambda s: sum(s) > 0))
@@ -132,7 +132,7 @@ def test_allocation_is_exact_and_proportional(data: st.DataObject) -> None:
         assert all(abs(c - budget * w / total) <= 1 for c, w in zip(got.tolist(), weights, strict=True))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=5), floor=st.floats(0, 1), share=st.floats(0, 1))
 def test_floors_hold_and_the_rest_is_global(lengths: list[int], floor: float, share: float) -> None:
     probe = make_probe(lengths)

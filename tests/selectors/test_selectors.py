@@ -44,7 +44,7 @@ def test_a_query_attention_that_cannot_be_is_told(build: Callable[[], object], t
 
 
 @pytest.mark.parametrize("name", sorted(SELECTORS))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6), ratio=st.floats(0, 1))
 def test_budget_order_membership_determinism(name: str, lengths: list[int], ratio: float) -> None:
     probe = make_probe(lengths)

@@ -108,7 +108,7 @@ _VALUES = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from(["/v1/chat/completions", "/v1/completions"]), st.data())
 def test_no_body_breaks_the_server(client: httpx.Client, path: str, data: st.DataObject) -> None:
     kind = ChatRequest if path.startswith("/v1/chat") else CompletionRequest

@@ -173,9 +173,14 @@ def test_helpers_that_die_or_hang_do_not_keep_others_from_working() -> None:
     def die() -> None:
         raise SystemExit("the end")
 
+    # All of them wait before the first one fails: nobody comes later and starts another thread.
+    all_wait = threading.Event()
+    for _ in range(2):
+        helpers.submit(all_wait.wait)
     for _ in range(4):
         helpers.submit(die)
     helpers.submit(done.append, 1)
+    all_wait.set()
     wait_until(lambda: done == [1])
     for _ in range(2):
         helpers.submit(go.wait)

@@ -108,7 +108,7 @@ def test_answers_are_those_of_the_last_stage(engine: FusedKVEngine, ratio: float
     want = {prompt: engine.generate(prompt, **options).token_ids for prompt in PROMPTS}
     engine.clear_prefix_cache()
 
-    @settings(max_examples=15, deadline=None)
+    @settings(max_examples=15)
     @given(st.lists(st.tuples(st.sampled_from(PROMPTS), st.sampled_from([0.0, 0.004, 0.05])), min_size=1, max_size=4))
     def check(stages: list[tuple[str, float]]) -> None:
         def search() -> Iterator[str]:

@@ -224,7 +224,7 @@ def flipping_store():
         yield store
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_every_flipped_byte_is_noticed(flipping_store, make_chunk, data):
     store = flipping_store

@@ -72,7 +72,7 @@ STEPS = st.lists(
 
 
 @pytest.mark.parametrize("policy", list(POLICIES))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(steps=STEPS)
 def test_queue_is_the_oracle(policy, steps):
     queue, oracle = EvictionQueue(POLICIES[policy]), Oracle(policy)

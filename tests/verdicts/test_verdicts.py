@@ -27,7 +27,7 @@ OPTIONS: dict[str, Any] = {
 }
 STORED = SHORT[:5]
 MODEL = tiny_model()
-SLOW = settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SLOW = settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def opened(folder: Path, model: Any = MODEL, **options: Any) -> FusedKVEngine:

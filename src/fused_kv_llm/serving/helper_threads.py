@@ -21,8 +21,8 @@ _JOIN_S = 1.0
 class HelperThreads:
     """Daemon threads that call what they are given, in its order; thread-safe.
 
-    Unlike those of a ``ThreadPoolExecutor`` they do not keep a process from ending. One that dies is replaced with the
-    next job.
+    Unlike those of a ``ThreadPoolExecutor`` they do not keep a process from ending. A job that fails, however it does,
+    does not keep the next one from being done.
 
     Parameters
     ----------
@@ -82,15 +82,14 @@ class _Crew:
 
     def work(self) -> None:
         """Do what there is to do until the end; called by each thread."""
-        try:
-            while (job := self._next()) is not None:
+        while (job := self._next()) is not None:
+            try:
                 job()
-        except BaseException as error:
-            # It has died: the next job gets another one.
-            _log.warning("A thread that loads has ended: %r", error)
-        finally:
-            with self.changed:
-                self._threads -= 1
+            except BaseException as error:
+                # Even one that is told to end: jobs may wait behind it for which nobody would start another thread.
+                _log.warning("A job of a helper thread has failed: %r", error)
+        with self.changed:
+            self._threads -= 1
 
     def end(self) -> None:
         """Drop what has not begun, and wait for the threads that have nothing to do."""
