@@ -80,7 +80,7 @@ def test_opening_a_tenants_engine_holds_up_nobody(engine: FusedKVEngine, monkeyp
 
 def test_names_cannot_be_forged(engine: FusedKVEngine) -> None:
     tenants = Tenants(engine, 8)
-    names = [tenants._name(tenant, apart) for tenant in ("a", "a/b", "a%2Fb") for apart in (None, "b", "b/c", "/")]
+    names = [tenants.name(tenant, apart) for tenant in ("a", "a/b", "a%2Fb") for apart in (None, "b", "b/c", "/")]
     assert len(set(names)) == len(names)
 
 

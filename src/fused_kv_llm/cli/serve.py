@@ -47,6 +47,9 @@ def _serve(
     allowed_host: Annotated[list[str] | None, typer.Option(help="Further names of this server.")] = None,
     allowed_origin: Annotated[list[str] | None, typer.Option(help="Origins of pages that may ask; * for all.")] = None,
     log_format: Annotated[str, typer.Option(help="text, or json: a line for every request.")] = "text",
+    request_log: Annotated[
+        str, typer.Option(help="What is kept of requests: off, counts, texts; auto: texts where there are no keys.")
+    ] = "auto",
     **options: Any,
 ) -> None:
     """Answer OpenAI's protocol: every client of it profits from stored KV.
@@ -68,6 +71,7 @@ def _serve(
         "model_name": model_name,
         "max_answer_tokens": max_answer_tokens,
         "log_format": log_format,
+        "request_log": request_log,
         "allowed_hosts": tuple(allowed_host or ()),
         "allowed_origins": tuple(allowed_origin or ()),
     }

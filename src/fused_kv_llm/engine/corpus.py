@@ -87,7 +87,7 @@ class EngineCorpus:
         self._preprocessor = (
             None if similarity is None else Preprocessor(loaded, store, parts.prefix, planner, similarity, owner)
         )
-        self.cost = PrefillCost(loaded, store.kv_dir)
+        self.cost, self._owner = PrefillCost(loaded, store.kv_dir), owner
         self._ingestor = Ingestor(
             loaded, store, parts.identity, parts.prefix, planner, owner, self._preprocessor, self.cost
         )
@@ -189,6 +189,10 @@ class EngineCorpus:
         """Have the chunks of a prompt kept as they are in it, if variants are kept."""
         if self.variants is not None:
             self._background.keep_variants(PromptChunks(tuple(ids), tuple(segments)))
+
+    def measure_cost(self) -> None:
+        """Time prefills, unless the times are known: a few passes of up to 512 tokens between the steps of requests."""
+        self.cost.measure(self._owner)
 
     def wait(self, *, progress: bool) -> None:
         """Return when there is nothing left to do in the background."""

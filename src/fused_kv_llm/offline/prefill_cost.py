@@ -65,6 +65,27 @@ class PrefillCost:
         unit = self.seconds(0, _LONGEST) / _LONGEST
         return max(1.0, self.seconds(cached, new) / unit)
 
+    def prefill_s(self, cached: int, new: int) -> float | None:
+        """Return the seconds that computing `new` tokens behind `cached` ones takes on an idle machine.
+
+        Longer prompts than were timed are put together from pieces that were: each of at most 512 tokens behind all
+        before it, whose cost grows with their number as it does between the times, and never shrinks.
+
+        Returns
+        -------
+        float or None
+            None before the times are measured.
+        """
+        if self.seconds is None:
+            return None
+        longest = int(self.seconds.new_tokens[-1])
+        total_s = 0.0
+        for begin in range(0, new, longest):
+            tokens = min(longest, new - begin)
+            alone_s = self.seconds(0, tokens)
+            total_s += max(alone_s, self.seconds(cached + begin, tokens))
+        return total_s
+
     def measure(self, owner: ModelOwner) -> None:
         """Measure the times, unless they are known, piece by piece between the steps of requests.
 

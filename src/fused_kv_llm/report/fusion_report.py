@@ -73,6 +73,8 @@ class FusionReport:
         Seconds of the search, and those of them in which this prompt was being loaded or computed already.
     seconds : dict of str to float
         Seconds by stage: queue, align, load, probe, select, fuse, first_token, and step, the mean from token to token.
+    read_s : float
+        Seconds in which the prompt's passes waited for stored KV; ``seconds`` has them in ``probe`` and ``fuse``.
     ttft_s : float
         Seconds from the call to the first token.
     warnings : list of str
@@ -107,6 +109,7 @@ class FusionReport:
     search_s: float = 0.0
     search_hidden_s: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
+    read_s: float = 0.0
     ttft_s: float = 0.0
     warnings: list[str] = field(default_factory=list)
     trace: PromptTrace | None = field(default=None, repr=False, compare=False)

@@ -64,6 +64,10 @@ class _Answers:
         self.usage = Usage()
         self.reports: dict[int, FusionReport] = {}
 
+    def call(self, id_: str) -> None:
+        """Give the answer an id, in place of one of its own."""
+        self._head["id"] = id_
+
     def note(self, part: AnswerPart) -> None:
         """Count an answer that has ended."""
         if part.report is not None:

@@ -12,10 +12,11 @@ from fastapi.concurrency import run_in_threadpool
 
 from fused_kv_llm.engine import FusedKVEngine
 
-from . import chat, checking, document_routes, job_routes, operations, web
+from . import chat, checking, document_routes, history_routes, job_routes, operations, web
 from .config import ServerConfig
 from .desk import DocumentDesk
 from .guard import Guard
+from .history import open_history
 from .refusals import add_error_handlers
 from .request_log import RequestLog
 from .state import ServerState
@@ -42,25 +43,32 @@ def create_app(engine: FusedKVEngine, config: ServerConfig | None = None) -> Fas
     tenants = Tenants(engine, config.max_tenants)
     documents = DocumentDesk(tenants, config)
 
+    history = open_history(engine, config)
+    model_name = config.model_name or engine.model_id
+    state = ServerState(config, tenants, documents, model_name, int(time.time()), history=history)
+
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
-        async with documents.swept(config.sweep_s):
+        chores = [state.recorder.savings.measure, *([] if history is None else [history.sweep])]
+        async with documents.swept(config.sweep_s, *chores):
             yield
         await run_in_threadpool(documents.close)
+        if history is not None:
+            await run_in_threadpool(history.close)
         tenants.close()
 
     # Pages that explain the interface would load scripts from elsewhere.
     app = FastAPI(title="fused_kv_llm", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.version = metadata.version("fused-kv-llm")
-    state = ServerState(config, tenants, documents, config.model_name or engine.model_id, int(time.time()))
     app.state.fused_kv = state
     app.include_router(chat.router)
     app.include_router(checking.router)
     app.include_router(document_routes.router)
+    app.include_router(history_routes.router)
     app.include_router(job_routes.router)
     app.include_router(operations.router)
     app.include_router(web.router)
-    add_error_handlers(app)
+    add_error_handlers(app, state.recorder.invalid)
     app.add_middleware(Guard, config=config, on_refused=state.metrics.refused)
     app.add_middleware(RequestLog)
     return app

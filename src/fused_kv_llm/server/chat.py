@@ -15,6 +15,7 @@ from .answering import AnswerPart, Choice, interleaved, submit_chat, submit_comp
 from .answers import ChatAnswers, CompletionAnswers
 from .guard import tenant_of
 from .libraries import Owner
+from .recording import Recording
 from .requests import ChatRequest, CompletionRequest
 from .retrieval import RetrievedChunk
 from .state import ServerState, state_of
@@ -25,7 +26,7 @@ __all__ = ["router"]
 router = APIRouter()
 
 Answers = ChatAnswers | CompletionAnswers
-Submit = Callable[[FusedKVEngine], Sequence[Choice]]
+Submit = Callable[[FusedKVEngine, Recording], Sequence[Choice]]
 
 
 @router.post("/v1/chat/completions", response_model=None)
@@ -34,9 +35,10 @@ async def chat(http: Request, request: ChatRequest) -> Response | dict[str, Any]
     state = state_of(http)
     found: list[RetrievedChunk] = []
 
-    def submit(engine: FusedKVEngine) -> Sequence[Choice]:
+    def submit(engine: FusedKVEngine, recording: Recording) -> Sequence[Choice]:
         asked, chunks = _retrieved(state, Owner(tenant_of(http), request.fused_kv.tenant), engine, request)
         found.extend(chunks)
+        recording.found = found
         return submit_chat(engine, asked, state.config)
 
     return await _respond(
@@ -54,7 +56,7 @@ async def complete(http: Request, request: CompletionRequest) -> Response | dict
     return await _respond(
         http,
         request,
-        lambda engine: submit_completion(engine, request, state.config),
+        lambda engine, _: submit_completion(engine, request, state.config),
         lambda engine: CompletionAnswers(request.model, engine.tokenizer, request.n or 1),
     )
 
@@ -85,20 +87,22 @@ async def _respond(
     answers_of: Callable[[FusedKVEngine], Answers],
 ) -> Response | dict[str, Any]:
     state = state_of(http)
-    state.check_open()
-    state.check_model(request.model)
     tenant = tenant_of(http)
-    state.quotas.admit(tenant)
     async with AsyncExitStack() as entered:
+        recording = entered.enter_context(state.recorder.request(http, request))
+        state.check_open()
+        state.check_model(request.model)
+        state.quotas.admit(tenant)
         entered.enter_context(state.metrics.request())
         using = state.tenants.using(tenant, request.fused_kv.tenant)
         # Opening a tenant's engine, and closing another's, takes long enough to hold up everybody's streams.
         engine = await run_in_threadpool(using.__enter__)
         entered.push(using.__exit__)
-        choices = await run_in_threadpool(submit, engine)
-        parts = _counted(state, tenant, interleaved(choices))
+        choices = await run_in_threadpool(submit, engine, recording)
+        parts = recording.watched(_counted(state, tenant, interleaved(choices)), len(choices))
         entered.push_async_callback(parts.aclose)
         answers = answers_of(engine)
+        answers.call(recording.id)
         if not request.stream:
             return answers.whole_answer(await unless_client_leaves(http, _collected(parts)))
         # What is refused before the first token has a status of its own.

@@ -86,8 +86,18 @@ class ServerConfig(BaseModel):
     max_waiting_jobs: int = Field(default=1000, ge=1)
     """Most uploads that wait to be ingested."""
 
+    request_log: Literal["auto", "off", "counts", "texts"] = "auto"
+    """What is kept of requests, beside the store: nothing, numbers, or also what was asked and answered. ``"auto"``
+    keeps texts where there are no keys, so that only this machine reaches the server, and numbers otherwise."""
+
+    request_log_days: float = Field(default=30.0, gt=0)
+    """Days for which requests are kept."""
+
+    request_log_bytes: int = Field(default=2**28, ge=2**20)
+    """Bytes of requests that are kept; of those that are too many the oldest go, of each tenant alike."""
+
     sweep_s: float = Field(default=30.0, gt=0)
-    """Seconds from one search for documents that have expired to the next."""
+    """Seconds from one search for documents and requests that have expired to the next."""
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -106,6 +116,13 @@ class ServerConfig(BaseModel):
         short = [tenant for tenant, key in self.api_keys.items() if len(key.get_secret_value()) < 16]
         if short:
             raise ConfigError(f"The keys of {', '.join(short)} are shorter than 16 characters and can be guessed.")
+
+    @property
+    def keeps_of_requests(self) -> Literal["off", "counts", "texts"]:
+        """What is kept of requests."""
+        if self.request_log == "auto":
+            return "counts" if self.api_keys else "texts"
+        return self.request_log
 
     @property
     def is_local(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import NamedTuple
 
@@ -75,15 +75,16 @@ class DocumentDesk:
             yield OpenLibrary(owner, engine, self.libraries.of(engine, owner))
 
     @asynccontextmanager
-    async def swept(self, every_s: float) -> AsyncGenerator[None]:
-        """Delete what has expired, again and again."""
+    async def swept(self, every_s: float, *others: Callable[[], object]) -> AsyncGenerator[None]:
+        """Delete what has expired, and do other chores, again and again."""
 
         async def sweep() -> None:
             while True:
-                try:
-                    await asyncio.to_thread(self.libraries.sweep)
-                except Exception as error:  # the next sweep may work
-                    _log.error("Documents that have expired could not be deleted", exc_info=error)
+                for chore in (self.libraries.sweep, *others):
+                    try:
+                        await asyncio.to_thread(chore)
+                    except Exception as error:  # the next sweep may work
+                        _log.error("What has expired could not be deleted", exc_info=error)
                 await asyncio.sleep(every_s)
 
         task = asyncio.create_task(sweep())

@@ -10,6 +10,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from fused_kv_llm.report import FusionReport
 
+from .savings import Saving
+
 __all__ = ["Metrics"]
 
 _TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -38,6 +40,10 @@ class Metrics:
         self._tokens = self._counter("fused_kv:prompt_tokens", "Prompt tokens by what became of them", "source")
         self._chunks = self._counter("fused_kv:chunks", "Chunks in prompts, by whether their KV was used", "found")
         self._refused = self._counter("fused_kv:refused_requests", "Requests that were refused", "status")
+        self._avoided = self._counter(
+            "fused_kv:avoided_prefill_seconds", "Estimate: what computing reused tokens would have taken", "source"
+        )
+        self._spent = self._counter("fused_kv:reuse_seconds", "What was waited for stored KV, and for the selection")
         self._quota = self._counter("fused_kv:over_quota_requests", "Requests over a quota", "tenant", "quota")
 
     @contextmanager
@@ -68,6 +74,12 @@ class Metrics:
             self._tokens.labels(source).inc(tokens)
         self._chunks.labels("true").inc(report.chunks_found)
         self._chunks.labels("false").inc(report.chunks_missed)
+
+    def saved(self, saving: Saving) -> None:
+        """Count what reuse has spared a request."""
+        self._avoided.labels("prefix").inc(saving.prefix_s)
+        self._avoided.labels("chunk").inc(saving.chunk_s)
+        self._spent.inc(saving.spent_s)
 
     def refused(self, status: int) -> None:
         """Count a request that was refused."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -22,11 +23,12 @@ from fused_kv_llm.errors import (
     QueueFullError,
 )
 
-__all__ = ["RefusedError", "add_error_handlers", "error_response", "refusal_of"]
+__all__ = ["RefusedError", "add_error_handlers", "error_response", "known_refusal", "refusal_of"]
 
 _log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
+_FAILED = 500
 
 # The first that fits: kind of error, status, OpenAI's type and code.
 _KINDS: tuple[tuple[type[FusedKVError], int, str, str | None], ...] = (
@@ -76,13 +78,20 @@ class RefusedError(FusedKVError):
 
 def refusal_of(error: BaseException) -> RefusedError:
     """Return what a client is told of an error; of those that are no fault of its own only that there was one."""
+    refusal = known_refusal(error)
+    if refusal.status == _FAILED:
+        _log.error("A request has failed", exc_info=error)
+    return refusal
+
+
+def known_refusal(error: BaseException) -> RefusedError:
+    """Return the same, without a word in the log."""
     if isinstance(error, RefusedError):
         return error
     for kind, status, name, code in _KINDS:
         if isinstance(error, kind):
             return RefusedError(str(error), status, kind=name, code=code)
-    _log.error("A request has failed", exc_info=error)
-    return RefusedError("The server could not answer this request; its log says why.", 500, kind="server_error")
+    return RefusedError("The server could not answer this request; its log says why.", _FAILED, kind="server_error")
 
 
 def error_response(error: BaseException) -> JSONResponse:
@@ -94,19 +103,30 @@ def error_response(error: BaseException) -> JSONResponse:
     return JSONResponse(refusal.to_dict(), refusal.status, headers)
 
 
-def add_error_handlers(app: FastAPI) -> None:
-    """Have every error of an application answered with OpenAI's error object."""
+def add_error_handlers(app: FastAPI, on_invalid: Callable[[Request, RefusedError], None]) -> None:
+    """Have every error of an application answered with OpenAI's error object.
+
+    Parameters
+    ----------
+    app : FastAPI
+    on_invalid : callable
+        Called with a request whose body or query made no sense, and its refusal.
+    """
+
+    def told(request: Request, refusal: RefusedError) -> JSONResponse:
+        on_invalid(request, refusal)
+        return error_response(refusal)
 
     async def known(_: Request, error: Exception) -> JSONResponse:
         return error_response(error)
 
-    async def invalid(_: Request, error: Exception) -> JSONResponse:
+    async def invalid(request: Request, error: Exception) -> JSONResponse:
         first = error.errors()[0] if isinstance(error, RequestValidationError) else {"loc": (), "msg": str(error)}
         param = ".".join(str(part) for part in first["loc"] if part != "body") or None
         message = str(first["msg"]).removeprefix("Value error, ")
         if first.get("type") == "extra_forbidden":
-            return error_response(RefusedError(f"{param} is not supported: leave it out", param=param))
-        return error_response(RefusedError(message if param is None else f"{param}: {message}", param=param))
+            return told(request, RefusedError(f"{param} is not supported: leave it out", param=param))
+        return told(request, RefusedError(message if param is None else f"{param}: {message}", param=param))
 
     async def of_http(_: Request, error: Exception) -> JSONResponse:
         if isinstance(error.__cause__, RefusedError):

@@ -45,7 +45,7 @@ class RequestLog:
             await self._app(scope, receive, send)
             return
         given = Headers(scope=scope).get("x-request-id", "")
-        name = given if _NAME.fullmatch(given) else uuid.uuid4().hex
+        name = scope["fused_kv_request"] = given if _NAME.fullmatch(given) else uuid.uuid4().hex
         # Of a client that leaves before there is one, as it is usual.
         started_s, status = time.perf_counter(), _LEFT
 

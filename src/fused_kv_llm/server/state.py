@@ -9,8 +9,10 @@ from fastapi import Request
 
 from .config import ServerConfig
 from .desk import DocumentDesk
+from .history import History
 from .metrics import Metrics
 from .quotas import Quotas
+from .recorder import Recorder
 from .refusals import RefusedError
 from .tenants import Tenants
 
@@ -31,6 +33,8 @@ class ServerState:
         What clients call the model.
     created_s : int
         When the server began, in seconds since 1970.
+    history : History or None
+        The request log; None if none is kept.
     draining : bool
         Whether it is about to end, and takes no more requests.
     """
@@ -41,11 +45,15 @@ class ServerState:
     model_name: str
     created_s: int
     metrics: Metrics = field(default_factory=Metrics)
+    history: History | None = None
     draining: bool = False
     quotas: Quotas = field(init=False)
+    recorder: Recorder = field(init=False)
 
     def __post_init__(self) -> None:
         self.quotas = Quotas(self.config.quotas, self.metrics.over_quota)
+        texts = self.config.keeps_of_requests == "texts" and not self.tenants.default.store.is_encrypted
+        self.recorder = Recorder(self.tenants, self.metrics, self.history, texts=texts)
 
     def check_model(self, name: str | None) -> None:
         """Make sure that a client asks for the model that is here.

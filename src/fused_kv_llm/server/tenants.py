@@ -53,7 +53,7 @@ class Tenants:
         StoreUnavailableError
             If its store cannot be opened.
         """
-        name = self._name(tenant, apart)
+        name = self.name(tenant, apart)
         with self._lock:
             engine = self.default if name == self.default.config.tenant else self._opened(name)
             with self._counting:
@@ -63,6 +63,12 @@ class Tenants:
         finally:
             with self._counting:
                 self._users[name] -= 1
+
+    def name(self, tenant: str, apart: str | None = None) -> str:
+        """Return what the engine of a tenant calls it; arguments as those of :meth:`using`."""
+        # A client cannot write the separator, and so not the name of another tenant.
+        parts = [part.replace("%", "%25").replace("/", "%2F") for part in (tenant, apart or "")]
+        return "/".join(part for part in (self.default.config.tenant, *parts) if part)
 
     def engines(self) -> list[FusedKVEngine]:
         """Return all that are open."""
@@ -91,8 +97,3 @@ class Tenants:
         if idle is None:
             raise RefusedError("Too many tenants are being answered; try again later", 503, kind="server_error")
         self._engines.pop(idle).close()
-
-    def _name(self, tenant: str, apart: str | None) -> str:
-        # A client cannot write the separator, and so not the name of another tenant.
-        parts = [part.replace("%", "%25").replace("/", "%2F") for part in (tenant, apart or "")]
-        return "/".join(part for part in (self.default.config.tenant, *parts) if part)

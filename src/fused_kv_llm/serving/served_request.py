@@ -501,6 +501,8 @@ class ServedRequest:
             self._is_counted = True
             count()
         self._fused = prompt
+        if self._fusion is not None:
+            self.report.read_s += self._fusion.read_s
         if self._writer is not None:
             # It began anew, and has sent a part of its answer before.
             self._enter_stage("decode")

@@ -1,0 +1,131 @@
+"""``/v1/requests`` and ``/v1/operations``: what became of a tenant's requests, one by one and in sums."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request
+from fastapi.concurrency import run_in_threadpool
+
+from fused_kv_llm.report import Outcome
+
+from .guard import tenant_of
+from .history import History, HistoryFilter
+from .refusals import RefusedError
+from .state import ServerState, state_of
+
+__all__ = ["router"]
+
+router = APIRouter()
+
+Id = Annotated[str | None, Query(max_length=64)]
+Number = Annotated[float | None, Query(allow_inf_nan=False)]
+
+
+@router.get("/v1/requests")
+def requests(
+    http: Request,
+    limit: Annotated[int, Query(ge=1, le=200)] = 50,
+    before: Id = None,
+    selector: Annotated[str | None, Query(max_length=64)] = None,
+    status: Literal["ok", "cancelled", "refused", "failed"] | None = None,
+    verdict: Outcome | None = None,
+    min_reused: Annotated[float | None, Query(ge=0, le=1)] = None,
+    since_s: Number = None,
+    until_s: Number = None,
+) -> dict[str, Any]:
+    """List requests, the newest first."""
+    history, tenant = _history(http)
+    outcome = None if verdict is None else verdict.value
+    wanted = HistoryFilter(selector, status, outcome, min_reused, since_s, until_s)
+    found = history.summaries(tenant, limit + 1, before, wanted)
+    return {"object": "list", "data": found[:limit], "has_more": len(found) > limit}
+
+
+@router.get("/v1/requests/{id_}")
+def request(http: Request, id_: str) -> dict[str, Any]:
+    """Return a request with what is kept of it."""
+    history, tenant = _history(http)
+    found = history.detail(tenant, id_)
+    if found is None:
+        raise _missing(id_)
+    return found
+
+
+@router.get("/v1/requests/{id_}/trace")
+def trace(http: Request, id_: str) -> dict[str, Any]:
+    """Return what became of each token of a request's prompt."""
+    history, tenant = _history(http)
+    found = history.trace(tenant, id_)
+    if found is None:
+        raise _missing(id_)
+    if found[0] is None:
+        detail = history.detail(tenant, id_) or {}
+        if not detail.get("detail_available"):
+            raise RefusedError("Texts of requests are not kept: see request_log", 404, code="texts_not_kept")
+        raise RefusedError("The request did not come to an answer that has a trace", 404, code="no_trace")
+    return found[0]
+
+
+@router.delete("/v1/requests/{id_}")
+def forget(http: Request, id_: str) -> dict[str, Any]:
+    """Forget a request, and its texts."""
+    history, tenant = _history(http)
+    found = history.detail(tenant, id_)
+    if found is None or not history.remove(tenant, found["id"]):
+        raise _missing(id_)
+    return {"id": found["id"], "object": "request.deleted", "deleted": True}
+
+
+@router.get("/v1/operations")
+async def operations(http: Request, minutes: Annotated[float, Query(gt=0, le=1440)] = 15.0) -> dict[str, Any]:
+    """Return a tenant's numbers; without keys they are everybody's."""
+    state = state_of(http)
+    tenant = state.tenants.name(tenant_of(http))
+    found = {"object": "operations", "model": state.model_name} | state.recorder.activity.of(tenant, 60 * minutes)
+    running, waiting = state.tenants.default.requests.open
+    if not state.config.api_keys:
+        # Of all tenants together, which is nobody's business but an operator's.
+        found |= {"running": running, "waiting": waiting}
+    return found | {"store": await run_in_threadpool(_store, state, tenant_of(http))}
+
+
+def _store(state: ServerState, tenant: str) -> dict[str, Any]:
+    """Return what is stored of a tenant, and what this process has done with it."""
+    with state.tenants.using(tenant) as engine:
+        stats, counters = engine.store.stats(), asdict(engine.store.counters())
+        memory = {
+            "chunks": stats.memory_chunks,
+            "bytes": stats.memory_bytes,
+            "budget_bytes": engine.config.memory_bytes,
+        }
+        tiers: dict[str, dict[str, Any]] = {"memory": memory}
+        if state.config.api_keys:
+            own = [row for row in stats.identities if row.identity == engine.identity]
+            tiers["disk"] = {"chunks": sum(row.disk_chunks for row in own), "bytes": sum(row.disk_bytes for row in own)}
+            tiers["remote"] = {
+                "chunks": sum(row.remote_chunks for row in own),
+                "bytes": sum(row.remote_bytes for row in own),
+            }
+        else:
+            tiers |= {name: {"chunks": count, "bytes": size} for name, (count, size) in stats.tiers.items()}
+        tiers["disk"]["budget_bytes"] = stats.disk_bytes
+        return {
+            "tiers": tiers,
+            "evictions": {"memory": counters["evicted_memory"], "disk": counters["evicted_disk"]},
+            "damaged": counters["damaged"],
+            "counters": counters,
+        }
+
+
+def _history(http: Request) -> tuple[History, str]:
+    state = state_of(http)
+    if state.history is None:
+        raise RefusedError("Requests are not kept: start the server with request_log", 404, code="requests_not_kept")
+    return state.history, state.tenants.name(tenant_of(http))
+
+
+def _missing(id_: str) -> RefusedError:
+    # Whether another tenant has it is nobody's business.
+    return RefusedError(f"There is no request {id_!r:.80}, or it was too old to keep", 404, code="not_found")
