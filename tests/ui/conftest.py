@@ -37,7 +37,7 @@ def ui_url(ui_engine: Any) -> Iterator[str]:
     """The server's address; the files of HANDBOOK are ingested."""
     from fused_kv_llm.server import ServerConfig, create_app
 
-    with running(create_app(ui_engine, ServerConfig(max_answer_tokens=128))) as url:
+    with running(create_app(ui_engine, ServerConfig(max_answer_tokens=128, questions=(QUESTION,)))) as url:
         with httpx.Client(base_url=url, timeout=120) as client:
             for name in HANDBOOK:
                 content = (handbook_folder() / name).read_bytes()
@@ -61,8 +61,9 @@ def browser() -> Iterator[Any]:
 def open_page(browser: Any, ui_url: str) -> Iterator[Any]:
     """Open a view, ``open_page("#/chat", width=360, dark=True)``.
 
-    No page may ask another machine, print an error to its console, or throw; at the end of the test it is checked that
-    none did. ``expected_errors`` (a list of the page) holds parts of messages that a test means to provoke.
+    ``about:blank`` opens a page whose requests are to be changed first. No page may ask another machine, print an error
+    to its console, or throw; at the end of the test it is checked that none did. ``expected_errors`` (a list of the
+    page) holds parts of messages that a test means to provoke.
     """
     opened: list[tuple[Any, list[str], list[str]]] = []
 
@@ -79,7 +80,7 @@ def open_page(browser: Any, ui_url: str) -> Iterator[Any]:
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
         page.set_default_timeout(20_000)
-        page.goto(f"{ui_url}/{path}")
+        page.goto(path if path == "about:blank" else f"{ui_url}/{path}")
         opened.append((page, asked, wrong))
         return page
 

@@ -12,7 +12,7 @@ from fastapi.concurrency import run_in_threadpool
 
 from fused_kv_llm.engine import FusedKVEngine
 
-from . import chat, checking, document_routes, history_routes, job_routes, operations, web
+from . import chat, checking, document_routes, history_routes, job_routes, operations, web, web_settings
 from .config import ServerConfig
 from .desk import DocumentDesk
 from .guard import Guard
@@ -68,6 +68,7 @@ def create_app(engine: FusedKVEngine, config: ServerConfig | None = None) -> Fas
     app.include_router(job_routes.router)
     app.include_router(operations.router)
     app.include_router(web.router)
+    app.include_router(web_settings.router)
     add_error_handlers(app, state.recorder.invalid)
     app.add_middleware(Guard, config=config, on_refused=state.metrics.refused)
     app.add_middleware(RequestLog)

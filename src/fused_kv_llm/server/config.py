@@ -99,6 +99,9 @@ class ServerConfig(BaseModel):
     sweep_s: float = Field(default=30.0, gt=0)
     """Seconds from one search for documents and requests that have expired to the next."""
 
+    questions: tuple[str, ...] = ()
+    """Questions that the web UI offers to begin with."""
+
     def __init__(self, **values: Any) -> None:
         try:
             super().__init__(**values)

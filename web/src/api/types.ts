@@ -110,3 +110,19 @@ export interface Trace {
   chunk: number[];
   selection: { layers: number[]; scores: number[][] | null; total: (number | null)[] | null } | null;
 }
+
+/** /v1/ui */
+export interface WebSettings {
+  version: string;
+  model: string;
+  context_length: number;
+  recompute_ratio: number | "auto";
+  selector: string;
+  selectors: string[];
+  max_answer_tokens: number;
+  upload_types: string[];
+  max_upload_bytes: number;
+  questions: string[];
+  /** Of its interface; what an older server does not have is not asked for. */
+  paths: string[];
+}

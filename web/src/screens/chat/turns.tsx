@@ -1,0 +1,189 @@
+// A question with its answers, and what an answer cost.
+import { useEffect, useRef, useState } from "preact/hooks";
+
+import { ask } from "../../api/client";
+import { Badge, Button, Notice } from "../../components/base";
+import { Markdown } from "../../components/markdown";
+import { StateBar } from "../../components/states";
+import { bytes, seconds } from "../../format";
+import { hrefOf } from "../../router";
+import { has, settings } from "../../server";
+import { retry } from "./asking";
+import { changeTurn, fork, isRunning, picked, shownAnswer, type Answer, type Conversation, type Turn } from "./model";
+import { settingsInWords } from "./settings";
+import { Sources, showSource } from "./sources";
+
+interface Props {
+  conversation: Conversation;
+  turn: Turn;
+  wide: boolean;
+}
+
+export function TurnView({ conversation, turn, wide }: Props) {
+  const answer = shownAnswer(turn);
+  const end = useRef<HTMLDivElement>(null);
+  const isLast = conversation.turns.at(-1)?.id === turn.id;
+  useEffect(() => {
+    if (isLast) end.current?.scrollIntoView({ block: "nearest" });
+  }, [isLast, answer?.text, answer?.status]);
+  return (
+    <article class="turn">
+      <h2 class="question wrap">{turn.question}</h2>
+      {answer && <AnswerView key={answer.id} answer={answer} wide={wide} />}
+      {answer && !isRunning(answer) && (
+        <div class="row answer-actions">
+          <Versions conversation={conversation} turn={turn} />
+          <Button kind="quiet" onClick={() => retry(conversation.id, turn.id)}>
+            Retry with these settings
+          </Button>
+          <Button kind="quiet" onClick={() => fork(conversation, turn)}>
+            Fork from here
+          </Button>
+          {wide && (
+            <Button kind="quiet" aria-pressed={picked.value === answer.id} onClick={() => (picked.value = answer.id)}>
+              Sources
+            </Button>
+          )}
+        </div>
+      )}
+      <div ref={end} />
+    </article>
+  );
+}
+
+function Versions({ conversation, turn }: { conversation: Conversation; turn: Turn }) {
+  if (turn.answers.length < 2) return null;
+  const show = (shown: number) => {
+    changeTurn(conversation.id, turn.id, (now) => ({ ...now, shown }));
+    picked.value = turn.answers[shown]?.id ?? "";
+  };
+  return (
+    <span class="row versions">
+      <Button kind="quiet" label="Answer before" disabled={turn.shown === 0} onClick={() => show(turn.shown - 1)}>
+        ‹
+      </Button>
+      <span>
+        answer {turn.shown + 1} of {turn.answers.length}
+      </span>
+      <Button
+        kind="quiet"
+        label="Next answer"
+        disabled={turn.shown === turn.answers.length - 1}
+        onClick={() => show(turn.shown + 1)}
+      >
+        ›
+      </Button>
+    </span>
+  );
+}
+
+const LOW_SCORE = 0.3;
+
+function AnswerView({ answer, wide }: { answer: Answer; wide: boolean }) {
+  const sources = answer.sources ?? [];
+  const best = Math.max(...sources.map((one) => one.score));
+  return (
+    <div class="answer">
+      {sources.length > 0 && best < LOW_SCORE && (
+        <Notice tone="warn">
+          Low relevance: the nearest chunk scores {best.toFixed(2)}. The documents may not answer this question.
+        </Notice>
+      )}
+      <div aria-live="polite" aria-busy={isRunning(answer)}>
+        {answer.status === "waiting" && <Waiting />}
+        <Markdown
+          text={answer.text}
+          sources={sources.length}
+          onCite={(number) => showSource(answer, number)}
+          unsupported={answer.unsupported}
+        />
+        {answer.status === "stopped" && <Badge tone="warn">stopped</Badge>}
+        {answer.finish === "length" && <Badge>ended at the longest answer</Badge>}
+      </div>
+      {answer.error && <Notice tone="bad">{answer.error}</Notice>}
+      {!!answer.unsupported?.length && (
+        <p class="small muted">
+          <span class="unsupported">Underlined</span>: words that stand in no retrieved chunk.
+        </p>
+      )}
+      {sources.length > 0 && (
+        <div class="row cites" role="group" aria-label="Sources of this answer">
+          {sources.map((source, number) => (
+            <button
+              type="button"
+              class="cite"
+              key={number}
+              title={source.name}
+              aria-label={`Source ${number + 1}: ${source.name}`}
+              onClick={() => showSource(answer, number)}
+            >
+              [{number + 1}]
+            </button>
+          ))}
+        </div>
+      )}
+      {answer.report && <Footer answer={answer} />}
+      {!wide && sources.length > 0 && (
+        <details class="inline-sources" id={`sources-${answer.id}`}>
+          <summary>Sources ({sources.length})</summary>
+          <Sources answer={answer} />
+        </details>
+      )}
+    </div>
+  );
+}
+
+function Footer({ answer }: { answer: Answer }) {
+  const report = answer.report;
+  if (!report) return null;
+  const step = report.seconds.step;
+  const loaded = Object.entries(report.bytes_loaded).filter(([, size]) => size > 0);
+  return (
+    <footer class="answer-footer">
+      <StateBar counts={report} />
+      <dl class="facts">
+        <Fact name="First token" value={seconds(report.ttft_s)} />
+        {!!step && <Fact name="Speed" value={`${(1 / step).toFixed(1)} tokens/s`} />}
+        {answer.savedS != null && <Fact name="Saved (estimate)" value={seconds(answer.savedS)} />}
+        {loaded.length > 0 && (
+          <Fact name="KV" value={loaded.map(([tier, size]) => `${bytes(size)} from ${tier}`).join(", ")} />
+        )}
+        <Fact name="Settings" value={settingsInWords(answer.settings, settings.value)} />
+      </dl>
+      {answer.requestId && <a href={hrefOf("requests", answer.requestId)}>Details of this request</a>}
+    </footer>
+  );
+}
+
+function Fact({ name, value }: { name: string; value: string }) {
+  return (
+    <div>
+      <dt>{name}</dt>
+      <dd>{value}</dd>
+    </div>
+  );
+}
+
+const LOOK_MS = 700;
+
+/** What is going on before the first token: seconds, and who else waits, as far as the server tells. */
+function Waiting() {
+  const [state, setState] = useState({ s: 0, queue: "" });
+  useEffect(() => {
+    const began = performance.now();
+    const look = async () => {
+      const known = has("/v1/operations");
+      const told = known ? await ask<{ waiting?: number; running?: number }>("/v1/operations").catch(() => null) : null;
+      const queue = told?.waiting ? `${told.waiting} waiting, ${told.running ?? 0} running` : "";
+      setState({ s: (performance.now() - began) / 1000, queue });
+    };
+    const timer = setInterval(() => void look(), LOOK_MS);
+    return () => clearInterval(timer);
+  }, []);
+  return (
+    <p class="busy">
+      Reading the chunks and the question{state.s > 1 && ` · ${state.s.toFixed(0)} s`}
+      {state.queue && ` · ${state.queue}`}
+    </p>
+  );
+}
