@@ -11,6 +11,7 @@ from models import smollm2_tokenizer, tiny_model
 
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.offline import prefill, prefill_cost
+from fused_kv_llm.store import RecomputeCost
 
 TEXTS = [f"Passage {number} is about the number {number}, and about nothing else at all." for number in range(6)]
 
@@ -90,3 +91,28 @@ def test_other_threads_are_another_machine(tmp_path: Path, monkeypatch: pytest.M
         here = prefill_cost._machine(engine.loaded)
         monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
         assert prefill_cost._machine(engine.loaded) != here
+
+
+def test_the_seconds_of_long_prompts_are_put_together_from_measured_pieces(tmp_path: Path) -> None:
+    with make_engine(tmp_path) as engine:
+        cost = engine.corpus.cost
+        assert cost.prefill_s(0, 100) is None
+        # A token takes 1 ms, and 10 us for each piece of 512 tokens before its own.
+        cost.seconds = RecomputeCost((0, 512), (16, 512), [[0.016, 0.512], [0.016 * 1.01, 0.512 * 1.01]])
+        assert cost.prefill_s(0, 0) == 0
+        assert cost.prefill_s(0, 100) == pytest.approx(0.1)
+        assert cost.prefill_s(512, 100) == pytest.approx(0.101)
+        assert cost.prefill_s(0, 1124) == pytest.approx(0.512 + 0.512 * 1.01 + 0.1 * 1.02)
+        # What was timed too short behind cached tokens makes nothing cheaper.
+        cost.seconds = RecomputeCost((0, 512), (16, 512), [[0.016, 0.512], [0.008, 0.256]])
+        assert cost.prefill_s(0, 5120) == pytest.approx(5.12)
+
+
+def test_it_can_be_measured_without_an_ingestion(tmp_path: Path) -> None:
+    with make_engine(tmp_path) as engine:
+        engine.corpus.measure_cost()
+        seconds = engine.corpus.cost.seconds
+        assert seconds is not None
+        assert seconds.new_tokens[-1] >= 16
+        engine.corpus.measure_cost()
+        assert engine.corpus.cost.seconds is seconds

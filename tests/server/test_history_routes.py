@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +18,8 @@ from server.running import events, running
 from waiting import wait_until
 
 from fused_kv_llm import FusedKVEngine
-from fused_kv_llm.server import ServerConfig, create_app
+from fused_kv_llm.errors import ConfigError
+from fused_kv_llm.server import ServerConfig, create_app, history
 
 SECRET = "Which ship is the flagship?"
 MESSAGES = [{"role": "user", "content": rag_prompt(SHORT[:3], SECRET)}]
@@ -187,3 +190,32 @@ def test_nothing_is_kept_where_that_is_wanted(stored: FusedKVEngine) -> None:
         assert client.get("/v1/operations").json()["since_start"]["requests"]["ok"] == 1
     with served(stored) as client:
         assert client.get("/v1/requests").json()["data"] == before
+
+
+def test_beside_an_encrypted_store_no_texts_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cryptography")
+    monkeypatch.setenv("FUSED_KV_ENCRYPTION_KEY", "ab" * 32)
+    options = {"preprocessing": "none", "dtype": "float32", "store_misses": False}
+    with FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, **options) as made:
+        monkeypatch.delenv("FUSED_KV_ENCRYPTION_KEY")
+        with pytest.raises(ConfigError, match="beside an encrypted store"):
+            create_app(made, ServerConfig(request_log="texts"))
+        with served(made) as client:
+            answer = client.post(ROUTE, json=BODY).json()
+            row = client.get(f"/v1/requests/{answer['id']}").json()
+        assert (row["status"], row["messages"], row["question"], row["detail_available"]) == ("ok", None, None, False)
+
+
+def test_answers_go_on_without_the_log(
+    stored: FusedKVEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(history, "_prepare", broken)
+    with served(stored, sweep_s=0.05) as client:
+        for _ in range(3):
+            assert client.post(ROUTE, json=BODY).status_code == 200
+            time.sleep(0.1)
+        assert client.get("/v1/operations").json()["since_start"]["requests"]["ok"] == 3
+    assert [one.levelname for one in caplog.records if "disk is full" in one.getMessage()] == ["ERROR"]

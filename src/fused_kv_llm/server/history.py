@@ -146,6 +146,7 @@ class History:
             return found > 0
 
         with _told():
+            self._writer.flush(_WAIT_S)
             return self.path.exists() and self._writer.call(removed, _WAIT_S)
 
     def sweep(self) -> int:
@@ -154,7 +155,11 @@ class History:
         if self._writer.failed or not self.path.exists():
             return 0
         since_s = self._clock() - self._max_age_s
-        return self._writer.call(lambda connection: retain(connection, since_s, self._max_bytes), 60.0)
+        try:
+            return self._writer.call(lambda connection: retain(connection, since_s, self._max_bytes), 60.0)
+        except (sqlite3.Error, OSError, TimeoutError) as error:
+            self._writer.fail(error)
+            return 0
 
     def close(self) -> None:
         """Write what waits, and close the file."""
@@ -242,6 +247,9 @@ def _connected(path: Path, mode: str) -> sqlite3.Connection:
 
 
 def _prepare(connection: sqlite3.Connection) -> None:
+    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    if version not in (0, _VERSION):
+        raise sqlite3.DatabaseError(f"it is of another release (version {version}, not {_VERSION})")
     # Both have to be said before there is a table; the first waits for others, the second does not by itself.
     connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
     deadline_s = time.monotonic() + _BUSY_S
@@ -258,9 +266,6 @@ def _prepare(connection: sqlite3.Connection) -> None:
     connection.execute("PRAGMA secure_delete = ON")
     connection.execute("BEGIN IMMEDIATE")
     with connection:
-        version = connection.execute("PRAGMA user_version").fetchone()[0]
-        if version not in (0, _VERSION):
-            raise sqlite3.DatabaseError(f"it is of another release (version {version}, not {_VERSION})")
         for statement in HISTORY_SCHEMA:
             connection.execute(statement)
         connection.execute(f"PRAGMA user_version = {_VERSION}")

@@ -103,6 +103,16 @@ class HistoryWriter:
         else:
             _log.info("Requests are kept in %s again", self._name)
 
+    def fail(self, error: Exception) -> None:
+        """Report that the file cannot be written, unless that is known."""
+        if not self._failed:
+            self._failed = True
+            _log.error(
+                "Requests cannot be kept in %s: %s. Answers go on. Free space, or move a damaged file away.",
+                self._name,
+                error,
+            )
+
     def close(self) -> None:
         """Write what waits, and close the file."""
         with self._lock:
@@ -136,13 +146,8 @@ class HistoryWriter:
         except Exception as error:  # whatever it is, requests are answered
             if task.done is not None:
                 task.done.set_exception(error)
-            elif not self._failed:
-                self._failed = True
-                _log.error(
-                    "Requests cannot be kept in %s: %s. Answers go on. Free space, or move a damaged file away.",
-                    self._name,
-                    error,
-                )
+            else:
+                self.fail(error)
         finally:
             with self._lock:
                 self._waiting -= 1
