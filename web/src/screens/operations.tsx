@@ -1,5 +1,50 @@
-import { Empty } from "../components/base";
+// How the server does: asked again every few seconds, unless paused or out of sight.
+import { useEffect, useState } from "preact/hooks";
+
+import { ask } from "../api/client";
+import { Busy, Button, Field, Notice } from "../components/base";
+import { useResource } from "../components/resource";
+import { moment } from "../format";
+import { Panels } from "../operations/panels";
+import type { Operations } from "../operations/types";
+
+const REFRESH_MS = 5000;
+const WINDOWS: [number, string][] = [
+  [300, "5 minutes"],
+  [900, "15 minutes"],
+  [3600, "1 hour"],
+  [86400, "1 day"],
+];
 
 export function OperationsScreen() {
-  return <Empty title="Not built yet" />;
+  const [windowS, setWindow] = useState(900);
+  const [paused, setPaused] = useState(false);
+  const { data, error, reload } = useResource((signal) => ask<Operations>(`/v1/operations?window_s=${windowS}`, { signal }), [windowS]);
+  useEffect(() => {
+    if (paused) return;
+    const timer = setInterval(() => document.hidden || reload(), REFRESH_MS);
+    return () => clearInterval(timer);
+  }, [paused, reload]);
+  return (
+    <div class="page">
+      <div class="row operations-head">
+        <Field label="Recent means the last">
+          <select value={windowS} onChange={(event) => setWindow(Number(event.currentTarget.value))} data-focus>
+            {WINDOWS.map(([value, words]) => (
+              <option key={value} value={value}>
+                {words}
+              </option>
+            ))}
+          </select>
+        </Field>
+        <Button aria-pressed={paused} onClick={() => setPaused(!paused)}>
+          {paused ? "Go on refreshing" : "Pause refreshing"}
+        </Button>
+        {data && <span class="muted small">Counted since {moment(data.started_s)}</span>}
+      </div>
+      {error && <Notice tone="bad">{error}</Notice>}
+      {!data && !error && <Busy>Loading the figures</Busy>}
+      {data && <Panels operations={data} />}
+    </div>
+  );
 }
