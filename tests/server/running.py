@@ -12,11 +12,15 @@ import uvicorn
 from fastapi import FastAPI
 from waiting import wait_until
 
+from fused_kv_llm.server import ServerConfig
+from fused_kv_llm.server.connections import listening_options
+
 
 @contextmanager
-def running(app: FastAPI) -> Iterator[str]:
-    """Serve an application and give its URL."""
-    server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", 0, log_level="critical"))
+def running(app: FastAPI, config: ServerConfig | None = None) -> Iterator[str]:
+    """Serve an application, with the limits of a configuration on its connections, and give its URL."""
+    options = listening_options(app, config or ServerConfig(), port=0, log_config=None, log_level="critical")
+    server = uvicorn.Server(options)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

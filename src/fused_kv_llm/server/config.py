@@ -53,6 +53,31 @@ class ServerConfig(BaseModel):
     body_timeout_s: float = Field(default=30.0, gt=0)
     """Longest time between two parts of a body, in seconds."""
 
+    body_bytes_per_s: int = Field(default=32 * 2**10, ge=1)
+    """Slowest pace of a body, after ``body_timeout_s``."""
+
+    max_bodies_bytes: int = Field(default=256 * 2**20, ge=1024)
+    """Most bytes of the bodies of all requests at once."""
+
+    max_connections: int = Field(default=1000, ge=1)
+    """Most connections. For a further one that makes room which has waited longest for its client; while all are
+    answered it is refused."""
+
+    max_head_bytes: int = Field(default=16 * 2**10, ge=1024)
+    """Most bytes of a request's first line and headers that are kept while they are incomplete."""
+
+    head_timeout_s: float = Field(default=10.0, gt=0)
+    """Longest time until a request's head is complete, in seconds."""
+
+    keep_alive_s: int = Field(default=5, ge=1)
+    """Seconds for which a connection is kept for a next request."""
+
+    max_unread_bytes: int = Field(default=128 * 2**10, ge=4096)
+    """Bytes of an answer that wait for its client before no more are sent."""
+
+    write_timeout_s: float = Field(default=30.0, gt=0)
+    """Seconds after which a client that does not read its answer is given up, and its request cancelled."""
+
     request_timeout_s: float | None = Field(default=None, gt=0)
     """Seconds after which an answer is given up; None waits."""
 

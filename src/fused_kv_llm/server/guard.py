@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import time
 from collections.abc import Callable
 from typing import cast
 
@@ -37,6 +38,7 @@ class Guard:
     def __init__(self, app: ASGIApp, config: ServerConfig, on_refused: Callable[[int], None]) -> None:
         self._app, self._config, self._on_refused = app, config, on_refused
         self._keys = [(tenant, _digest(key.get_secret_value())) for tenant, key in config.api_keys.items()]
+        self._held = _Held()
         self._hosts = _LOCAL_NAMES | {config.host, *config.allowed_hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -45,6 +47,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         started = False
+        body = _Body(receive, self._config, self._held)
 
         async def watched(message: Message) -> None:
             nonlocal started
@@ -54,20 +57,21 @@ class Guard:
             await send(message)
 
         try:
-            await self._app(scope, self._admitted(scope, receive), watched)
+            await self._app(scope, self._admitted(scope, body), watched)
         except RefusedError as refusal:
             # Of the guard's own, or of a body as it is read.
             if started:
                 raise
             await error_response(refusal)(scope, receive, watched)
+        finally:
+            body.release()
 
-    def _admitted(self, scope: Scope, receive: Receive) -> Receive:
+    def _admitted(self, scope: Scope, body: _Body) -> Receive:
         """Check a request before its body, and return what reads that."""
         headers = Headers(scope=scope)
         self._check_host(headers)
         self._check_origin(headers)
         scope["fused_kv_tenant"] = self._tenant(scope, headers)
-        body = _Body(receive, self._config)
         body.check_length(headers)
         return body.receive
 
@@ -101,12 +105,18 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
+class _Held:
+    """The bytes of all bodies that are held now; used in the event loop only."""
+
+    nbytes = 0
+
+
 class _Body:
     """The body of a request as it comes; one that is too large or too slow is refused."""
 
-    def __init__(self, receive: Receive, config: ServerConfig) -> None:
-        self._receive, self._config = receive, config
-        self._nbytes, self._complete = 0, False
+    def __init__(self, receive: Receive, config: ServerConfig, held: _Held) -> None:
+        self._receive, self._config, self._held = receive, config, held
+        self._nbytes, self._complete, self._begun_s = 0, False, time.monotonic()
 
     def check_length(self, headers: Headers) -> None:
         """Refuse what says of itself that it is too large."""
@@ -118,15 +128,27 @@ class _Body:
         """Return the next part."""
         if self._complete:
             return await self._receive()
+        config = self._config
+        over_s = self._begun_s + config.body_timeout_s + self._nbytes / config.body_bytes_per_s
         try:
-            message = await asyncio.wait_for(self._receive(), self._config.body_timeout_s)
+            left_s = max(0.05, over_s - time.monotonic())
+            message = await asyncio.wait_for(self._receive(), min(config.body_timeout_s, left_s))
         except TimeoutError as error:
             raise RefusedError("The body did not come in time", 408) from error
-        self._nbytes += len(message.get("body", b""))
+        nbytes = len(message.get("body", b""))
+        self._nbytes += nbytes
+        self._held.nbytes += nbytes
         self._complete = not message.get("more_body", False)
-        if self._nbytes > self._config.max_body_bytes:
+        if self._nbytes > config.max_body_bytes:
             self._refuse()
+        if self._held.nbytes > config.max_bodies_bytes:
+            raise RefusedError("Too many large requests at once; ask again later", 503, kind="server_error")
         return message
+
+    def release(self) -> None:
+        """Forget the body: its request has ended."""
+        self._held.nbytes -= self._nbytes
+        self._nbytes = 0
 
     def _refuse(self) -> None:
         raise RefusedError(f"The body is larger than {self._config.max_body_bytes} bytes", 413)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import FrameType
 
 import uvicorn
@@ -10,9 +11,12 @@ from fused_kv_llm.engine import FusedKVEngine
 
 from .app import create_app
 from .config import ServerConfig
-from .request_log import log_settings
+from .connections import listening_options
 
 __all__ = ["serve"]
+
+# The store's, its loaders' and the libraries' own.
+_OTHER_FILES = 1024
 
 
 def serve(engine: FusedKVEngine, config: ServerConfig | None = None) -> None:
@@ -27,16 +31,8 @@ def serve(engine: FusedKVEngine, config: ServerConfig | None = None) -> None:
     """
     config = config or ServerConfig()
     app = create_app(engine, config)
-    options = uvicorn.Config(
-        app,
-        config.host,
-        config.port,
-        log_config=log_settings(config.log_format),
-        # RequestLog writes a line of its own.
-        access_log=False,
-        server_header=False,
-        date_header=False,
-    )
+    options = listening_options(app, config)
+    _allow_open_files(config.max_connections)
 
     class Draining(uvicorn.Server):
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -44,3 +40,17 @@ def serve(engine: FusedKVEngine, config: ServerConfig | None = None) -> None:
             super().handle_exit(sig, frame)
 
     Draining(options).run()
+
+
+def _allow_open_files(connections: int) -> None:
+    """Let the process have a file for every connection, as far as the system lets it: there are often only 1024."""
+    if sys.platform == "win32":
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + _OTHER_FILES
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
