@@ -1,9 +1,10 @@
 // One request: its chunks, its prompt, and what it cost. The server's screen and the saved file show the same.
 
-import { useRef } from "preact/hooks";
+import { useMemo, useRef } from "preact/hooks";
 import { Notice, Panel } from "../components/base";
 import { Chunks } from "./chunks";
 import { Figures, Storage, Summary } from "./figures";
+import { joinedChunks } from "./joined";
 import { Prompt } from "./prompt";
 import { Timeline } from "./timeline";
 import type { Detail, RetrievedChunk, Trace } from "./types";
@@ -20,7 +21,7 @@ interface Props {
 export function DetailView({ detail, trace, noTrace, actions }: Props) {
   const shower = useRef<(chunk: number) => void>(() => undefined);
   const { report } = detail;
-  const chunks = chunksOf(detail);
+  const chunks = useMemo(() => joinedChunks(detail, trace), [detail, trace]);
   return (
     <div class="stack">
     {report && <Summary report={report} />}
@@ -56,12 +57,6 @@ function Answer({ detail }: { detail: Detail }) {
       {detail.answer === null ? <p class="body dim">It was not kept.</p> : <p class="body answer" tabIndex={0}>{detail.answer}</p>}
     </Panel>
   );
-}
-
-/** The retrieved chunks, or those that the report's verdicts are about. */
-function chunksOf({ chunks, report }: Detail): RetrievedChunk[] {
-  if (chunks?.length) return chunks;
-  return (report?.verdicts ?? []).map((verdict) => ({ text: verdict.text, tokens: verdict.tokens, verdict }));
 }
 
 function sourcesOf(chunks: RetrievedChunk[]): (string | null)[] {

@@ -44,7 +44,7 @@ function Bars({ stages, ttft }: { stages: Stage[]; ttft: number }) {
 
 /** Reports of earlier versions know how long stages took, and not when they began. */
 function Durations({ report }: { report: Report }) {
-  const stages = Object.entries(report.seconds).filter(([stage]) => stage !== "step");
+  const stages = Object.entries(report.seconds).filter(([stage]) => stage !== "step" && stage !== "first_token");
   return (
     <dl class="figures">
       {[...stages, ["first token", report.ttft_s] as const].map(([stage, value]) => (

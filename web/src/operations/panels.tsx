@@ -1,43 +1,49 @@
-// The figures of /v1/operations: requests, tokens, misses, storage, tenants.
+// The figures of /v1/operations: requests, tokens, misses, storage.
 import { Panel, Stat } from "../components/base";
 import { StateBar } from "../components/states";
 import { outcomeLabel } from "../detail/outcomes";
-import { bytes, count, percent, seconds } from "../format";
+import { bytes, count, percent, plural, seconds } from "../format";
 import { hrefOf } from "../router";
 import type { Operations, Period, Tier } from "./types";
 
 export function Panels({ operations }: { operations: Operations }) {
-  const { total, window, tenants } = operations;
+  const { since_start: total, recent } = operations;
   return (
     <>
       <div class="operations-pair">
-        <PeriodPanel title="Recent" period={window} />
+        <PeriodPanel title="Recent" period={recent} />
         <PeriodPanel title="Since the start" period={total} />
       </div>
       <div class="operations-pair">
-        <Misses recent={window.verdicts} total={total.verdicts} />
+        <Outcomes recent={recent.verdicts} total={total.verdicts} />
         <Storage operations={operations} />
       </div>
-      {tenants && Object.keys(tenants).length > 0 && <Tenants tenants={tenants} />}
     </>
   );
 }
 
 function PeriodPanel({ title, period }: { title: string; period: Period }) {
-  const { prefix, reused, recomputed, fresh } = period.tokens;
-  const all = prefix + reused + recomputed + fresh;
-  const counts = { prefix_tokens: prefix, reused_tokens: reused, recomputed_tokens: recomputed, fresh_tokens: fresh };
+  const { requests, ttft_s, tokens, saved } = period;
+  const all = Object.values(requests).reduce((sum, times) => sum + times, 0);
+  const statuses = Object.entries(requests).map(([status, times]) => `${status}: ${times}`).join(", ");
+  const counts = {
+    prefix_tokens: tokens.header + tokens.prefix,
+    reused_tokens: tokens.chunk,
+    recomputed_tokens: tokens.recomputed,
+    fresh_tokens: tokens.fresh,
+  };
+  const unknown = saved.requests_unknown ? `; not known of ${plural(saved.requests_unknown, "request")}` : "";
   return (
     <Panel title={title}>
       <div class="stack">
         <dl class="stats">
-          <Stat name="Requests" value={count(requestsOf(period))} hint={byStatus(period)} />
-          <Stat name="Not answered" value={count(requestsOf(period) - (period.requests["ok"] ?? 0))} hint={byStatus(period)} />
-          <Stat name="First token, p50" value={seconds(period.ttft_p50_s)} />
-          <Stat name="First token, p95" value={seconds(period.ttft_p95_s)} />
-          <Stat name="From chunks" value={percent(reused, all)} hint="Prompt tokens whose stored KV was used as it is" />
-          <Stat name="From prefixes" value={percent(prefix, all)} hint="Prompt tokens of beginnings whose KV was at hand" />
-          <Stat name="Saved (estimate)" value={seconds(period.saved_s)} hint="Against computing the reused tokens" />
+          <Stat name="Requests" value={count(all)} hint={statuses} />
+          <Stat name="Not answered" value={count(all - (requests["ok"] ?? 0))} hint={statuses} />
+          <Stat name="First token, p50" value={seconds(ttft_s.p50)} />
+          <Stat name="First token, p95" value={seconds(ttft_s.p95)} />
+          <Stat name="Chunk hit rate" value={rate(period.hit_rates?.chunk)} hint="Prompt tokens whose stored KV was used as it is" />
+          <Stat name="Prefix hit rate" value={rate(period.hit_rates?.prefix)} hint="Prompt tokens that earlier requests had left" />
+          <Stat name="Saved, estimated" value={seconds(saved.saved_s)} hint={`Against computing the reused tokens${unknown}`} />
         </dl>
         <StateBar counts={counts} />
       </div>
@@ -45,24 +51,29 @@ function PeriodPanel({ title, period }: { title: string; period: Period }) {
   );
 }
 
-const requestsOf = (period: Period) => Object.values(period.requests).reduce((sum, times) => sum + times, 0);
-const byStatus = (period: Period) => Object.entries(period.requests).map(([status, times]) => `${status}: ${times}`).join(", ");
+const rate = (share: number | null | undefined) => (share == null ? "–" : percent(share, 1));
 
-function Misses({ recent, total }: { recent: Record<string, number>; total: Record<string, number> }) {
+function Outcomes({ recent, total }: { recent: Record<string, number>; total: Record<string, number> }) {
   const all = Object.values(total).reduce((sum, times) => sum + times, 0);
   const outcomes = Object.keys(total).sort((one, other) => total[other]! - total[one]!);
   return (
     <Panel title="What became of chunks">
       {outcomes.length === 0 ? (
-        <p class="body muted">No chunk has been asked for yet.</p>
+        <p class="body muted">No request has had a chunk yet.</p>
       ) : (
         <table>
           <thead>
             <tr>
               <th scope="col">Outcome</th>
-              <th scope="col" class="number">Recent</th>
-              <th scope="col" class="number">Since the start</th>
-              <th scope="col" class="number">Share</th>
+              <th scope="col" class="number">
+                Recent
+              </th>
+              <th scope="col" class="number">
+                Since the start
+              </th>
+              <th scope="col" class="number">
+                Share
+              </th>
             </tr>
           </thead>
           <tbody>
@@ -83,20 +94,21 @@ function Misses({ recent, total }: { recent: Record<string, number>; total: Reco
   );
 }
 
-function Storage({ operations }: { operations: Operations }) {
-  const { running, waiting, tiers, evictions, damaged_files } = operations;
+function Storage({ operations: { running, waiting, store } }: { operations: Operations }) {
+  const evicted = Object.values(store.evictions).reduce((sum, chunks) => sum + chunks, 0);
+  const byTier = Object.entries(store.evictions).map(([tier, chunks]) => `${tier}: ${chunks}`).join(", ");
   return (
     <Panel title="Load and storage">
       <div class="stack">
         <dl class="stats">
-          <Stat name="Running" value={count(running)} />
-          <Stat name="Waiting" value={count(waiting)} />
-          <Stat name="Evicted chunks" value={count(evictions)} />
-          <Stat name="Damaged files" value={count(damaged_files)} />
+          {running !== undefined && <Stat name="Running" value={count(running)} />}
+          {waiting !== undefined && <Stat name="Waiting" value={count(waiting)} />}
+          <Stat name="Evictions" value={count(evicted)} hint={byTier} />
+          <Stat name="Damaged files" value={count(store.damaged)} />
         </dl>
         <ul class="stack">
-          {tiers.map((tier) => (
-            <TierRow key={tier.tier} {...tier} />
+          {Object.entries(store.tiers).map(([name, tier]) => (
+            <TierRow key={name} name={name} tier={tier} />
           ))}
         </ul>
       </div>
@@ -104,58 +116,18 @@ function Storage({ operations }: { operations: Operations }) {
   );
 }
 
-function TierRow({ tier, bytes: used, budget_bytes: budget }: Tier) {
+function TierRow({ name, tier }: { name: string; tier: Tier }) {
+  const budget = tier.budget_bytes;
+  const used = budget ? `${bytes(tier.bytes)} of ${bytes(budget)} (${percent(tier.bytes, budget)})` : bytes(tier.bytes);
   return (
     <li>
       <div class="row">
-        <b class="grow">{tier}</b>
+        <b class="grow">{name}</b>
         <span>
-          {bytes(used)} {budget ? `of ${bytes(budget)} (${percent(used, budget)})` : "without a limit"}
+          {plural(tier.chunks, "chunk")}, {used}
         </span>
       </div>
-      {budget ? <meter aria-label={`${tier}, used share`} min={0} max={budget} high={budget * 0.9} value={used} /> : null}
+      {budget ? <meter aria-label={`${name}, used share`} min={0} max={budget} high={budget * 0.9} value={tier.bytes} /> : null}
     </li>
-  );
-}
-
-function Tenants({ tenants }: { tenants: Record<string, Period> }) {
-  return (
-    <Panel title="Tenants, recently">
-      <div class="scroll-x" tabIndex={0} role="region" aria-label="Figures by tenant">
-        <table>
-          <thead>
-            <tr>
-              <th scope="col">Tenant</th>
-              {["Requests", "p50", "p95", "From chunks", "From prefixes", "Saved"].map((name) => (
-                <th scope="col" class="number" key={name}>
-                  {name}
-                </th>
-              ))}
-            </tr>
-          </thead>
-          <tbody>
-            {Object.entries(tenants).map(([tenant, period]) => (
-              <TenantRow key={tenant} tenant={tenant} period={period} />
-            ))}
-          </tbody>
-        </table>
-      </div>
-    </Panel>
-  );
-}
-
-function TenantRow({ tenant, period }: { tenant: string; period: Period }) {
-  const { prefix, reused, recomputed, fresh } = period.tokens;
-  const all = prefix + reused + recomputed + fresh;
-  return (
-    <tr>
-      <th scope="row">{tenant || "without a key"}</th>
-      <td class="number">{count(requestsOf(period))}</td>
-      <td class="number">{seconds(period.ttft_p50_s)}</td>
-      <td class="number">{seconds(period.ttft_p95_s)}</td>
-      <td class="number">{percent(reused, all)}</td>
-      <td class="number">{percent(prefix, all)}</td>
-      <td class="number">{seconds(period.saved_s)}</td>
-    </tr>
   );
 }

@@ -2,30 +2,27 @@
 
 export interface Period {
   requests: Record<string, number>;
-  ttft_p50_s: number | null;
-  ttft_p95_s: number | null;
-  tokens: { prefix: number; reused: number; recomputed: number; fresh: number };
-  saved_s: number | null;
+  ttft_s: { p50: number | null; p95: number | null };
+  tokens: { header: number; prefix: number; chunk: number; recomputed: number; fresh: number };
+  /** Shares of prompt tokens, null before there were any. */
+  hit_rates: { prefix: number | null; chunk: number | null } | null;
+  saved: { saved_s: number | null; requests_unknown: number };
   verdicts: Record<string, number>;
 }
 
 export interface Tier {
-  tier: string;
+  chunks: number;
   bytes: number;
-  budget_bytes: number | null;
+  budget_bytes?: number | null;
 }
 
 export interface Operations {
-  started_s: number;
-  window_s: number;
-  total: Period;
-  window: Period;
-  /** By tenant; null for those who see one only. */
-  tenants: Record<string, Period> | null;
-  running: number;
-  waiting: number;
-  tiers: Tier[];
-  evictions: number;
-  damaged_files: number;
-  kv_bytes_loaded?: Record<string, number>;
+  now_s: number;
+  since_s: number;
+  /** Of all tenants together, so only for those who see all. */
+  running?: number;
+  waiting?: number;
+  since_start: Period;
+  recent: Period;
+  store: { tiers: Record<string, Tier>; evictions: Record<string, number>; damaged: number };
 }

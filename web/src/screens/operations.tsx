@@ -10,16 +10,16 @@ import type { Operations } from "../operations/types";
 
 const REFRESH_MS = 5000;
 const WINDOWS: [number, string][] = [
-  [300, "5 minutes"],
-  [900, "15 minutes"],
-  [3600, "1 hour"],
-  [86400, "1 day"],
+  [5, "5 minutes"],
+  [15, "15 minutes"],
+  [60, "hour"],
+  [1440, "day"],
 ];
 
 export function OperationsScreen() {
-  const [windowS, setWindow] = useState(900);
+  const [minutes, setMinutes] = useState(15);
   const [paused, setPaused] = useState(false);
-  const { data, error, reload } = useResource((signal) => ask<Operations>(`/v1/operations?window_s=${windowS}`, { signal }), [windowS]);
+  const { data, error, reload } = useResource((signal) => ask<Operations>(`/v1/operations?minutes=${minutes}`, { signal }), [minutes]);
   useEffect(() => {
     if (paused) return;
     const timer = setInterval(() => document.hidden || reload(), REFRESH_MS);
@@ -28,8 +28,8 @@ export function OperationsScreen() {
   return (
     <div class="page">
       <div class="row operations-head">
-        <Field label="Recent means the last">
-          <select value={windowS} onChange={(event) => setWindow(Number(event.currentTarget.value))} data-focus>
+        <Field label="Recent is the last">
+          <select value={minutes} onChange={(event) => setMinutes(Number(event.currentTarget.value))} data-focus>
             {WINDOWS.map(([value, words]) => (
               <option key={value} value={value}>
                 {words}
@@ -40,7 +40,7 @@ export function OperationsScreen() {
         <Button aria-pressed={paused} onClick={() => setPaused(!paused)}>
           {paused ? "Go on refreshing" : "Pause refreshing"}
         </Button>
-        {data && <span class="muted small">Counted since {moment(data.started_s)}</span>}
+        {data && <span class="muted small">Counted since {moment(data.since_s)}</span>}
       </div>
       {error && <Notice tone="bad">{error}</Notice>}
       {!data && !error && <Busy>Loading the figures</Busy>}
