@@ -47,6 +47,10 @@ def _serve(
     allowed_host: Annotated[list[str] | None, typer.Option(help="Further names of this server.")] = None,
     allowed_origin: Annotated[list[str] | None, typer.Option(help="Origins of pages that may ask; * for all.")] = None,
     log_format: Annotated[str, typer.Option(help="text, or json: a line for every request.")] = "text",
+    ttft_padding: Annotated[
+        float | None,
+        typer.Option(help="Answers begin at multiples of so many full prefills' time: the clock tells no reuse."),
+    ] = None,
     request_log: Annotated[
         str, typer.Option(help="What is kept of requests: off, counts, texts; auto: texts where there are no keys.")
     ] = "auto",
@@ -72,6 +76,7 @@ def _serve(
         "max_answer_tokens": max_answer_tokens,
         "log_format": log_format,
         "request_log": request_log,
+        "ttft_padding": ttft_padding,
         "allowed_hosts": tuple(allowed_host or ()),
         "allowed_origins": tuple(allowed_origin or ()),
     }

@@ -27,6 +27,7 @@ from fused_kv_llm.serving import RequestHandle
 
 from .config import ServerConfig
 from .messages import engine_messages
+from .padding import padded
 from .refusals import RefusedError
 from .requests import ChatRequest, CompletionRequest, Sampling
 
@@ -70,22 +71,31 @@ class Choice:
     ----------
     index : int
     handle : RequestHandle
+    prompt : Prompt
     calls : CallStream or None
         Reads tool calls, if the model may make some.
     constraint : JSONConstraint or None
         What the answer is held to.
     one_call : bool
         Whether further calls than the first are left out.
+    begins : tuple of float or None
+        When the request came, by the event loop's clock, and the seconds after it of which the answer's beginning is a
+        multiple.
     """
 
     index: int
     handle: RequestHandle
+    prompt: Prompt
     calls: CallStream | None = None
     constraint: JSONConstraint | None = None
     one_call: bool = False
+    begins: tuple[float, float] | None = None
 
-    async def parts(self) -> AsyncGenerator[AnswerPart]:
-        """Yield the answer part by part; leaving the generator ends the request."""
+    def parts(self) -> AsyncGenerator[AnswerPart]:
+        """Return a generator of the answer's parts; leaving it ends the request."""
+        return self._parts() if self.begins is None else padded(self._parts(), *self.begins)
+
+    async def _parts(self) -> AsyncGenerator[AnswerPart]:
         logprobs: list[TokenLogprobs] = []
         async with aclosing(self.handle.pieces_async()) as pieces:
             async for piece in pieces:
@@ -140,7 +150,7 @@ def submit_chat(engine: FusedKVEngine, request: ChatRequest, config: ServerConfi
             seeded["constraint"] = constraint
         calls = CallStream(call_marker(source)) if tools else None
         handle = engine.submit(prompt, **options | seeded)
-        return Choice(number, handle, calls, constraint, one_call=request.parallel_tool_calls is False)
+        return Choice(number, handle, prompt, calls, constraint, one_call=request.parallel_tool_calls is False)
 
     prompt = chat_prompt(engine, request)
     return _submit_all(submit, request, 1, config)
@@ -169,7 +179,8 @@ def submit_completion(engine: FusedKVEngine, request: CompletionRequest, config:
     each = request.n or 1
 
     def submit(number: int, seeded: dict[str, Any]) -> Choice:
-        return Choice(number, engine.submit(prompts[number // each], **options | seeded))
+        prompt = prompts[number // each]
+        return Choice(number, engine.submit(prompt, **options | seeded), prompt)
 
     return _submit_all(submit, request, len(prompts), config)
 

@@ -49,6 +49,7 @@ def create_app(engine: FusedKVEngine, config: ServerConfig | None = None) -> Fas
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
+        await run_in_threadpool(state.padding.prepare)
         chores = [state.recorder.savings.measure, *([] if history is None else [history.sweep])]
         async with documents.swept(config.sweep_s, *chores):
             yield

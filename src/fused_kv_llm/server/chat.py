@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from typing import Any
@@ -87,7 +88,7 @@ async def _respond(
     answers_of: Callable[[FusedKVEngine], Answers],
 ) -> Response | dict[str, Any]:
     state = state_of(http)
-    tenant = tenant_of(http)
+    tenant, asked_s = tenant_of(http), asyncio.get_running_loop().time()
     async with AsyncExitStack() as entered:
         recording = entered.enter_context(state.recorder.request(http, request))
         state.check_open()
@@ -99,6 +100,8 @@ async def _respond(
         engine = await run_in_threadpool(using.__enter__)
         entered.push(using.__exit__)
         choices = await run_in_threadpool(submit, engine, recording)
+        if state.padding.is_on:
+            await run_in_threadpool(_pad, state, engine, choices, asked_s)
         parts = recording.watched(_counted(state, tenant, interleaved(choices)), len(choices))
         entered.push_async_callback(parts.aclose)
         answers = answers_of(engine)
@@ -109,6 +112,18 @@ async def _respond(
         first = await unless_client_leaves(http, anext(parts))
         usage = request.stream_options is not None and request.stream_options.include_usage
         return EventResponse(_chunks(answers, choices, first, parts, usage=usage), entered.pop_all())
+
+
+def _pad(state: ServerState, engine: FusedKVEngine, choices: Sequence[Choice], asked_s: float) -> None:
+    """Say when answers may begin."""
+    tokens: dict[int, int] = {}
+    for choice in choices:
+        # Several answers have one prompt.
+        if id(choice.prompt) not in tokens:
+            tokens[id(choice.prompt)] = len(engine.encode(choice.prompt))
+        period_s = state.padding.period_s(tokens[id(choice.prompt)])
+        if period_s is not None:
+            choice.begins = asked_s, period_s
 
 
 async def _counted(state: ServerState, tenant: str, parts: AsyncGenerator[AnswerPart]) -> AsyncGenerator[AnswerPart]:

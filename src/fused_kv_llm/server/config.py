@@ -81,6 +81,10 @@ class ServerConfig(BaseModel):
     request_timeout_s: float | None = Field(default=None, gt=0)
     """Seconds after which an answer is given up; None waits."""
 
+    ttft_padding: float | None = Field(default=None, ge=1, le=100)
+    """Answers begin at multiples of so many times the estimated time of a full prefill of their prompt, so that the
+    clock does not tell what others have asked with the same key; None sends them at once."""
+
     allowed_hosts: tuple[str, ...] = ()
     """Further names under which clients may address the server."""
 

@@ -11,6 +11,7 @@ from .config import ServerConfig
 from .desk import DocumentDesk
 from .history import History
 from .metrics import Metrics
+from .padding import Padding
 from .quotas import Quotas
 from .recorder import Recorder
 from .refusals import RefusedError
@@ -49,9 +50,11 @@ class ServerState:
     draining: bool = False
     quotas: Quotas = field(init=False)
     recorder: Recorder = field(init=False)
+    padding: Padding = field(init=False)
 
     def __post_init__(self) -> None:
         self.quotas = Quotas(self.config.quotas, self.metrics.over_quota)
+        self.padding = Padding(self.tenants.default, self.config.ttft_padding)
         texts = self.config.keeps_of_requests == "texts" and not self.tenants.default.store.is_encrypted
         self.recorder = Recorder(self.tenants, self.metrics, self.history, texts=texts)
 
