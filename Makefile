@@ -13,7 +13,7 @@ GEMMA := $(foreach part,gguf gguf-part1 gguf-part2 gguf-part3 gguf-part4,gemma3-
 WITH_DEPENDENCIES := tests/adapter tests/decoding tests/integrations tests/model tests/report tests/selectors \
 	tests/store/test_cipher.py tests/store/test_index.py tests/store/test_remote.py tests/store/test_round_trip.py
 
-.PHONY: demo test test-heavy test-lowest test-newest has-newest-python test-gpu test-services stress soak lint format bench bench-gpu dist test-dist docs web test-ui has-ui-tools clean
+.PHONY: demo test test-heavy test-lowest test-newest has-newest-python test-gpu test-services stress soak lint format bench bench-gpu dist test-dist docs web web-types test-ui has-ui-tools clean
 
 $(BIN)/python:
 	@echo "Making a virtual environment in $(VENV)"
@@ -132,6 +132,11 @@ test-ui: $(VENV)/.dev | has-ui-tools
 	cd web && FUSED_KV_STATIC=../build/web npm run --silent build
 	@diff -r build/web src/fused_kv_llm/server/static || { echo "The bundle is not what web/ builds: make web" >&2; exit 1; }
 	FUSED_KV_UI=1 $(BIN)/python -m pytest tests/ui
+
+# The types of the UI's client, from the schema of the server.
+web-types: $(VENV)/.dev
+	@$(MAKE) -s web/node_modules/.done
+	FUSED_KV_UI=1 FUSED_KV_UPDATE=1 $(BIN)/python -m pytest tests/ui/test_schema.py
 
 has-ui-tools:
 	@for tool in npm chromium; do command -v $$tool > /dev/null \

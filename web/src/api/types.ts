@@ -1,3 +1,5 @@
+import type { components } from "./schema";
+
 // What the server sends and its schema does not say yet. Everything optional may be missing from an older server.
 
 export interface Verdict {
@@ -111,21 +113,7 @@ export interface Trace {
   selection: { layers: number[]; scores: number[][] | null; total: (number | null)[] | null } | null;
 }
 
-/** /v1/ui */
-export interface WebSettings {
-  version: string;
-  model: string;
-  context_length: number;
-  recompute_ratio: number | "auto";
-  selector: string;
-  selectors: string[];
-  max_answer_tokens: number;
-  upload_types: string[];
-  max_upload_bytes: number;
-  questions: string[];
-  /** Of its interface; what an older server does not have is not asked for. */
-  paths: string[];
-}
+export type WebSettings = components["schemas"]["WebSettings"];
 
 export type JobState =
   | "queued"
