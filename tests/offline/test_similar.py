@@ -295,6 +295,21 @@ def test_vectors_are_made_once(tmp_path: Path) -> None:
         assert sorted(embedder.asked) == sorted(SHORT[:5])
 
 
+def test_how_soon_vectors_come_does_not_tell_what_another_tenant_has_embedded(tmp_path: Path) -> None:
+    embedder = Letters()
+    for times, tenant in enumerate(("", "one", "two"), 1):
+        with make_engine(tmp_path, embedder=embedder, tenant=tenant) as engine:
+            ingest(engine, SHORT[:4])
+            assert sorted(embedder.asked) == sorted(times * SHORT[:4])
+    # A tenant's own are remembered.
+    path = tmp_path / "vectors.sqlite"
+    for tenant in ("one", "two"):
+        corpus_vectors(SHORT[:4], embedder, path, tenant=tenant)
+    assert len(embedder.asked) == 12
+    corpus_vectors([f"one\0{text}" for text in SHORT[:4]], embedder, path)
+    assert len(embedder.asked) == 16
+
+
 def test_a_damaged_vector_file_is_passed_over_and_said(tmp_path: Path) -> None:
     path = tmp_path / "vectors.sqlite"
     path.write_bytes(b"not a database, whatever it may be" * 100)

@@ -46,7 +46,8 @@ def similarity_of(config: EngineConfig) -> Similarity | None:
     """
     if config.preprocessing == "none":
         return None
-    return Similarity(config.num_neighbours, as_embedder(config.embedder), Path(config.kv_dir).expanduser())
+    folder = Path(config.kv_dir).expanduser()
+    return Similarity(config.num_neighbours, as_embedder(config.embedder), folder, config.tenant)
 
 
 class EngineCorpus:

@@ -38,11 +38,14 @@ class Similarity:
     embedder : Embedder
     folder : Path or None
         Where vectors and neighbours are remembered; None remembers nothing.
+    tenant : str
+        Vectors are remembered for each tenant apart.
     """
 
     count: int
     embedder: Embedder
     folder: Path | None
+    tenant: str = ""
 
 
 class NeighbourGraph:
@@ -104,8 +107,9 @@ class NeighbourGraph:
         def vectors_of(wanted: Sequence[str]) -> NDArray[np.float32]:
             missing = [key for key in wanted if key not in vectors]
             texts = texts_of(missing)
-            embedder, path = self._similarity.embedder, self._vectors_path
-            found = corpus_vectors([texts[key] for key in missing], embedder, path, wait)
+            similarity, path = self._similarity, self._vectors_path
+            wanted_texts = [texts[key] for key in missing]
+            found = corpus_vectors(wanted_texts, similarity.embedder, path, wait, tenant=similarity.tenant)
             vectors.update(zip(missing, found, strict=True))
             return np.stack([vectors[key] for key in wanted]) if wanted else np.zeros((0, 0), np.float32)
 

@@ -24,7 +24,12 @@ _BUSY_S = 30.0
 
 
 def corpus_vectors(
-    texts: Sequence[str], embedder: Embedder, path: Path | None, wait: Callable[[], None] = lambda: None
+    texts: Sequence[str],
+    embedder: Embedder,
+    path: Path | None,
+    wait: Callable[[], None] = lambda: None,
+    *,
+    tenant: str = "",
 ) -> NDArray[np.float32]:
     """Return one unit vector per text.
 
@@ -39,13 +44,17 @@ def corpus_vectors(
         over with a warning: vectors can always be made again.
     wait : callable
         Called before each small batch is embedded; may wait, or raise to give up.
+    tenant : str
+        Vectors are remembered for each tenant apart: how soon they come would tell what others have embedded.
 
     Returns
     -------
     numpy.ndarray
         ``[texts, dimensions]`` float32.
     """
-    digests = [hashlib.sha256(f"{embedder.name}\0{text}".encode("utf-8", "surrogatepass")).digest() for text in texts]
+    # Nothing is added without a tenant, so that vectors of earlier releases are found.
+    salt = f"{embedder.name}\0" if not tenant else f"{embedder.name}\0{len(tenant)}\0{tenant}\0"
+    digests = [hashlib.sha256(f"{salt}{text}".encode("utf-8", "surrogatepass")).digest() for text in texts]
     known = _recall(digests, path)
     missing = [i for i, digest in enumerate(digests) if digest not in known]
     for begin in range(0, len(missing), _TEXTS_AT_ONCE):

@@ -144,7 +144,8 @@ class _Ingestion:
             texts = self._texts(limits)
             self._prefill(texts)
             self._to("embedding")
-            vectors = corpus_vectors(texts, self._embedder, self._vectors_path(), self._check)
+            tenant = self._engine.config.tenant
+            vectors = corpus_vectors(texts, self._embedder, self._vectors_path(), self._check, tenant=tenant)
             self._library.put_vectors(self._task.document, vectors)
             self._to("done")
         except _LeftError:
