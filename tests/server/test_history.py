@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from waiting import wait_until
 
-from fused_kv_llm.server import history as history_module
+from fused_kv_llm.server import history_file
 from fused_kv_llm.server.history import History
 from fused_kv_llm.server.history_schema import HISTORY_SCHEMA, RequestRecord
 from fused_kv_llm.server.refusals import RefusedError
@@ -146,14 +146,14 @@ def test_a_damaged_file_is_reported_once(history: History, caplog: pytest.LogCap
 def test_a_full_disk_is_reported_once(
     history: History, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepare = history_module._prepare
+    prepare = history_file._prepare
 
     def small(connection: sqlite3.Connection) -> None:
         prepare(connection)
         connection.execute("PRAGMA max_page_count = 12")
 
     with monkeypatch.context() as patched:
-        patched.setattr(history_module, "_prepare", small)
+        patched.setattr(history_file, "_prepare", small)
         add(history, *(record(number, text=str(number) * 4000) for number in range(400)))
         kept = ids(history)
         assert 0 < len(kept) < 400

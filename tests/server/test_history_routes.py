@@ -19,7 +19,7 @@ from waiting import wait_until
 
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.errors import ConfigError
-from fused_kv_llm.server import ServerConfig, create_app, history
+from fused_kv_llm.server import ServerConfig, create_app, history_file
 
 SECRET = "Which ship is the flagship?"
 MESSAGES = [{"role": "user", "content": rag_prompt(SHORT[:3], SECRET)}]
@@ -212,7 +212,7 @@ def test_answers_go_on_without_the_log(
     def broken(*_: object) -> None:
         raise sqlite3.OperationalError("database or disk is full")
 
-    monkeypatch.setattr(history, "_prepare", broken)
+    monkeypatch.setattr(history_file, "_prepare", broken)
     with served(stored, sweep_s=0.05) as client:
         for _ in range(3):
             assert client.post(ROUTE, json=BODY).status_code == 200

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,8 @@ from fused_kv_llm.engine import FusedKVEngine
 from fused_kv_llm.errors import ConfigError
 
 from .config import ServerConfig
-from .history_schema import HISTORY_SCHEMA, SUMMARY_COLUMNS, RequestRecord, packed, summary_of, unpacked
+from .history_file import connected, open_file
+from .history_schema import SUMMARY_COLUMNS, RequestRecord, packed, summary_of, unpacked
 from .history_writer import HistoryWriter
 from .refusals import RefusedError
 from .retention import retain
@@ -23,9 +24,7 @@ from .retention import retain
 __all__ = ["History", "HistoryFilter", "open_history"]
 
 _FOLDER = "requests"
-_VERSION = 1
-_BUSY_S = 10.0
-_WAIT_S = 5.0
+_WAIT_S, _SWEEP_S = 5.0, 60.0
 _COLUMNS = ", ".join(SUMMARY_COLUMNS)
 _MOST_OF_ALL = 8
 """A request that takes more than this part of all bytes has no texts kept, and the log is cut after as much is new."""
@@ -75,7 +74,7 @@ class History:
     def __init__(self, folder: Path, max_age_s: float, max_bytes: int, clock: Callable[[], float] = time.time) -> None:
         self.path = folder / "requests.sqlite"
         self._max_age_s, self._max_bytes, self._clock = max_age_s, max_bytes, clock
-        self._writer = HistoryWriter(self._open_for_writing, str(self.path))
+        self._writer = HistoryWriter(partial(open_file, self.path), str(self.path))
         self._new_bytes = 0
 
     def add(self, make: Callable[[], RequestRecord], nbytes: int) -> None:
@@ -152,11 +151,11 @@ class History:
     def sweep(self) -> int:
         """Delete what is too old or too much; return how many requests that were."""
         self._writer.retry()
-        if self._writer.failed or not self.path.exists():
-            return 0
         since_s = self._clock() - self._max_age_s
         try:
-            return self._writer.call(lambda connection: retain(connection, since_s, self._max_bytes), 60.0)
+            if not self.path.exists():
+                return 0
+            return self._writer.call(lambda connection: retain(connection, since_s, self._max_bytes), _SWEEP_S)
         except (sqlite3.Error, OSError, TimeoutError) as error:
             self._writer.fail(error)
             return 0
@@ -197,25 +196,13 @@ class History:
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection | None]:
         """Give a connection that sees what was added before; None if there is no file yet."""
-        self._writer.flush(_WAIT_S)
-        if not self.path.exists():
-            yield None
-            return
-        with _told(), closing(_connected(self.path, "ro")) as connection:
-            yield connection
-
-    def _open_for_writing(self) -> sqlite3.Connection:
-        self.path.parent.mkdir(mode=0o700, exist_ok=True)
-        # The log beside the file gets its mode.
-        with suppress(FileExistsError):
-            os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
-        connection = _connected(self.path, "rw")
-        try:
-            _prepare(connection)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
+        with _told():
+            self._writer.flush(_WAIT_S)
+            if not self.path.exists():
+                yield None
+                return
+            with closing(connected(self.path, "ro")) as connection:
+                yield connection
 
 
 def open_history(engine: FusedKVEngine, config: ServerConfig) -> History | None:
@@ -237,46 +224,12 @@ def open_history(engine: FusedKVEngine, config: ServerConfig) -> History | None:
     return History(folder, config.request_log_days * 86400, config.request_log_bytes)
 
 
-def _connected(path: Path, mode: str) -> sqlite3.Connection:
-    connection = sqlite3.connect(
-        f"{path.absolute().as_uri()}?mode={mode}", uri=True, timeout=_BUSY_S, isolation_level=None,
-        check_same_thread=False,
-    )  # fmt: skip
-    connection.execute("PRAGMA trusted_schema = OFF")
-    return connection
-
-
-def _prepare(connection: sqlite3.Connection) -> None:
-    version = connection.execute("PRAGMA user_version").fetchone()[0]
-    if version not in (0, _VERSION):
-        raise sqlite3.DatabaseError(f"it is of another release (version {version}, not {_VERSION})")
-    # Both have to be said before there is a table; the first waits for others, the second does not by itself.
-    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
-    deadline_s = time.monotonic() + _BUSY_S
-    while True:
-        try:
-            connection.execute("PRAGMA journal_mode = WAL")
-            break
-        except sqlite3.OperationalError:
-            if time.monotonic() > deadline_s:
-                raise
-            time.sleep(0.01)
-    connection.execute("PRAGMA synchronous = NORMAL")
-    # What was deleted is overwritten.
-    connection.execute("PRAGMA secure_delete = ON")
-    connection.execute("BEGIN IMMEDIATE")
-    with connection:
-        for statement in HISTORY_SCHEMA:
-            connection.execute(statement)
-        connection.execute(f"PRAGMA user_version = {_VERSION}")
-
-
 @contextmanager
 def _told() -> Iterator[None]:
     """Refuse what cannot be read or written now."""
     try:
         yield
     except (sqlite3.Error, OSError, TimeoutError) as error:
-        _log.error("The request log cannot be used", exc_info=error)
+        _log.warning("The request log cannot be used: %s", error)
         message = "The request log cannot be used now; the server's log says why"
         raise RefusedError(message, 503, kind="server_error", code="request_log_unavailable") from error

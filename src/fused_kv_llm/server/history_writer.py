@@ -44,14 +44,9 @@ class HistoryWriter:
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._closed = self._failed = self._overrun = False
+        self._closed = self._failed = self._reported = self._overrun = False
         self._waiting = self._waiting_bytes = 0
         self._connection: sqlite3.Connection | None = None
-
-    @property
-    def failed(self) -> bool:
-        """Whether the file could not be written when that was last tried."""
-        return self._failed
 
     def put(self, work: Work, nbytes: int) -> None:
         """Have something written soon, which takes so much memory until then; dropped if too much waits already."""
@@ -91,22 +86,14 @@ class HistoryWriter:
         done.exception(timeout_s)
 
     def retry(self) -> None:
-        """Try again with the next task, if the file could not be written."""
-        with self._lock:
-            was_failed, self._failed = self._failed, False
-        if not was_failed:
-            return
-        try:
-            self.call(lambda connection: connection.execute("SELECT 1").fetchone(), timeout_s=60.0)
-        except (sqlite3.Error, OSError, TimeoutError):
-            self._failed = True
-        else:
-            _log.info("Requests are kept in %s again", self._name)
+        """Try again with what is put next, if the file could not be written."""
+        self._failed = False
 
     def fail(self, error: Exception) -> None:
-        """Report that the file cannot be written, unless that is known."""
-        if not self._failed:
-            self._failed = True
+        """Give up writing until it is tried again; that is reported once, until it has worked again."""
+        self._failed = True
+        if not self._reported and not self._closed:
+            self._reported = True
             _log.error(
                 "Requests cannot be kept in %s: %s. Answers go on. Free space, or move a damaged file away.",
                 self._name,
@@ -143,6 +130,9 @@ class HistoryWriter:
             result = self._try(task.work)
             if task.done is not None:
                 task.done.set_result(result)
+            elif self._reported:
+                self._reported = False
+                _log.info("Requests are kept in %s again", self._name)
         except Exception as error:  # whatever it is, requests are answered
             if task.done is not None:
                 task.done.set_exception(error)
