@@ -60,6 +60,7 @@ def test_running_answers_end_and_no_more_begin(process: tuple[subprocess.Popen[s
     wait_until(lambda: "Uvicorn running on" in log.read_text() or made.poll() is not None, timeout_s=120)
     found = re.search(r"http://127\.0\.0\.1:\d+", log.read_text())
     assert found, log.read_text()
+    wait_until(lambda: f"Open {found[0]}/ in a browser" in log.read_text())
     with ExitStack() as entered:
         client, other = (entered.enter_context(httpx.Client(base_url=found[0], timeout=60)) for _ in range(2))
         threads = entered.enter_context(ThreadPoolExecutor())

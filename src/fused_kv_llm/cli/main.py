@@ -10,6 +10,7 @@ import typer
 from rich.markup import escape
 
 from fused_kv_llm.cli.calibrate import calibrate_app
+from fused_kv_llm.cli.demo_web import serve_demo
 from fused_kv_llm.cli.explain import add_explain_command
 from fused_kv_llm.cli.layers import add_layers_command
 from fused_kv_llm.cli.options import IDENTITY_OPTIONS, takes_engine_options
@@ -96,11 +97,16 @@ def demo(
     questions: Annotated[int, typer.Option(min=1, max=36, help="How many questions to ask.")] = 3,
     ratio: Ratio = DEMO.ratio,
     max_tokens: MaxTokens = DEMO.max_tokens,
+    web: Annotated[bool, typer.Option("--web", help="Ask in a browser instead; --questions are prepared.")] = False,
+    port: Annotated[int, typer.Option(help="Of the web UI; 0 takes one that is free.")] = 8000,
 ) -> None:
     """Ingest the handbook of a fictional ferry company and compare ways of asking about it.
 
     Needs no network. Most of the first run is the ingestion; later runs find the handbook stored.
     """
+    if web:
+        serve_demo(kv_dir, questions, ratio, port)
+        return
     from fused_kv_llm.demo import (
         MiniLM,
         PassageIndex,

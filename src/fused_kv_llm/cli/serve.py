@@ -13,7 +13,7 @@ from fused_kv_llm.cli.options import takes_engine_options
 from fused_kv_llm.cli.terminal import doing, out, quiet_libraries
 from fused_kv_llm.errors import ConfigError, MissingExtraError
 
-__all__ = ["add_serve_command"]
+__all__ = ["add_serve_command", "check_packages", "say_where"]
 
 _PACKAGES = ("fastapi", "uvicorn", "prometheus_client", "python_multipart")
 
@@ -56,14 +56,12 @@ def _serve(
     ] = "auto",
     **options: Any,
 ) -> None:
-    """Answer OpenAI's protocol: every client of it profits from stored KV.
+    """Answer OpenAI's protocol, with a web UI at `/`: every client of it profits from stored KV.
 
     The store is that of `fused-kv ingest` with the same options. Ctrl-C or SIGTERM ends the server when the answers
     that have begun are complete.
     """
-    missing = [package for package in _PACKAGES if importlib.util.find_spec(package) is None]
-    if missing:
-        raise MissingExtraError(missing[0].replace("_", "-"), "server", "The server needs it")
+    check_packages()
     from fused_kv_llm.engine import FusedKVEngine
     from fused_kv_llm.server import ServerConfig, serve
 
@@ -93,7 +91,25 @@ def _serve(
     with engine:
         out.print(f"[dim]{escape(engine.model_id)}: {escape(engine.choice)}[/]", highlight=False)
         out.print(f"{len(engine.stored_texts())} chunks are stored", highlight=False)
-        serve(engine, server)
+        serve(engine, server, on_started=say_where)
+
+
+def say_where(address: str) -> None:
+    """Print the address of the web UI."""
+    out.print(f"Open [bold]{address}[/] in a browser; programs ask {address}v1", highlight=False, soft_wrap=True)
+
+
+def check_packages() -> None:
+    """Make sure that what a server needs is installed.
+
+    Raises
+    ------
+    MissingExtraError
+        If it is not.
+    """
+    missing = [package for package in _PACKAGES if importlib.util.find_spec(package) is None]
+    if missing:
+        raise MissingExtraError(missing[0].replace("_", "-"), "server", "The server needs it")
 
 
 def _keys(given: list[str]) -> dict[str, str]:

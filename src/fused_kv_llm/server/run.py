@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
@@ -12,6 +15,7 @@ from fused_kv_llm.engine import FusedKVEngine
 from .app import create_app
 from .config import ServerConfig
 from .connections import listening_options
+from .samples import add_files
 
 __all__ = ["serve"]
 
@@ -19,7 +23,13 @@ __all__ = ["serve"]
 _OTHER_FILES = 1024
 
 
-def serve(engine: FusedKVEngine, config: ServerConfig | None = None) -> None:
+def serve(
+    engine: FusedKVEngine,
+    config: ServerConfig | None = None,
+    *,
+    documents: Sequence[Path] = (),
+    on_started: Callable[[str], None] | None = None,
+) -> None:
     """Serve until the process is told to end (SIGTERM, or Ctrl-C); running answers are completed then.
 
     Parameters
@@ -28,9 +38,14 @@ def serve(engine: FusedKVEngine, config: ServerConfig | None = None) -> None:
         Closed by whoever made it.
     config : ServerConfig or None
         None takes the defaults.
+    documents : sequence of Path
+        Files that are ingested beside requests, unless documents of their names are there.
+    on_started : callable or None
+        Called with the address of the web UI when requests are taken.
     """
     config = config or ServerConfig()
     app = create_app(engine, config)
+    add_files(app.state.fused_kv.documents, documents)
     options = listening_options(app, config)
     _allow_open_files(config.max_connections)
 
@@ -39,7 +54,19 @@ def serve(engine: FusedKVEngine, config: ServerConfig | None = None) -> None:
             app.state.fused_kv.drain()
             super().handle_exit(sig, frame)
 
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            if self.started and on_started is not None:
+                on_started(_address(self, self.config.host))
+
     Draining(options).run()
+
+
+def _address(server: uvicorn.Server, host: str) -> str:
+    """Return where a browser finds a server that has started; its port may have been chosen by the system."""
+    port = server.servers[0].sockets[0].getsockname()[1]
+    name = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{name}:{port}/"
 
 
 def _allow_open_files(connections: int) -> None:

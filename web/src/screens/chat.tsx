@@ -3,6 +3,10 @@ import { useEffect } from "preact/hooks";
 
 import { Button, Empty, Notice } from "../components/base";
 import { useMedia } from "../components/media";
+import { useResource } from "../components/resource";
+import type { DocumentRow } from "../api/types";
+import { plural } from "../format";
+import { all } from "./documents/jobs";
 import { hrefOf } from "../router";
 import { loadSettings, settings, settingsError } from "../server";
 import { askQuestion } from "./chat/asking";
@@ -71,16 +75,42 @@ function Thread({ wide }: { wide: boolean }) {
   );
 }
 
+const LOOK_MS = 2000;
+
+/** Look at the documents, again and again while some are being ingested. */
+function useDocuments(): DocumentRow[] | undefined {
+  const found = useResource(() => all<DocumentRow>("/v1/documents"), []);
+  const pending = found.data?.some((one) => !one.ready) ?? false;
+  useEffect(() => {
+    if (!pending) return;
+    const timer = setInterval(found.reload, LOOK_MS);
+    return () => clearInterval(timer);
+  }, [pending]);
+  return found.data;
+}
+
+function library(documents: DocumentRow[] | undefined) {
+  if (!documents) return null;
+  const link = (words: string) => <a href={hrefOf("documents")}>{words}</a>;
+  if (!documents.length) return <>There are none yet: {link("add documents")}, then ask.</>;
+  const ready = documents.filter((one) => one.ready).length;
+  if (ready === documents.length) return <>{link(plural(ready, "document"))} can be asked about.</>;
+  return (
+    <>
+      {ready} of {link(plural(documents.length, "document"))} can be asked about already.
+    </>
+  );
+}
+
 function Welcome() {
+  const documents = useDocuments();
   const questions = settings.value?.questions ?? [];
   return (
     <div class="thread welcome">
       {settingsError.value && <Notice tone="bad">{settingsError.value}</Notice>}
       <Empty title="Ask your documents">
-        <p>
-          Each answer shows which stored chunks were reused, what was computed again, and the time that saved.{" "}
-          <a href={hrefOf("documents")}>Add documents</a>, then ask.
-        </p>
+        <p>Each answer shows which stored chunks were reused, what was computed again, and the time that saved.</p>
+        <p role="status">{library(documents)}</p>
         {questions.length > 0 && (
           <ul class="prepared">
             {questions.map((question) => (
