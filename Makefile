@@ -13,7 +13,7 @@ GEMMA := $(foreach part,gguf gguf-part1 gguf-part2 gguf-part3 gguf-part4,gemma3-
 WITH_DEPENDENCIES := tests/adapter tests/decoding tests/integrations tests/model tests/report tests/selectors \
 	tests/store/test_cipher.py tests/store/test_index.py tests/store/test_remote.py tests/store/test_round_trip.py
 
-.PHONY: demo test test-heavy test-lowest test-newest has-newest-python test-gpu test-services stress soak lint format bench bench-gpu dist test-dist docs web web-types test-ui has-ui-tools clean
+.PHONY: demo test test-heavy test-lowest test-newest has-newest-python test-gpu test-services test-fuzz stress soak lint format bench bench-gpu dist test-dist docs web web-types test-ui has-ui-tools clean
 
 $(BIN)/python:
 	@echo "Making a virtual environment in $(VENV)"
@@ -83,6 +83,16 @@ stress: $(VENV)/.dev
 # 10,000 requests of every kind on a tiny model, ten processes that are told to end; prints what is held after every 500.
 soak: $(VENV)/.dev
 	FUSED_KV_SOAK=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n0 -s --timeout=3600 tests/serving/test_soak.py
+
+# 10,000 requests that schemathesis makes up from the server's OpenAPI schema: no error of the server's, no untrue schema.
+# It has an environment of its own, since it needs other versions of what the tests use.
+test-fuzz: $(VENV)/.dev build/fuzz/.done
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/server/fuzzing.py build/fuzz/bin/schemathesis --requests 10000
+
+build/fuzz/.done: | $(VENV)/.dev
+	$(BIN)/python -m uv venv -q --clear -p $(BIN)/python build/fuzz
+	$(BIN)/python -m uv pip install -q -p build/fuzz schemathesis==4.32.5
+	touch $@
 
 # Fails, rather than skips, without a CUDA device.
 test-gpu: $(VENV)/.dev

@@ -17,7 +17,7 @@ from .config import ServerConfig
 from .desk import DocumentDesk
 from .guard import Guard
 from .history import open_history
-from .refusals import add_error_handlers
+from .refusals import ERRORS, add_error_handlers
 from .request_log import RequestLog
 from .state import ServerState
 from .tenants import Tenants
@@ -59,7 +59,7 @@ def create_app(engine: FusedKVEngine, config: ServerConfig | None = None) -> Fas
         tenants.close()
 
     # Pages that explain the interface would load scripts from elsewhere.
-    app = FastAPI(title="fused_kv_llm", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="fused_kv_llm", lifespan=lifespan, docs_url=None, redoc_url=None, responses=ERRORS)
     app.version = metadata.version("fused-kv-llm")
     app.state.fused_kv = state
     app.include_router(chat.router)

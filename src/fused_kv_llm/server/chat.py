@@ -19,6 +19,7 @@ from .libraries import Owner
 from .recording import Recording
 from .requests import ChatRequest, CompletionRequest
 from .retrieval import RetrievedChunk
+from .schemas import ChatCompletion, Completion, streams_too
 from .state import ServerState, state_of
 from .streaming import EventResponse, unless_client_leaves
 
@@ -30,7 +31,7 @@ Answers = ChatAnswers | CompletionAnswers
 Submit = Callable[[FusedKVEngine, Recording], Sequence[Choice]]
 
 
-@router.post("/v1/chat/completions", response_model=None)
+@router.post("/v1/chat/completions", response_model=None, responses=streams_too(ChatCompletion))
 async def chat(http: Request, request: ChatRequest) -> Response | dict[str, Any]:
     """Answer a conversation."""
     state = state_of(http)
@@ -50,7 +51,7 @@ async def chat(http: Request, request: ChatRequest) -> Response | dict[str, Any]
     )
 
 
-@router.post("/v1/completions", response_model=None)
+@router.post("/v1/completions", response_model=None, responses=streams_too(Completion))
 async def complete(http: Request, request: CompletionRequest) -> Response | dict[str, Any]:
     """Go on with texts."""
     state = state_of(http)

@@ -51,6 +51,25 @@ class _TextUpload(_About):
     text: str = Field(min_length=1)
 
 
+class _FileUpload(BaseModel):
+    file: bytes = Field(json_schema_extra={"format": "binary"})
+    name: str | None = Field(default=None, max_length=_NAME_CHARS)
+    metadata: str = Field(default="{}", description="A JSON object.")
+    expires_at: float | None = None
+
+
+# For the schema: a route reads it by itself, since it may be either.
+_BODY = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {"schema": _TextUpload.model_json_schema()},
+            "multipart/form-data": {"schema": _FileUpload.model_json_schema()},
+        },
+    }
+}
+
+
 class _Lifetime(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
@@ -63,7 +82,7 @@ class _Upload(NamedTuple):
     content: bytes
 
 
-@router.post("/v1/documents", status_code=202)
+@router.post("/v1/documents", status_code=202, openapi_extra=_BODY)
 async def upload(http: Request, owner: Owned) -> dict[str, Any]:
     """Take a document, as a form's file or as JSON with a text; it is ingested by a job."""
     state = state_of(http)

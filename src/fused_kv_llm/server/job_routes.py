@@ -9,11 +9,13 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import StreamingResponse
 
 from .document_routes import After, Limit, Owned, page
 from .library import Library
 from .library_schema import Job
 from .refusals import RefusedError
+from .schemas import EVENTS, JobObject, JobPage, answers_with
 from .state import state_of
 from .streaming import EventResponse
 
@@ -24,21 +26,21 @@ router = APIRouter()
 _POLL_S = 0.1
 
 
-@router.get("/v1/jobs")
+@router.get("/v1/jobs", responses=answers_with(JobPage))
 def jobs(http: Request, owner: Owned, limit: Limit = 20, after: After = None) -> dict[str, Any]:
     """List jobs, the oldest first."""
     with state_of(http).documents.open(owner) as opened:
         return page(opened.library.jobs(limit + 1, after), limit)
 
 
-@router.get("/v1/jobs/{id_}")
+@router.get("/v1/jobs/{id_}", responses=answers_with(JobObject))
 def job(http: Request, owner: Owned, id_: str) -> dict[str, Any]:
     """Say how far a job is."""
     with state_of(http).documents.open(owner) as opened:
         return _found(opened.library, id_).to_dict()
 
 
-@router.get("/v1/jobs/{id_}/events", response_model=None)
+@router.get("/v1/jobs/{id_}/events", response_class=StreamingResponse, responses={200: {"content": EVENTS}})
 def events(http: Request, owner: Owned, id_: str) -> EventResponse:
     """Tell every step of a job as it comes, until it has ended."""
     with state_of(http).documents.open(owner) as opened:
@@ -46,7 +48,7 @@ def events(http: Request, owner: Owned, id_: str) -> EventResponse:
     return EventResponse(_steps(http, opened.library, first), AsyncExitStack())
 
 
-@router.post("/v1/jobs/{id_}/cancel")
+@router.post("/v1/jobs/{id_}/cancel", responses=answers_with(JobObject))
 def cancel(http: Request, owner: Owned, id_: str) -> dict[str, Any]:
     """Give up a job at its next step."""
     desk = state_of(http).documents
@@ -57,7 +59,7 @@ def cancel(http: Request, owner: Owned, id_: str) -> dict[str, Any]:
         return _found(opened.library, id_).to_dict()
 
 
-@router.post("/v1/jobs/{id_}/resume", status_code=202)
+@router.post("/v1/jobs/{id_}/resume", status_code=202, responses=answers_with(JobObject, 202))
 async def resume(http: Request, owner: Owned, id_: str) -> dict[str, Any]:
     """Go on with a job that has failed, or was cancelled or interrupted."""
     state = state_of(http)

@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from fused_kv_llm.engine import FusedKVEngine
@@ -15,6 +16,7 @@ from fused_kv_llm.prompt import ChatPrompt, RawPrompt
 from .messages import engine_messages
 from .refusals import RefusedError
 from .requests import TokenizeRequest
+from .schemas import ModelCard, ModelList, TokenIds, Version, answers_with
 from .state import ServerState, state_of
 
 __all__ = ["router"]
@@ -22,13 +24,13 @@ __all__ = ["router"]
 router = APIRouter()
 
 
-@router.get("/v1/models")
+@router.get("/v1/models", responses=answers_with(ModelList))
 async def models(http: Request) -> dict[str, Any]:
     """List what is served: one model."""
     return {"object": "list", "data": [_model(state_of(http))]}
 
 
-@router.get("/v1/models/{name:path}")
+@router.get("/v1/models/{name:path}", responses=answers_with(ModelCard))
 async def model(http: Request, name: str) -> dict[str, Any]:
     """Describe the model."""
     state = state_of(http)
@@ -37,34 +39,34 @@ async def model(http: Request, name: str) -> dict[str, Any]:
 
 
 @router.head("/health", include_in_schema=False)
-@router.get("/health")
+@router.get("/health", response_class=Response)
 async def health() -> Response:
     """Say that the process answers."""
     return Response()
 
 
 @router.head("/ready", include_in_schema=False)
-@router.get("/ready")
+@router.get("/ready", response_class=Response)
 async def ready(http: Request) -> Response:
     """Say whether requests are taken."""
     state_of(http).check_open()
     return Response()
 
 
-@router.get("/version")
+@router.get("/version", responses=answers_with(Version))
 async def version() -> dict[str, str]:
     """Return the version of this software."""
     return {"version": metadata.version("fused-kv-llm")}
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(http: Request) -> Response:
     """Return counters and times for Prometheus."""
     state = state_of(http)
     return Response(state.metrics.text(*state.tenants.default.requests.open), media_type=CONTENT_TYPE_LATEST)
 
 
-@router.post("/tokenize")
+@router.post("/tokenize", responses=answers_with(TokenIds))
 async def tokenize(http: Request, request: TokenizeRequest) -> dict[str, Any]:
     """Return the ids of a text or a conversation."""
     state = state_of(http)

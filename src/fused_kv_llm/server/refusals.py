@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict
 from starlette.exceptions import HTTPException
 
 from fused_kv_llm.errors import (
@@ -23,11 +24,32 @@ from fused_kv_llm.errors import (
     QueueFullError,
 )
 
-__all__ = ["RefusedError", "add_error_handlers", "error_response", "known_refusal", "refusal_of"]
+__all__ = ["ERRORS", "RefusedError", "add_error_handlers", "error_response", "known_refusal", "refusal_of"]
 
 _log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
+
+
+class ErrorObject(BaseModel):
+    """Why a request is not answered, as OpenAI's protocol says it."""
+
+    model_config = ConfigDict(title="Error")
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    """What is answered to a request that is refused."""
+
+    error: ErrorObject
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}}
+"""Responses that every route may have, for the schema."""
 _FAILED = 500
 
 # The first that fits: kind of error, status, OpenAI's type and code.
