@@ -141,7 +141,7 @@ class RequestRunner:
             with stage_span("align"):
                 request = self.planner.plan(prompt, report, take=self._take(recipe, report))
                 self.keep_variants(request)
-            report.seconds["align"] = report.seconds.get("align", 0.0) + time.perf_counter() - started
+            report.spend("align", started, time.perf_counter())
             capacity = min(request.num_tokens + max_tokens, self.context_length)
             try:
                 with request, self._model_lock:

@@ -187,10 +187,9 @@ class Fusion:
         done, self._slice = self.next_slice(), None
         if isinstance(done.forward_pass, FirstLayersPass):
             self._selected = done.forward_pass.selected
-            seconds = done.forward_pass.selected_at_s - done.forward_pass.begun_at_s
-            self._report.seconds["probe"] = seconds
-            self._report.seconds["fuse"] -= seconds
-            self._report.selection_bytes += done.forward_pass.selection_bytes
+            first_layers = done.forward_pass
+            self._report.rename("fuse", "probe", first_layers.begun_at_s, first_layers.selected_at_s)
+            self._report.selection_bytes += first_layers.selection_bytes
             self._rows = self._rows[:0]
         else:
             self._rows = self._rows[done.ids.shape[0] :]

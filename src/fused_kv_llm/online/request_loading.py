@@ -127,8 +127,10 @@ class RequestLoading:
         load = self._request.loading
         return set() if load is None else {self._keys[place] for place in load.hanging}
 
-    def check(self) -> float:
-        """Return for how many seconds the request was loaded before it began.
+    def check(self) -> tuple[float, float] | None:
+        """Return from when until when, by ``time.perf_counter()``, the request was loaded before it began.
+
+        None if nothing had to be loaded.
 
         Raises
         ------
@@ -137,10 +139,10 @@ class RequestLoading:
         """
         load = self._request.loading
         if load is None:
-            return 0.0
+            return None
         if load.error is not None:
             raise load.error
-        return (load.ended_s or time.perf_counter()) - load.begun_s
+        return load.begun_s, load.ended_s or time.perf_counter()
 
     def learn(self, compute_s: float) -> None:
         """Learn how long computing takes, from a prompt that was computed by itself.

@@ -41,7 +41,7 @@ def timed(report: FusionReport, stage: str) -> Iterator[None]:
         with stage_span(stage):
             yield
     finally:
-        report.seconds[stage] = report.seconds.get(stage, 0.0) + time.perf_counter() - start
+        report.spend(stage, start, time.perf_counter())
 
 
 def view_of(selector: Selector, loaded: LoadedModel, report: FusionReport) -> View | FirstLayersView:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fused_kv_llm.report.fusion_report import FusionReport
 from fused_kv_llm.report.ingest_report import IngestReport
 from fused_kv_llm.report.telemetry import RequestSpan, remote_parent, stage_span
+from fused_kv_llm.report.timeline import StageTime
 from fused_kv_llm.report.trace import PromptTrace
 from fused_kv_llm.report.verdict import Outcome, Verdict
 
@@ -14,6 +15,7 @@ __all__ = [
     "Outcome",
     "PromptTrace",
     "RequestSpan",
+    "StageTime",
     "Verdict",
     "remote_parent",
     "stage_span",

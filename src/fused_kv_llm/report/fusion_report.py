@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from fused_kv_llm.report.html import report_to_html
+from fused_kv_llm.report.timeline import StageTime, renamed, with_stage
 from fused_kv_llm.report.trace import PromptTrace
 from fused_kv_llm.report.verdict import Verdict
 
@@ -72,9 +74,15 @@ class FusionReport:
     search_s, search_hidden_s : float
         Seconds of the search, and those of them in which this prompt was being loaded or computed already.
     seconds : dict of str to float
-        Seconds by stage: queue, align, load, probe, select, fuse, first_token, and step, the mean from token to token.
+        Seconds by stage: queue, align, load, probe, select, fuse, decode, first_token, and step, the mean from token to
+        token.
     read_s : float
         Seconds in which the prompt's passes waited for stored KV; ``seconds`` has them in ``probe`` and ``fuse``.
+    timeline : list of StageTime
+        When the stages began and ended; ``decode`` is from the first token to the last. Stages of one request may
+        overlap: what is slow to read is loaded while it waits.
+    called_s : float
+        ``time.perf_counter()`` of the call, from which the timeline counts; not part of :meth:`to_dict`.
     ttft_s : float
         Seconds from the call to the first token.
     warnings : list of str
@@ -110,6 +118,8 @@ class FusionReport:
     search_hidden_s: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
     read_s: float = 0.0
+    timeline: list[StageTime] = field(default_factory=list)
+    called_s: float = field(default_factory=time.perf_counter, repr=False, compare=False)
     ttft_s: float = 0.0
     warnings: list[str] = field(default_factory=list)
     trace: PromptTrace | None = field(default=None, repr=False, compare=False)
@@ -124,10 +134,36 @@ class FusionReport:
         """Prompt tokens that went through the model."""
         return self.recomputed_tokens + self.fresh_tokens
 
+    def spend(self, stage: str, began_s: float, ended_s: float) -> None:
+        """Add a stage, or a part of it.
+
+        Parameters
+        ----------
+        stage : str
+        began_s, ended_s : float
+            By ``time.perf_counter()``.
+        """
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + ended_s - began_s
+        self.timeline = with_stage(self.timeline, self._from_call(stage, began_s, ended_s))
+
+    def rename(self, old: str, stage: str, began_s: float, ended_s: float) -> None:
+        """Say that a part of a stage was another one; otherwise as :meth:`spend`."""
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + ended_s - began_s
+        self.seconds[old] -= ended_s - began_s
+        self.timeline = renamed(self.timeline, old, self._from_call(stage, began_s, ended_s))
+
+    def count_from(self, called_s: float) -> None:
+        """Take another moment, by ``time.perf_counter()``, for the call."""
+        later_s, self.called_s = called_s - self.called_s, called_s
+        self.timeline = [StageTime(one.stage, one.start_s - later_s, one.end_s - later_s) for one in self.timeline]
+
+    def _from_call(self, stage: str, began_s: float, ended_s: float) -> StageTime:
+        return StageTime(stage, began_s - self.called_s, ended_s - self.called_s)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data, ready for JSON."""
         plain = asdict(replace(self, trace=None, verdicts=[]))
-        del plain["trace"]
+        del plain["trace"], plain["called_s"]
         plain["verdicts"] = [verdict.to_dict() for verdict in self.verdicts]
         return {**plain, "cached_tokens": self.cached_tokens, "computed_tokens": self.computed_tokens}
 

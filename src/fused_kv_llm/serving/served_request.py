@@ -123,7 +123,7 @@ class ServedRequest:
         self.state = RequestState.WAITING
         self.arrived_s = time.perf_counter()
         self.handle = RequestHandle(lambda: on_cancel(self))
-        self.report = FusionReport(recompute_ratio=recipe.ratio, selector=recipe.selector.name)
+        self.report = FusionReport(recompute_ratio=recipe.ratio, selector=recipe.selector.name, called_s=self.arrived_s)
         self._prompt, self._recipe, self._config, self._constraint = prompt, recipe, config, constraint
         self.max_tokens, self.prompt_tokens, self.kv_nbytes, self._capacity = config.max_tokens, 0, 0, 0
         self.chunk_keys = frozenset[str]()
@@ -221,7 +221,8 @@ class ServedRequest:
 
     def _plan(self) -> Request:
         started_s = time.perf_counter()
-        self._add("queue", started_s - self.arrived_s if "queue" not in self.report.seconds else 0.0)
+        if "queue" not in self.report.seconds:
+            self.report.spend("queue", self.arrived_s, started_s)
         with self._span.within(self._stage, "align"):
             # One that begins anew uses its chunks once all the same.
             counted = not self.provisional and not self._is_counted
@@ -232,7 +233,7 @@ class ServedRequest:
             if not self.provisional:
                 # Whenever it is planned: a variant of it may have turned out to be damaged meanwhile.
                 self.home.keep_variants(planned)
-        self._add("align", time.perf_counter() - started_s)
+        self.report.spend("align", started_s, time.perf_counter())
         return planned
 
     def _skips(self, key: str) -> bool:
@@ -280,7 +281,9 @@ class ServedRequest:
             return
         self.state = RequestState.FUSING
         self.home.check_unchanged()
-        self._add("load", self._loading.check())
+        loaded = self._loading.check()
+        if loaded is not None:
+            self.report.spend("load", *loaded)
         with self._span.within(self._stage):
             self._fusion = Fusion(self.home.context, self._planned, self._recipe, self._capacity, self.report)
             # Whose chunks are the fusion's from here on.
@@ -332,6 +335,7 @@ class ServedRequest:
         """
         self._config, self._constraint, self.terms, self.arrived_s = config, constraint, terms, asked_s
         self.provisional = False
+        self.report.count_from(asked_s)
         held, self._held = self._held, None
         if held is not None:
             self.take(held)
@@ -394,7 +398,8 @@ class ServedRequest:
     def computed(self, logits: Tensor, seconds: float) -> None:
         """Take the logits ``[vocabulary]`` after this request's last row, of a step that took `seconds`."""
         if self._fusion is not None:
-            self._add("fuse", seconds)
+            now_s = time.perf_counter()
+            self.report.spend("fuse", now_s - seconds, now_s)
             self._end_slice()
             prompt = self._fusion.computed(logits)
             if prompt is not None:
@@ -535,6 +540,7 @@ class ServedRequest:
         else:
             self.report.seconds["step"] = (now_s - self._first_token_s) / (count - 1)
         if piece.finish_reason is not None:
+            self.report.spend("decode", self._first_token_s, now_s)
             # Given back before the caller learns that it is over.
             try:
                 self.end()
@@ -578,6 +584,3 @@ class ServedRequest:
         fusion, self._fusion = self._fusion, None
         if fusion is not None:
             fusion.close()
-
-    def _add(self, stage: str, seconds: float) -> None:
-        self.report.seconds[stage] = self.report.seconds.get(stage, 0.0) + seconds

@@ -16,25 +16,37 @@ export function Timeline({ report }: { report: Report }) {
 }
 
 function Bars({ stages, ttft }: { stages: Stage[]; ttft: number }) {
-  const end = Math.max(ttft, ...stages.map((stage) => stage.end_s), 1e-9);
+  // What a search's guess had computed was done before the call.
+  const begin = Math.min(0, ...stages.map((stage) => stage.start_s));
+  const end = Math.max(ttft, ...stages.map((stage) => stage.end_s), begin + 1e-9);
+  const left = (at: number) => `${((at - begin) / (end - begin)) * 100}%`;
+  const width = (long: number) => `${(long / (end - begin)) * 100}%`;
   return (
     <ul class="timeline">
-      {stages.map(({ stage, start_s, end_s }) => (
-        <li>
-          <span class="timeline-name">{stage.replace(/_/g, " ")}</span>
-          <span class="timeline-track" aria-hidden="true">
-            <i style={{ left: `${(start_s / end) * 100}%`, width: `${((end_s - start_s) / end) * 100}%` }} />
-          </span>
-          <span class="figure" title={`from ${seconds(start_s)} to ${seconds(end_s)} after the call`}>
-            {seconds(end_s - start_s)}
-            <span class="unseen">, beginning {seconds(start_s)} after the call</span>
-          </span>
-        </li>
-      ))}
+      {[...new Set(stages.map(({ stage }) => stage))].map((name) => {
+        const parts = stages.filter(({ stage }) => stage === name);
+        const from = Math.min(...parts.map((part) => part.start_s));
+        const to = Math.max(...parts.map((part) => part.end_s));
+        const total = parts.reduce((sum, part) => sum + part.end_s - part.start_s, 0);
+        return (
+          <li key={name}>
+            <span class="timeline-name">{name.replace(/_/g, " ")}</span>
+            <span class="timeline-track" aria-hidden="true">
+              {parts.map(({ start_s, end_s }) => (
+                <i key={start_s} style={{ left: left(start_s), width: width(end_s - start_s) }} />
+              ))}
+            </span>
+            <span class="figure" title={`between ${seconds(from)} and ${seconds(to)} after the call`}>
+              {seconds(total)}
+              <span class="unseen">, beginning {seconds(from)} after the call</span>
+            </span>
+          </li>
+        );
+      })}
       <li class="timeline-total">
         <span class="timeline-name">first token</span>
         <span class="timeline-track" aria-hidden="true">
-          <i style={{ left: "0", width: `${(ttft / end) * 100}%` }} />
+          <i style={{ left: left(0), width: width(ttft) }} />
         </span>
         <span class="figure">{seconds(ttft)}</span>
       </li>
