@@ -140,7 +140,7 @@ web: web/node_modules/.done
 test-ui: $(VENV)/.dev | has-ui-tools
 	@$(MAKE) -s web/node_modules/.done
 	cd web && FUSED_KV_STATIC=../build/web npm run --silent build
-	@diff -r build/web src/fused_kv_llm/server/static || { echo "The bundle is not what web/ builds: make web" >&2; exit 1; }
+	@diff -r build/web src/fused_kv_llm/server/static && diff -r build/web-report src/fused_kv_llm/report/static || { echo "The bundle is not what web/ builds: make web" >&2; exit 1; }
 	FUSED_KV_UI=1 $(BIN)/python -m pytest tests/ui
 
 # The types of the UI's client, from the schema of the server.

@@ -77,9 +77,14 @@ def test_ingesting_again_computes_nothing(kv_dir: Path, folder: Path) -> None:
     assert "3 already stored" in result.output
 
 
-def test_ask_answers_and_reports(kv_dir: Path) -> None:
-    result = run("ask", "How high is the lighthouse?", "--kv-dir", kv_dir, "--max-tokens", "20", "--k", "2")
+def test_ask_answers_and_reports(kv_dir: Path, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    options = ["--kv-dir", kv_dir, "--max-tokens", "20", "--k", "2", "--html", page]
+    result = run("ask", "How high is the lighthouse?", *options)
     assert result.exit_code == 0, result.output
+    assert f"The report is in {page}" in result.output
+    assert "<title>How high is the lighthouse?</title>" in page.read_text()
+    assert re.search(r'"source": "[^"]*harbour.txt"', page.read_text())
     assert "first token after" in result.output
     assert "2 chunks found" in result.output
     sources = [line for line in result.output.splitlines() if line.startswith("  ")]
@@ -147,6 +152,7 @@ def test_an_unknown_model(tmp_path: Path, folder: Path) -> None:
 
 
 def test_options_that_cannot_work(kv_dir: Path) -> None:
+    check_error(run("ask", "Why?", "--kv-dir", kv_dir, "--html", kv_dir), "--html", "report.html")
     check_error(run("ask", "Why?", "--kv-dir", kv_dir, "--selector", "best"), "best", "fusionrag")
     check_error(run("ask", "Why?", "--kv-dir", kv_dir, "--ratio", "1.5"), "recompute_ratio=1.5")
 

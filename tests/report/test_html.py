@@ -54,7 +54,7 @@ def traces(draw: st.DrawFn) -> PromptTrace:
 def test_every_token_is_shown_once_and_nothing_is_markup(trace: PromptTrace) -> None:
     report = FusionReport(prompt_tokens=len(trace.kind), trace=trace, warnings=["<b>careful</b>"])
     reader = _Reader()
-    reader.feed(report.to_html())
+    reader.feed(report._repr_html_())
     reader.close()
     assert reader.open == []
     assert reader.tags <= {"div", "style", "p", "b", "h4", "i", "span", "pre"}
@@ -66,7 +66,7 @@ def test_every_token_is_shown_once_and_nothing_is_markup(trace: PromptTrace) -> 
     ]
     assert "".join(text for title, text in reader.spans if title.startswith("recomputed")) == "".join(expected)
     assert sum(r + c for _, r, c in trace.chunks()) == int((trace.kind >= 0).sum())
-    assert "&lt;b&gt;careful" in report.to_html()
+    assert "&lt;b&gt;careful" in report._repr_html_()
 
 
 def _words(trace: PromptTrace) -> list[str]:
@@ -75,10 +75,9 @@ def _words(trace: PromptTrace) -> list[str]:
 
 def test_a_report_without_a_prompt_still_shows_its_numbers() -> None:
     report = FusionReport(prompt_tokens=200, reused_tokens=150, fresh_tokens=50, seconds={"fuse": 0.2}, ttft_s=0.25)
-    html = unescape(report.to_html())
+    html = unescape(report._repr_html_())
     assert re.search(r"<b>75%</b> of 200 prompt tokens", html)
     assert "200.0 ms" in html
-    assert report._repr_html_() == report.to_html()
     assert "trace" not in report.to_dict()
 
 
@@ -86,5 +85,5 @@ def test_what_was_loaded_is_told_by_kind() -> None:
     report = FusionReport(
         bytes_loaded={"disk": 12_000_000}, sidecar_bytes_loaded={"context_shift": 6_100_000, "anchors": 900_000}
     )
-    assert "12.0 MB of KV from disk, 6.1 MB of context shifts, 0.9 MB of anchors;" in report.to_html()
+    assert "12.0 MB of KV from disk, 6.1 MB of context shifts, 0.9 MB of anchors;" in report._repr_html_()
     assert "(12 MB from disk, 7 MB of sidecars)" in describe(report)

@@ -195,7 +195,8 @@ def answer_with(page: Any, answers: Mapping[str, Any]) -> None:
         path = route.request.url.split("/", 3)[3]
         fitting = [one for one in answers if f"/{path}".startswith(one)]
         if not fitting:
-            return route.continue_()
-        return route.fulfill(content_type="application/json", body=json.dumps(answers[max(fitting, key=len)]))
+            route.continue_()
+        else:
+            route.fulfill(content_type="application/json", body=json.dumps(answers[max(fitting, key=len)]))
 
     page.route("**/v1/**", answer)

@@ -19,10 +19,12 @@ from fused_kv_llm.cli.store import store_app
 from fused_kv_llm.cli.terminal import FriendlyGroup, doing, out, quiet_libraries
 from fused_kv_llm.config import DEFAULT_MODEL
 from fused_kv_llm.demo import DEMO
+from fused_kv_llm.errors import ConfigError
 
 if TYPE_CHECKING:
     from fused_kv_llm.demo import RagPrompt, Row
     from fused_kv_llm.engine import FusedKVEngine
+    from fused_kv_llm.report import FusionReport
 
 __all__ = ["app"]
 
@@ -71,11 +73,14 @@ def ask(
     model: Annotated[str | None, typer.Option(help="Defaults to the model of the ingestion.")] = None,
     max_tokens: MaxTokens = 128,
     compare: Annotated[bool, typer.Option("--compare", help="Also answer without stored KV.")] = False,
+    html: Annotated[Path | None, typer.Option(help="A file to write the request's report to, as a page.")] = None,
     **options: Any,
 ) -> None:
     """Answer a question from the ingested files."""
     from fused_kv_llm.demo import MiniLM, PassageIndex, Rag, explain
 
+    if html is not None and (html.is_dir() or not html.parent.is_dir()):
+        raise ConfigError(f"--html {html} is no file in a folder that exists: name one, such as report.html")
     quiet_libraries()
     index = PassageIndex.open(options["kv_dir"], MiniLM())
     options = {**index.info.options, **options}
@@ -83,7 +88,11 @@ def ask(
         options |= {"model": model, "tokenizer": None, "dtype": None}
     with _load(**options) as engine:
         prompt = Rag(index, engine, k=k, max_tokens=max_tokens).prompt(question)
-        _answer(engine, prompt, max_tokens=max_tokens)
+        answer, report = _answer(engine, prompt, max_tokens=max_tokens)
+        if html is not None:
+            chunks = [{"text": passage.text, "source": passage.source} for passage in prompt.sources]
+            html.write_text(report.to_html(question=question, answer=answer, chunks=chunks), encoding="ascii")
+            out.print(f"The report is in {escape(str(html))}", highlight=False, soft_wrap=True)
         if compare:
             rows = _compare(engine, prompt, engine.recompute_ratio, max_tokens=max_tokens)
             out.print(explain(rows), highlight=False)
@@ -187,18 +196,22 @@ def _load(*, model: str, **options: Any) -> FusedKVEngine:
     return engine
 
 
-def _answer(engine: FusedKVEngine, prompt: RagPrompt, **options: Any) -> None:
-    """Print the sources, the answer as it is generated, and what the request did."""
+def _answer(engine: FusedKVEngine, prompt: RagPrompt, **options: Any) -> tuple[str, FusionReport]:
+    """Print the sources, the answer as it is generated, and what the request did; return the last two."""
     from fused_kv_llm.demo import describe, sources
+    from fused_kv_llm.report import FusionReport
 
     out.print(sources(prompt.sources), highlight=False)
     if len(prompt.sources) < prompt.passages_wanted:
         out.print(f"[dim]The model's context holds {len(prompt.sources)} passages of {prompt.passages_wanted}[/]")
     out.print()
+    texts, report = [], FusionReport()
     for piece in engine.stream(prompt.text, **options):
         out.print(piece.text, end="", markup=False, highlight=False, soft_wrap=True)
-        if piece.report is not None:
-            out.print(f"\n[dim]{escape(describe(piece.report))}[/]\n", highlight=False, soft_wrap=True)
+        texts.append(piece.text)
+        report = piece.report or report
+    out.print(f"\n[dim]{escape(describe(report))}[/]\n", highlight=False, soft_wrap=True)
+    return "".join(texts), report
 
 
 def _compare(engine: FusedKVEngine, prompt: RagPrompt, ratio: float, **limits: Any) -> list[Row]:

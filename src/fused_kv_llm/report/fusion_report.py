@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from fused_kv_llm.report.html import report_to_html
+from fused_kv_llm.report.page import report_page
 from fused_kv_llm.report.timeline import StageTime, renamed, with_stage
 from fused_kv_llm.report.trace import PromptTrace
 from fused_kv_llm.report.verdict import Verdict
@@ -167,10 +169,27 @@ class FusionReport:
         plain["verdicts"] = [verdict.to_dict() for verdict in self.verdicts]
         return {**plain, "cached_tokens": self.cached_tokens, "computed_tokens": self.computed_tokens}
 
-    def to_html(self) -> str:
-        """Return the report as HTML: token shares, a bar per chunk and per stage, and the coloured prompt."""
-        return report_to_html(self.to_dict(), self.trace)
+    def to_html(
+        self, *, question: str = "", answer: str | None = None, chunks: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        """Return the report as a page of its own: the prompt as a heat map, its chunks, the costs; for a file.
+
+        Parameters
+        ----------
+        question : str
+            The page's title.
+        answer : str or None
+            Shown beside the costs; None leaves it out.
+        chunks : sequence of mapping
+            What was retrieved, each with ``text`` and perhaps ``source`` and ``score``.
+
+        Returns
+        -------
+        str
+            A whole HTML document that loads nothing, in ASCII.
+        """
+        return report_page(self.to_dict(), self.trace, question=question, answer=answer, chunks=chunks)
 
     def _repr_html_(self) -> str:
-        """Show the report in a notebook."""
-        return self.to_html()
+        """Show the report in a notebook, where scripts may not run."""
+        return report_to_html(self.to_dict(), self.trace)
