@@ -13,7 +13,7 @@ GEMMA := $(foreach part,gguf gguf-part1 gguf-part2 gguf-part3 gguf-part4,gemma3-
 WITH_DEPENDENCIES := tests/adapter tests/decoding tests/integrations tests/model tests/report tests/selectors \
 	tests/store/test_cipher.py tests/store/test_index.py tests/store/test_remote.py tests/store/test_round_trip.py
 
-.PHONY: demo test test-heavy test-lowest test-newest has-newest-python test-gpu test-services test-fuzz stress soak lint format bench bench-gpu dist test-dist docs web web-types test-ui has-ui-tools clean
+.PHONY: demo test test-heavy test-lowest test-newest has-newest-python test-gpu test-services test-fuzz load stress soak lint format bench bench-gpu dist test-dist docs web web-types test-ui has-ui-tools clean
 
 $(BIN)/python:
 	@echo "Making a virtual environment in $(VENV)"
@@ -92,6 +92,16 @@ test-fuzz: $(VENV)/.dev build/fuzz/.done
 build/fuzz/.done: | $(VENV)/.dev
 	$(BIN)/python -m uv venv -q --clear -p $(BIN)/python build/fuzz
 	$(BIN)/python -m uv pip install -q -p build/fuzz schemathesis==4.32.5
+	touch $@
+
+# Four stages of ten minutes of locust's users before `fused-kv serve`, its throughput beside the engine's own, and
+# signals under load: benchmarks/results/server_load_cpu.json. What is in the record is not measured again.
+load: $(VENV)/.dev build/load/.done
+	$(BIN)/python benchmarks/server_load.py $(LOAD)
+
+build/load/.done: | $(VENV)/.dev
+	$(BIN)/python -m uv venv -q --clear -p $(BIN)/python build/load
+	$(BIN)/python -m uv pip install -q -p build/load locust==2.47.0
 	touch $@
 
 # Fails, rather than skips, without a CUDA device.
