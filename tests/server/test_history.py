@@ -11,7 +11,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from waiting import wait_until
 
@@ -79,11 +79,23 @@ def test_what_is_deleted_leaves_no_text(history: History) -> None:
     assert WORD.encode() not in written(history)
 
 
+def noise(number: int, chars: int) -> str:
+    """Return a text that does not compress well."""
+    return "".join(chr(0x4E00 + (number * 7919 + place * place * 31) % 20000) for place in range(chars))
+
+
+def test_space_is_given_back(history: History, clock: _Clock) -> None:
+    add(history, *(record(number, text=noise(number, 20_000)) for number in range(6)))
+    assert len(ids(history)) == 6
+    assert len(written(history)) > 200_000
+    clock.now_s += 31 * DAY_S
+    assert history.sweep() == 6
+    assert len(written(history)) < 120_000
+
+
 def test_the_file_stays_small(history: History) -> None:
-    # Texts that do not compress, and more of them than fit between two sweeps.
-    for number in range(60):
-        noise = "".join(chr(0x4E00 + (number * 7919 + place * place * 31) % 20000) for place in range(20_000))
-        add(history, record(number, text=noise))
+    # More texts than fit between two sweeps.
+    add(history, *(record(number, text=noise(number, 20_000)) for number in range(60)))
     kept = ids(history)
     assert 0 < len(kept) < 60
     assert kept[0] == "59"
@@ -92,14 +104,14 @@ def test_the_file_stays_small(history: History) -> None:
 
 
 def test_one_request_cannot_push_out_all_others(history: History) -> None:
-    noise = "".join(chr(0x4E00 + (place * place * 7919 + place * 31) % 20000) for place in range(400_000))
-    add(history, record(0), record(1, text=noise))
+    add(history, record(0), record(1, text=noise(1, 400_000)))
     assert ids(history) == ["1", "0"]
     assert history.detail("", "1") == history.summaries("", 1)[0] | {"question": None}
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 5000)), max_size=40), st.integers(0, 60_000))
+@example([("a", 0), *[("b", 5000)] * 20], 20_000)
 def test_tenants_have_equal_shares(rows: list[tuple[str, int]], most: int) -> None:
     connection = sqlite3.connect(":memory:", isolation_level=None)
     with closing(connection):

@@ -42,7 +42,8 @@ def retain(connection: sqlite3.Connection, since_s: float, max_bytes: int) -> in
         share = _share(used, max_bytes)
         gone += connection.execute(_CUT, {"row": _ROW_BYTES, "share": share}).rowcount
     if gone:
-        connection.execute("PRAGMA incremental_vacuum").fetchall()
+        # It gives one page back with every step, and `execute` takes only the first.
+        connection.executescript("PRAGMA incremental_vacuum")
         # What was deleted is in the write-ahead log until then, and texts are not to outlive their requests.
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
     return gone
