@@ -2,7 +2,7 @@
 import { useState } from "preact/hooks";
 
 import { Button, Field, Panel } from "../components/base";
-import { SELECTORS } from "../selectors";
+import { settings } from "../server";
 import { stored } from "../stored";
 import type { Wanted } from "./types";
 
@@ -92,13 +92,14 @@ interface WayProps {
 
 function Way({ number, wanted, canLeave, onSet }: WayProps) {
   const isPlain = wanted.recompute_ratio === 1;
+  const selectors = settings.value?.selectors ?? [wanted.selector ?? ""];
   const choose = (selector: string) =>
     onSet(selector === "" ? { recompute_ratio: 1 } : { selector, recompute_ratio: ratioFor(selector, wanted) });
   return (
     <div class="way row">
       <select aria-label={`Way ${number + 1}`} value={isPlain ? "" : wanted.selector} onChange={(event) => choose(event.currentTarget.value)}>
         <option value="">full prefill (plain)</option>
-        {SELECTORS.map((selector) => (
+        {selectors.map((selector) => (
           <option key={selector}>{selector}</option>
         ))}
       </select>

@@ -22,7 +22,11 @@ const WORDS: Record<string, [string, Tone]> = {
   not_loaded: ["not loaded", "warn"],
 };
 
+/** All outcomes that a chunk of a request can have, for filters. */
+export const OUTCOMES = Object.keys(WORDS).filter((outcome) => outcome !== "reusable");
+
+export const outcomeWords = (outcome: string): string => WORDS[outcome]?.[0] ?? outcome.replaceAll("_", " ");
+
 export function OutcomeBadge({ outcome }: { outcome: string }) {
-  const [words, tone] = WORDS[outcome] ?? [outcome.replaceAll("_", " "), "plain"];
-  return <Badge tone={tone}>{words}</Badge>;
+  return <Badge tone={WORDS[outcome]?.[1] ?? "plain"}>{outcomeWords(outcome)}</Badge>;
 }

@@ -1,11 +1,12 @@
 // The chunks behind an answer: score, source, tier, and what became of each.
 
 import { Button, Panel } from "../components/base";
+import { OutcomeBadge } from "../components/outcome";
 import { count, plural } from "../format";
 import { beginning } from "./beginning";
 import { isReused, verdictOf } from "./outcomes";
 import type { RetrievedChunk } from "./types";
-import { type Actions, Outcome, VerdictNote } from "./verdict";
+import { type Actions, VerdictNote } from "./verdict";
 
 interface Props {
   chunks: RetrievedChunk[];
@@ -51,7 +52,7 @@ function Chunk({ number, chunk, actions, onShow }: Omit<Props, "chunks"> & { num
     <li class="chunk">
       <div class="chunk-head">
         <b>{place != null ? `Chunk ${place + 1}` : `No. ${number + 1}`}</b>
-        {verdict && <Outcome outcome={verdict.outcome} />}
+        {verdict && <OutcomeBadge outcome={verdict.outcome} />}
         {place != null && onShow && (
           <Button kind="quiet" onClick={() => onShow(place)}>
             Show<span class="unseen"> chunk {place + 1} in the prompt</span>
@@ -59,7 +60,7 @@ function Chunk({ number, chunk, actions, onShow }: Omit<Props, "chunks"> & { num
         )}
       </div>
       {facts.length > 0 && <p class="dim">{facts.join(" · ")}</p>}
-      <ChunkText text={chunk.text ?? verdict?.text ?? null} />
+      <ChunkText text={chunk.text ? chunk.text + (chunk.isCut ? "…" : "") : (verdict?.text ?? null)} />
       {verdict && !isReused(verdict.outcome) && <VerdictNote chunk={chunk} actions={actions} />}
     </li>
   );

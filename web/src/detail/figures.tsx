@@ -71,11 +71,12 @@ export function Row({ name, value }: { name: string; value: string }) {
 function FullPrefill({ report, actions }: { report: Report; actions?: Actions | undefined }) {
   const [measured, setMeasured] = useState<number | null>(null);
   const [said, say] = useState("");
-  if (!actions) return null;
+  const ask = actions?.measure;
+  if (!ask) return null;
   const measure = async () => {
     say("Measuring…");
     try {
-      setMeasured(await actions.measure());
+      setMeasured(await ask());
       say("");
     } catch (error) {
       say(`Not measured: ${error instanceof Error ? error.message : String(error)}`);

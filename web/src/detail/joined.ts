@@ -12,7 +12,12 @@ export function joinedChunks({ chunks, report }: Detail, trace: Trace | null): R
     const verdict = chunk.verdict ?? taken(left, chunk.text);
     return { ...chunk, verdict, tokens: chunk.tokens ?? (typeof verdict === "object" ? verdict?.tokens : null) };
   });
-  const others = [...left].map((verdict) => ({ text: verdict.text, tokens: verdict.tokens, verdict }));
+  const others = [...left].map((verdict) => ({
+    text: verdict.text,
+    isCut: [...verdict.text].length >= PREVIEW,
+    tokens: verdict.tokens,
+    verdict,
+  }));
   const all: RetrievedChunk[] = [...retrieved, ...(chunks?.some((chunk) => chunk.verdict) ? [] : others)];
   return trace ? placed(all, trace) : all;
 }

@@ -1,5 +1,6 @@
 // What a request's screen asks of the server: store a chunk again, measure a full prefill.
 import { ask } from "../api/client";
+import { has } from "../server";
 import type { Verdict } from "./types";
 import type { Actions } from "./verdict";
 import { beginning } from "./beginning";
@@ -27,10 +28,12 @@ export function serverActions(path: string): Actions {
       await ended(job_id);
       return STORED;
     },
-    async measure() {
-      return (await ask<{ full_prefill_s: number }>(`${path}/measure`, { method: "POST" })).full_prefill_s;
-    },
+    measure: has("/v1/requests/{id_}/measure") ? () => measured(path) : undefined,
   };
+}
+
+async function measured(path: string): Promise<number> {
+  return (await ask<{ full_prefill_s: number }>(`${path}/measure`, { method: "POST" })).full_prefill_s;
 }
 
 const STORED = "Stored: the next prompt that contains it reuses it.";

@@ -16,42 +16,41 @@ export function Timeline({ report }: { report: Report }) {
 }
 
 function Bars({ stages, ttft }: { stages: Stage[]; ttft: number }) {
-  // What a search's guess had computed was done before the call.
-  const begin = Math.min(0, ...stages.map((stage) => stage.start_s));
-  const end = Math.max(ttft, ...stages.map((stage) => stage.end_s), begin + 1e-9);
-  const left = (at: number) => `${((at - begin) / (end - begin)) * 100}%`;
-  const width = (long: number) => `${(long / (end - begin)) * 100}%`;
+  const start = Math.min(0, ...stages.map((stage) => stage.start_s));
+  const end = Math.max(ttft, ...stages.map((stage) => stage.end_s), start + 1e-9);
+  const share = (length: number) => `${(100 * length) / (end - start)}%`;
   return (
     <ul class="timeline">
-      {[...new Set(stages.map(({ stage }) => stage))].map((name) => {
-        const parts = stages.filter(({ stage }) => stage === name);
-        const from = Math.min(...parts.map((part) => part.start_s));
-        const to = Math.max(...parts.map((part) => part.end_s));
-        const total = parts.reduce((sum, part) => sum + part.end_s - part.start_s, 0);
-        return (
-          <li key={name}>
-            <span class="timeline-name">{name.replace(/_/g, " ")}</span>
-            <span class="timeline-track" aria-hidden="true">
-              {parts.map(({ start_s, end_s }) => (
-                <i key={start_s} style={{ left: left(start_s), width: width(end_s - start_s) }} />
-              ))}
-            </span>
-            <span class="figure" title={`between ${seconds(from)} and ${seconds(to)} after the call`}>
-              {seconds(total)}
-              <span class="unseen">, beginning {seconds(from)} after the call</span>
-            </span>
-          </li>
-        );
-      })}
+      {byStage(stages).map(([stage, parts]) => (
+        <li key={stage}>
+          <span class="timeline-name">{stage.replace(/_/g, " ")}</span>
+          <span class="timeline-track" aria-hidden="true">
+            {parts.map((part, number) => (
+              <i key={number} style={{ left: share(part.start_s - start), width: share(part.end_s - part.start_s) }} />
+            ))}
+          </span>
+          <span class="figure" title={parts.map((part) => `${seconds(part.start_s)} to ${seconds(part.end_s)}`).join(", ")}>
+            {seconds(parts.reduce((sum, part) => sum + part.end_s - part.start_s, 0))}
+            <span class="unseen">, beginning {seconds(parts[0]!.start_s)} after the call</span>
+          </span>
+        </li>
+      ))}
       <li class="timeline-total">
         <span class="timeline-name">first token</span>
         <span class="timeline-track" aria-hidden="true">
-          <i style={{ left: left(0), width: width(ttft) }} />
+          <i style={{ left: share(-start), width: share(ttft) }} />
         </span>
         <span class="figure">{seconds(ttft)}</span>
       </li>
     </ul>
   );
+}
+
+/** A stage may have been left for other requests' steps: its parts are one row. */
+function byStage(stages: Stage[]): [string, Stage[]][] {
+  const rows = new Map<string, Stage[]>();
+  for (const stage of stages) rows.set(stage.stage, [...(rows.get(stage.stage) ?? []), stage]);
+  return [...rows];
 }
 
 /** Reports of earlier versions know how long stages took, and not when they began. */

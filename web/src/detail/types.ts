@@ -24,6 +24,8 @@ export interface RetrievedChunk {
   verdict?: Verdict | string | null;
   tokens?: number | null;
   prompt_chunk?: number | null;
+  /** Whether `text` is only its beginning. */
+  isCut?: boolean;
 }
 
 export interface Detail {

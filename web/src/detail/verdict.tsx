@@ -2,8 +2,9 @@
 
 import { useState } from "preact/hooks";
 
-import { Badge, Button } from "../components/base";
-import { isReused, mendingOf, outcomeLabel, verdictOf } from "./outcomes";
+import { Button } from "../components/base";
+import { Diff } from "../components/diff";
+import { mendingOf, verdictOf } from "./outcomes";
 import type { RetrievedChunk, Verdict } from "./types";
 
 /** What a server can be asked to do; without one the page shows remedies in words. */
@@ -11,16 +12,8 @@ export interface Actions {
   /** Stores a text, and resolves to a sentence that says what came of it. */
   ingest(text: string): Promise<string>;
   refresh(documentId: string): Promise<string>;
-  measure(): Promise<number>;
-}
-
-export function Outcome({ outcome }: { outcome: string }) {
-  const good = isReused(outcome);
-  return (
-    <Badge tone={good ? "good" : "warn"}>
-      <span aria-hidden="true">{good ? "✓" : "✗"}</span> {outcomeLabel(outcome)}
-    </Badge>
-  );
+  /** Seconds of a full prefill of the request's prompt; not there where the server cannot measure it. */
+  measure?: (() => Promise<number>) | undefined;
 }
 
 export function VerdictNote({ chunk, actions }: { chunk: RetrievedChunk; actions?: Actions | undefined }) {
@@ -34,23 +27,14 @@ export function VerdictNote({ chunk, actions }: { chunk: RetrievedChunk; actions
           <b>What helps:</b> {verdict.remedy}
         </p>
       )}
-      {verdict.diff && <Diff diff={verdict.diff} />}
+      {verdict.diff && (
+        <details open>
+          <summary>From the stored text to the prompt’s</summary>
+          <Diff text={verdict.diff} />
+        </details>
+      )}
       {actions && <Mend chunk={chunk} verdict={verdict} actions={actions} />}
     </div>
-  );
-}
-
-function Diff({ diff }: { diff: string }) {
-  const kinds: Record<string, string> = { "+": "added", "-": "removed" };
-  return (
-    <details open>
-      <summary>From the stored text to the prompt’s</summary>
-      <pre class="diff" tabIndex={0} role="region" aria-label="Differences">
-        {diff.split("\n").map((line) => (
-          <span class={/^(\+\+\+|---|@@)/.test(line) ? "diff-head" : kinds[line[0] ?? ""]}>{line + "\n"}</span>
-        ))}
-      </pre>
-    </details>
   );
 }
 

@@ -1,7 +1,7 @@
 // The figures of /v1/operations: requests, tokens, misses, storage.
 import { Panel, Stat } from "../components/base";
+import { outcomeWords } from "../components/outcome";
 import { StateBar } from "../components/states";
-import { outcomeLabel } from "../detail/outcomes";
 import { bytes, count, percent, plural, seconds } from "../format";
 import { hrefOf } from "../router";
 import type { Operations, Period, Tier } from "./types";
@@ -80,7 +80,7 @@ function Outcomes({ recent, total }: { recent: Record<string, number>; total: Re
             {outcomes.map((outcome) => (
               <tr key={outcome}>
                 <td>
-                  <a href={hrefOf("requests", "", { verdict: outcome })}>{outcomeLabel(outcome)}</a>
+                  <a href={hrefOf("requests", "", { verdict: outcome })}>{outcomeWords(outcome)}</a>
                 </td>
                 <td class="number">{count(recent[outcome] ?? 0)}</td>
                 <td class="number">{count(total[outcome])}</td>

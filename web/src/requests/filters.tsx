@@ -2,9 +2,9 @@
 import type { ComponentChildren } from "preact";
 
 import { Button, Field } from "../components/base";
-import { OUTCOMES, outcomeLabel } from "../detail/outcomes";
+import { OUTCOMES, outcomeWords } from "../components/outcome";
 import { go, hrefOf } from "../router";
-import { SELECTORS } from "../selectors";
+import { settings } from "../server";
 
 const NAMES = ["within", "status", "selector", "verdict", "min_reused", "model"] as const;
 export type Filtering = Partial<Record<(typeof NAMES)[number], string>>;
@@ -47,9 +47,9 @@ export function Filters({ filters }: { filters: Filtering }) {
     <form class="filters" aria-label="Filters" onSubmit={(event) => event.preventDefault()}>
       {select("within", "Time", pairs(TIMES))}
       {select("status", "Status", words(["ok", "cancelled", "refused", "failed"]))}
-      {select("selector", "Selector", words(SELECTORS))}
+      {select("selector", "Selector", words(settings.value?.selectors ?? []))}
       {select("min_reused", "Reused", pairs(SHARES))}
-      {select("verdict", "A chunk was", pairs([["", "Any"], ...OUTCOMES.map((one) => [one, outcomeLabel(one)] as [string, string])]))}
+      {select("verdict", "A chunk was", pairs([["", "Any"], ...OUTCOMES.map((one) => [one, outcomeWords(one)] as [string, string])]))}
       <Field label="Model">
         <input value={filters.model ?? ""} placeholder="Any" onChange={set("model")} data-focus />
       </Field>

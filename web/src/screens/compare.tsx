@@ -1,5 +1,5 @@
 // One prompt answered in two to four ways, in turns: what each costs, and what it does to the answer.
-import { useRef, useState } from "preact/hooks";
+import { useEffect, useRef, useState } from "preact/hooks";
 
 import { ask, isAbort, wordsOf } from "../api/client";
 import { Busy, Notice } from "../components/base";
@@ -7,6 +7,7 @@ import { Chart } from "../compare/chart";
 import { Columns } from "../compare/columns";
 import { type Asked, CompareForm } from "../compare/form";
 import type { Comparison } from "../compare/types";
+import { has, loadSettings, settings } from "../server";
 
 export function CompareScreen() {
   const [comparison, setComparison] = useState<Comparison | null>(null);
@@ -25,8 +26,11 @@ export function CompareScreen() {
     }
     setBusy(false);
   };
+  useEffect(() => void loadSettings(), []);
+  const cannot = settings.value !== null && !has("/v1/compare");
   return (
     <div class="page">
+      {cannot && <Notice tone="warn">This server cannot compare: it is of an earlier version.</Notice>}
       <CompareForm busy={busy} onRun={run} onStop={() => abort.current?.abort()} />
       {busy && <Busy>Answering in turns</Busy>}
       {error && <Notice tone="bad">{error}</Notice>}

@@ -1,4 +1,6 @@
 // One request of this server: what was reused, why, and what it cost.
+import { useEffect } from "preact/hooks";
+
 import { ApiError, ask } from "../api/client";
 import type { RequestSummary } from "../api/types";
 import { Badge, Busy, Notice } from "../components/base";
@@ -8,6 +10,7 @@ import { serverActions } from "../detail/server-actions";
 import type { Detail, Trace } from "../detail/types";
 import { moment } from "../format";
 import { hrefOf } from "../router";
+import { loadSettings, settings } from "../server";
 
 type Kept = Detail & RequestSummary & { detail_available: boolean };
 
@@ -21,6 +24,7 @@ export function RequestDetailScreen({ id }: { id: string }) {
   const path = `/v1/requests/${encodeURIComponent(id)}`;
   const kept = useResource((signal) => ask<Kept>(path, { signal }), [id]);
   const found = useResource((signal) => traceOf(path, signal), [id]);
+  useEffect(() => void loadSettings(), []);
   return (
     <div class="page">
       <nav aria-label="Above">
@@ -35,7 +39,7 @@ export function RequestDetailScreen({ id }: { id: string }) {
           detail={kept.data}
           trace={found.data?.trace ?? null}
           noTrace={found.data?.why ?? found.error}
-          actions={serverActions(path)}
+          actions={settings.value ? serverActions(path) : undefined}
         />
       )}
     </div>

@@ -1,5 +1,5 @@
 // What was asked of this server: a table to filter, and two of its rows side by side.
-import { useState } from "preact/hooks";
+import { useEffect, useState } from "preact/hooks";
 
 import { ask, queryOf, wordsOf } from "../api/client";
 import type { List, RequestSummary } from "../api/types";
@@ -8,11 +8,13 @@ import { useResource } from "../components/resource";
 import { count, moment, percent, seconds } from "../format";
 import { hrefOf, route } from "../router";
 import { ReportDifference } from "../requests/difference";
+import { loadSettings } from "../server";
 import { Filters, filtersOf, type Filtering, queryFor } from "../requests/filters";
 
 const PAGE = 50;
 
 export function RequestsScreen() {
+  useEffect(() => void loadSettings(), []);
   const filters = filtersOf(route.value.query);
   const query = queryFor(filters, Date.now() / 1000);
   const first = useResource((signal) => page(query, signal), [JSON.stringify(filters)]);
