@@ -77,6 +77,7 @@ class PromptMethods(EngineState):
         recompute_ratio: float | Literal["auto"] | None = None,
         selector: str | Selector | None = None,
         constraint: Constraint | None = None,
+        prefix_cache: bool = True,
         priority: int = 0,
         timeout_s: float | None = None,
         expected: Sequence[str] = (),
@@ -99,6 +100,9 @@ class PromptMethods(EngineState):
             Called before every choice with the answer's token ids so far and the logits ``[vocabulary]``;
             returns the logits to choose from, for instance with all but the tokens of a grammar at -inf. It is called
             by the thread that computes for all requests, so it should be quick.
+        prefix_cache : bool
+            Whether KV that earlier requests have left is used, and some is left to later ones. Without it two requests
+            with one prompt take the same time.
         priority : int
             Requests of a higher priority come first.
         timeout_s : float or None
@@ -128,7 +132,8 @@ class PromptMethods(EngineState):
         )
         ratio, chosen = self._chosen(recompute_ratio, selector)
         terms = Terms(priority, timeout_s, tuple(chunk_texts(expected)))
-        return self.requests.submit(prompt, Recipe(chosen, ratio, config.seed or 0), config, constraint, terms)
+        recipe = Recipe(chosen, ratio, config.seed or 0, prefix_cache)
+        return self.requests.submit(prompt, recipe, config, constraint, terms)
 
     def speculate(
         self,

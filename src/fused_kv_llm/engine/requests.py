@@ -180,6 +180,8 @@ class RequestRunner:
         key = fused_recipe(recipe, self._loaded, self.context.shift_name)
 
         def known(ids: list[int], first_chunk: int) -> int:
+            if not recipe.prefix_cache:
+                return 0
             return self.prefixes.known_tokens(ids, key, len(ids) if recipe.ratio >= 1 else first_chunk)
 
         return self.planner.cached_tokens(prompt, recipe.ratio, known)
@@ -211,7 +213,7 @@ class RequestRunner:
         self, prompt: ReadPrompt, recipe: Recipe, report: FusionReport, *, counted: bool, skip: Callable[[str], bool]
     ) -> Request:
         take = self._take(recipe, report)
-        if self.prefixes.max_bytes == 0:
+        if self.prefixes.max_bytes == 0 or not recipe.prefix_cache:
             return self.planner.plan(prompt, report, take=take, counted=counted, skip=skip)
         key = fused_recipe(recipe, self._loaded, self.context.shift_name)
 

@@ -73,8 +73,11 @@ class Recipe:
         Recomputed chunk tokens over reusable chunk tokens, in [0, 1].
     seed : int
         For selectors that draw.
+    prefix_cache : bool
+        Whether KV that earlier requests have left is used, and some is left to later ones.
     """
 
     selector: Selector
     ratio: float
     seed: int = 0
+    prefix_cache: bool = True

@@ -23,7 +23,7 @@ from .schemas import ChatCompletion, Completion, streams_too
 from .state import ServerState, state_of
 from .streaming import EventResponse, unless_client_leaves
 
-__all__ = ["router"]
+__all__ = ["retrieved", "router"]
 
 router = APIRouter()
 
@@ -38,7 +38,7 @@ async def chat(http: Request, request: ChatRequest) -> Response | dict[str, Any]
     found: list[RetrievedChunk] = []
 
     def submit(engine: FusedKVEngine, recording: Recording) -> Sequence[Choice]:
-        asked, chunks = _retrieved(state, Owner(tenant_of(http), request.fused_kv.tenant), engine, request)
+        asked, chunks = retrieved(state, Owner(tenant_of(http), request.fused_kv.tenant), engine, request)
         found.extend(chunks)
         recording.found = found
         return submit_chat(engine, asked, state.config)
@@ -63,7 +63,7 @@ async def complete(http: Request, request: CompletionRequest) -> Response | dict
     )
 
 
-def _retrieved(
+def retrieved(
     state: ServerState, owner: Owner, engine: FusedKVEngine, request: ChatRequest
 ) -> tuple[ChatRequest, list[RetrievedChunk]]:
     """Return a conversation with what was retrieved for it, if that is wanted."""

@@ -1,12 +1,15 @@
-"""``/v1/documents/check``: would a text be reused, and if not, why."""
+"""``/v1/documents/check``: would a text be reused, and if not, why; ``/v1/support``: is an answer in its chunks."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import asdict
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel, ConfigDict, Field
+
+from fused_kv_llm.report import lexical_support
 
 from .document_routes import Owned
 from .state import state_of
@@ -20,6 +23,35 @@ class _Text(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     text: str = Field(min_length=1)
+
+
+class _Answered(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    answer: str
+    chunks: Annotated[list[str], Field(max_length=256)]
+    """What it may rest on; the question may be among them."""
+
+
+class UnsupportedWord(BaseModel):
+    """A word or number that no chunk holds, and where it stands."""
+
+    start: int
+    end: int
+    text: str
+
+
+class SupportOfAnswer(BaseModel):
+    """How many of an answer's words and numbers its chunks hold."""
+
+    share: float
+    spans: list[UnsupportedWord]
+
+
+@router.post("/v1/support")
+def support(given: _Answered) -> SupportOfAnswer:
+    """Find the words and numbers of an answer that stand in no chunk; it does not see what they say."""
+    return SupportOfAnswer.model_validate(asdict(lexical_support(given.answer, given.chunks)))
 
 
 @router.post("/v1/documents/check")

@@ -1,0 +1,194 @@
+"""One prompt answered in several ways, beside other requests, and each way compared with full prefill."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+import torch
+from torch import Tensor
+
+from fused_kv_llm.engine import FusedKVEngine
+from fused_kv_llm.errors import RequestCancelledError
+from fused_kv_llm.online import Generation
+from fused_kv_llm.prompt import Prompt
+from fused_kv_llm.report import FusionReport
+from fused_kv_llm.serving import RequestHandle
+
+__all__ = ["ComparedAnswer", "SideBySide", "Way"]
+
+_FULL = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way of answering.
+
+    Parameters
+    ----------
+    selector : str or None
+        None takes the engine's.
+    recompute_ratio : float or None
+        1 is full prefill; None takes the engine's.
+    """
+
+    selector: str | None = None
+    recompute_ratio: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedAnswer:
+    """An answer, and how far it is from full prefill's.
+
+    Parameters
+    ----------
+    text : str
+    token_ids : list of int
+        Chosen greedily.
+    ttft_s : float
+        Seconds to the first token: the lesser of two, taken in turn with the other ways and after a first time.
+    report : FusionReport
+        Of one of them.
+    kl : float
+        Mean over the tokens of full prefill's answer of the divergence D(full || this), in nats.
+    agreement : float
+        Share of these tokens that this way would have chosen too.
+    first_difference : int or None
+        The first token, from 0, in which the two answers differ; None if they are equal.
+    """
+
+    text: str
+    token_ids: list[int]
+    ttft_s: float
+    report: FusionReport
+    kl: float
+    agreement: float
+    first_difference: int | None
+
+
+class SideBySide:
+    """Answers one prompt in several ways.
+
+    All are ordinary requests, batched with those of others, but nothing that earlier requests have left is used: only
+    the header and stored chunks are.
+
+    Parameters
+    ----------
+    engine : FusedKVEngine
+    prompt : str, list of messages, ChatPrompt or RawPrompt
+    max_tokens : int
+        Of each answer.
+    """
+
+    def __init__(self, engine: FusedKVEngine, prompt: Prompt, max_tokens: int) -> None:
+        self._engine, self._prompt, self._max_tokens = engine, prompt, max_tokens
+        self._lock, self._is_cancelled = threading.Lock(), False
+        self._handle: RequestHandle | None = None
+
+    def compare(self, ways: Sequence[Way]) -> tuple[ComparedAnswer, list[ComparedAnswer]]:
+        """Answer the prompt in all ways.
+
+        Parameters
+        ----------
+        ways : sequence of Way
+
+        Returns
+        -------
+        ComparedAnswer
+            Full prefill's.
+        list of ComparedAnswer
+            Of each way; one with a ratio of 1 is full prefill's.
+
+        Raises
+        ------
+        FusedKVError
+            What :meth:`.FusedKVEngine.submit` raises; ``RequestCancelledError`` after :meth:`cancel`.
+        """
+        everything = [Way(recompute_ratio=_FULL), *(way for way in ways if way.recompute_ratio != _FULL)]
+        full_rows = _Rows()
+        self._answer(everything[0], full_rows)
+        want = full_rows.chosen
+        # Following full prefill's answer is the first time of each way, which is not timed.
+        rows = [full_rows, *(self._followed(way, want) for way in everything[1:])]
+        answers = [self._answer(way) for way in everything]
+        again_s = [self._answer(way, max_tokens=1).report.ttft_s for way in everything]
+        found = [
+            _compared(answer, seconds, one, full_rows, want)
+            for answer, seconds, one in zip(answers, again_s, rows, strict=True)
+        ]
+        others = iter(found[1:])
+        return found[0], [found[0] if way.recompute_ratio == _FULL else next(others) for way in ways]
+
+    def full_prefill(self) -> FusionReport:
+        """Answer with one token by full prefill, and return its report; raises as :meth:`compare`."""
+        return self._answer(Way(recompute_ratio=_FULL), max_tokens=1).report
+
+    def cancel(self) -> None:
+        """End what is going on; any thread may call it."""
+        with self._lock:
+            self._is_cancelled, handle = True, self._handle
+        if handle is not None:
+            handle.cancel()
+
+    def _followed(self, way: Way, want: Sequence[int]) -> _Rows:
+        rows = _Rows(want)
+        self._answer(way, rows, max_tokens=len(want))
+        return rows
+
+    def _answer(self, way: Way, rows: _Rows | None = None, max_tokens: int | None = None) -> Generation:
+        with self._lock:
+            if self._is_cancelled:
+                raise RequestCancelledError("The comparison was cancelled")
+            self._handle = handle = self._engine.submit(
+                self._prompt,
+                max_tokens=max_tokens or self._max_tokens,
+                recompute_ratio=way.recompute_ratio,
+                selector=way.selector,
+                constraint=rows,
+                prefix_cache=False,
+            )
+        return handle.result()
+
+
+class _Rows:
+    """Keeps the distribution of every token, and has an answer follow another one, if there is one to follow."""
+
+    def __init__(self, follow: Sequence[int] | None = None) -> None:
+        self._follow, self._rows = follow, list[Tensor]()
+
+    def __call__(self, token_ids: Sequence[int], logits: Tensor) -> Tensor:
+        # A step that is tried again comes with the same tokens.
+        del self._rows[len(token_ids) :]
+        self._rows.append(logits.float().log_softmax(-1).cpu())
+        if self._follow is None:
+            return logits
+        only = torch.full_like(logits, -torch.inf)
+        only[self._follow[len(token_ids)]] = 0.0
+        return only
+
+    @property
+    def chosen(self) -> list[int]:
+        """The likeliest tokens."""
+        return [int(row.argmax()) for row in self._rows]
+
+    def divergence(self, full: _Rows) -> float:
+        """Return the mean D(full || this), in nats."""
+        pairs = zip(self._rows, full._rows, strict=True)
+        return max(0.0, fmean(float((want.exp() * (want - got).nan_to_num(0.0)).sum()) for got, want in pairs))
+
+
+def _compared(answer: Generation, again_s: float, rows: _Rows, full: _Rows, want: Sequence[int]) -> ComparedAnswer:
+    got = answer.token_ids
+    differs = (number for number, pair in enumerate(zip(got, want, strict=False)) if pair[0] != pair[1])
+    first = next(differs, None if len(got) == len(want) else min(len(got), len(want)))
+    return ComparedAnswer(
+        answer.text,
+        got,
+        min(answer.report.ttft_s, again_s),
+        answer.report,
+        rows.divergence(full),
+        fmean(float(a == b) for a, b in zip(rows.chosen, want, strict=True)),
+        first,
+    )

@@ -1,0 +1,61 @@
+"""A prompt in several ways, a measured full prefill, and words that no chunk holds, as clients ask for them."""
+
+from __future__ import annotations
+
+import httpx
+from corpus import SHORT, rag_prompt
+from server.running import running
+from waiting import wait_until
+
+from fused_kv_llm import FusedKVEngine
+from fused_kv_llm.server import ServerConfig, create_app
+
+MESSAGES = [{"role": "user", "content": rag_prompt(SHORT[:3])}]
+
+
+def test_two_ways_beside_full_prefill(client: httpx.Client) -> None:
+    columns = [{"recompute_ratio": 1}, {"selector": "cacheblend", "recompute_ratio": 0.2}, {}]
+    found = client.post("/v1/compare", json={"messages": MESSAGES, "columns": columns, "max_tokens": 4}).json()
+    full, blended, default = found["columns"]
+    assert (full["kl"], full["agreement"], full["first_difference"]) == (0.0, 1.0, None)
+    assert full["answer"] == found["reference"]["answer"]
+    assert (blended["selector"], blended["recompute_ratio"]) == ("cacheblend", 0.2)
+    assert blended["report"]["reused_tokens"] > 0
+    assert default["selector"]
+    assert 0.0 < blended["ttft_s"] == blended["report"]["ttft_s"] or blended["ttft_s"] < blended["report"]["ttft_s"]
+
+
+def test_what_cannot_be_compared_is_refused(client: httpx.Client) -> None:
+    good = {"messages": MESSAGES, "columns": [{}]}
+    wrong = (
+        {"columns": []}, {"columns": [{}] * 5}, {"columns": [{"selector": "none"}]}, {"max_tokens": 129},
+        {"columns": [{"recompute_ratio": 2}]}, {"retrieve": {"k": 2}}, {"stream": True}, {"messages": []},
+    )  # fmt: skip
+    for change in wrong:
+        assert client.post("/v1/compare", json=good | change).status_code == 400, change
+    assert client.post("/v1/compare", json=good | {"model": "another"}).status_code == 404
+
+
+def test_a_full_prefill_is_measured(client: httpx.Client) -> None:
+    body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 2}
+    answer = client.post("/v1/chat/completions", json=body).json()
+    wait_until(lambda: client.get(f"/v1/requests/{answer['id']}").status_code == 200)
+    found = client.post(f"/v1/requests/{answer['id']}/measure").json()
+    assert found["prompt_tokens"] == answer["usage"]["prompt_tokens"]
+    assert found["full_prefill_s"] > 0
+    assert client.post("/v1/requests/chatcmpl-none/measure").status_code == 404
+
+
+def test_comparisons_count_against_quotas(engine: FusedKVEngine) -> None:
+    config = ServerConfig(model_name="tiny", quotas={"default": {"requests_per_minute": 1}})
+    with running(create_app(engine, config)) as url, httpx.Client(base_url=url, timeout=60) as client:
+        body = {"messages": MESSAGES, "columns": [{"recompute_ratio": 1}], "max_tokens": 1}
+        assert client.post("/v1/compare", json=body).status_code == 200
+        assert client.post("/v1/compare", json=body).status_code == 429
+
+
+def test_what_no_chunk_holds_is_found(client: httpx.Client) -> None:
+    sent = {"answer": "It is 39 metres high.", "chunks": ["The lighthouse is 38 metres high."]}
+    found = client.post("/v1/support", json=sent).json()
+    assert found == {"share": 2 / 3, "spans": [{"start": 6, "end": 8, "text": "39"}]}
+    assert client.post("/v1/support", json={"answer": "a", "chunks": ["a"] * 257}).status_code == 400
