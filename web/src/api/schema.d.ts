@@ -44,6 +44,26 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/v1/support": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Support
+         * @description Find the words and numbers of an answer that stand in no chunk; it does not see what they say.
+         */
+        post: operations["support_v1_support_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/v1/documents/check": {
         parameters: {
             query?: never;
@@ -58,6 +78,46 @@ export interface paths {
          * @description Say whether a text would be reused in a prompt that contains it; nothing of what other tenants have is told.
          */
         post: operations["check_v1_documents_check_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/v1/compare": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Compare
+         * @description Answer a conversation in up to four ways, one after the other, and compare each with full prefill.
+         */
+        post: operations["compare_v1_compare_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/v1/requests/{id_}/measure": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Measure
+         * @description Prefill a request's prompt in full, and say how long that took.
+         */
+        post: operations["measure_v1_requests__id___measure_post"];
         delete?: never;
         options?: never;
         head?: never;
@@ -644,6 +704,57 @@ export interface components {
             service_tier?: ("auto" | "default") | null;
         };
         /**
+         * CompareRequest
+         * @description A conversation, and the ways in which its answer is wanted.
+         */
+        CompareRequest: {
+            /** Model */
+            model?: string | null;
+            /** Messages */
+            messages: components["schemas"]["ChatMessage"][];
+            /** Columns */
+            columns: components["schemas"]["_Column"][];
+            retrieve?: components["schemas"]["Retrieve"] | null;
+            /**
+             * Max Tokens
+             * @default 32
+             */
+            max_tokens: number;
+        };
+        /**
+         * ComparedColumn
+         * @description An answer, and how far it is from full prefill's.
+         */
+        ComparedColumn: {
+            /** Selector */
+            selector: string;
+            /** Recompute Ratio */
+            recompute_ratio: number;
+            /** Answer */
+            answer: string;
+            /** Ttft S */
+            ttft_s: number;
+            /** Report */
+            report: {
+                [key: string]: unknown;
+            };
+            /** Kl */
+            kl: number;
+            /** Agreement */
+            agreement: number;
+            /** First Difference */
+            first_difference: number | null;
+        };
+        /**
+         * Comparison
+         * @description Answers to one prompt.
+         */
+        Comparison: {
+            /** Columns */
+            columns: components["schemas"]["ComparedColumn"][];
+            reference: components["schemas"]["Reference"];
+        };
+        /**
          * Completion
          * @description What texts are gone on with.
          */
@@ -844,6 +955,16 @@ export interface components {
             last_id: string | null;
         };
         /**
+         * Measured
+         * @description What a full prefill took.
+         */
+        Measured: {
+            /** Full Prefill S */
+            full_prefill_s: number;
+            /** Prompt Tokens */
+            prompt_tokens: number;
+        };
+        /**
          * ModelCard
          * @description The model that is served.
          */
@@ -902,6 +1023,16 @@ export interface components {
          */
         Outcome: "reused" | "reusable" | "recomputed" | "not_ingested" | "other_settings" | "other_tenant" | "respaced" | "escaped" | "shortened" | "rewritten" | "not_in_prompt" | "too_short" | "too_long" | "overlap" | "evicted" | "deleted" | "damaged" | "not_loaded";
         /**
+         * Reference
+         * @description Full prefill's answer.
+         */
+        Reference: {
+            /** Answer */
+            answer: string;
+            /** Ttft S */
+            ttft_s: number;
+        };
+        /**
          * ResponseFormat
          * @description The form of an answer.
          */
@@ -934,6 +1065,16 @@ export interface components {
              * @default false
              */
             include_usage: boolean;
+        };
+        /**
+         * SupportOfAnswer
+         * @description How many of an answer's words and numbers its chunks hold.
+         */
+        SupportOfAnswer: {
+            /** Share */
+            share: number;
+            /** Spans */
+            spans: components["schemas"]["UnsupportedWord"][];
         };
         /**
          * TextPart
@@ -1003,6 +1144,18 @@ export interface components {
             function: components["schemas"]["CalledFunction"];
         };
         /**
+         * UnsupportedWord
+         * @description A word or number that no chunk holds, and where it stands.
+         */
+        UnsupportedWord: {
+            /** Start */
+            start: number;
+            /** End */
+            end: number;
+            /** Text */
+            text: string;
+        };
+        /**
          * Version
          * @description The version of this software.
          */
@@ -1038,6 +1191,13 @@ export interface components {
             /** Paths */
             paths: string[];
         };
+        /** _Answered */
+        _Answered: {
+            /** Answer */
+            answer: string;
+            /** Chunks */
+            chunks: string[];
+        };
         /** _CalledFunction */
         _CalledFunction: {
             /** Name */
@@ -1059,6 +1219,13 @@ export interface components {
              * @enum {string}
              */
             finish_reason: "stop" | "length" | "tool_calls";
+        };
+        /** _Column */
+        _Column: {
+            /** Selector */
+            selector?: string | null;
+            /** Recompute Ratio */
+            recompute_ratio?: number | null;
         };
         /** _CompletionChoice */
         _CompletionChoice: {
@@ -1221,6 +1388,48 @@ export interface operations {
             };
         };
     };
+    support_v1_support_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["_Answered"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["SupportOfAnswer"];
+                };
+            };
+            /** @description Client Error */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorAnswer"];
+                };
+            };
+            /** @description Server Error */
+            "5XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorAnswer"];
+                };
+            };
+        };
+    };
     check_v1_documents_check_post: {
         parameters: {
             query?: {
@@ -1245,6 +1454,88 @@ export interface operations {
                     "application/json": {
                         [key: string]: unknown;
                     };
+                };
+            };
+            /** @description Client Error */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorAnswer"];
+                };
+            };
+            /** @description Server Error */
+            "5XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorAnswer"];
+                };
+            };
+        };
+    };
+    compare_v1_compare_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["CompareRequest"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Comparison"];
+                };
+            };
+            /** @description Client Error */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorAnswer"];
+                };
+            };
+            /** @description Server Error */
+            "5XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorAnswer"];
+                };
+            };
+        };
+    };
+    measure_v1_requests__id___measure_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                id_: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Measured"];
                 };
             };
             /** @description Client Error */
