@@ -43,7 +43,7 @@ function PeriodPanel({ title, period }: { title: string; period: Period }) {
           <Stat name="First token, p95" value={seconds(ttft_s.p95)} />
           <Stat name="Chunk hit rate" value={rate(period.hit_rates?.chunk)} hint="Prompt tokens whose stored KV was used as it is" />
           <Stat name="Prefix hit rate" value={rate(period.hit_rates?.prefix)} hint="Prompt tokens that earlier requests had left" />
-          <Stat name="Saved, estimated" value={seconds(saved.saved_s)} hint={`Against computing the reused tokens${unknown}`} />
+          <Stat name="Saved, estimated" value={all > 0 && saved.requests_unknown >= all ? "not known" : seconds(saved.saved_s)} hint={`Against computing the reused tokens${unknown}`} />
         </dl>
         <StateBar counts={counts} />
       </div>
