@@ -13,6 +13,8 @@ from hatchling.builders.wheel import WheelBuilder
 import fused_kv_llm
 
 ROOT = Path(__file__).parents[1]
+# The last ones are the web UI's.
+SOURCES = {".py", ".cpp", ".h", ".html", ".js", ".css", ".svg"}
 PACKAGES = ["fused_kv_kernels", "fused_kv_llm", "langchain_fused_kv", "llama_index_fused_kv"]
 
 
@@ -40,9 +42,7 @@ def test_every_source_of_the_checkout_is_in_the_wheel(wheel: zipfile.ZipFile) ->
     folders = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"][
         "packages"
     ]
-    sources = [
-        path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in {".py", ".cpp", ".h"}
-    ]
+    sources = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in SOURCES]
     parents = [(ROOT / folder).parent for folder in folders]
     names = {next(str(path.relative_to(top)) for top in parents if path.is_relative_to(top)) for path in sources}
     assert len(names) > 100

@@ -37,3 +37,19 @@ def photographed(page: Any, name: str) -> None:
             page.screenshot(path=f"{folder}/ui-{name}-{size}-{scheme}.png")
     page.emulate_media(color_scheme="light")
     page.set_viewport_size(before)
+
+
+def documented(page: Any, name: str) -> None:
+    """Make the picture of a view for the documentation, where FUSED_KV_DOC_PICTURES is set."""
+    if not os.environ.get("FUSED_KV_DOC_PICTURES"):
+        return
+    from PIL import Image
+
+    DOCS.mkdir(exist_ok=True)
+    before, path = page.viewport_size, DOCS / f"ui-{name}.png"
+    page.set_viewport_size({"width": 1280, "height": 800})
+    page.screenshot(path=path)
+    page.set_viewport_size(before)
+    # A palette is enough for a page, and a third of the bytes.
+    with Image.open(path) as picture:
+        picture.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)

@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import expect
 from server.documents import ended
 from ui.conftest import QUESTION
-from ui.looking import is_wider_than_window, photographed, violations
+from ui.looking import documented, is_wider_than_window, photographed, violations
 
 SCRIPTED = "<img src=x onerror=\"document.title='broken'\"> **bold** <script>document.title='broken'</script> [1]"
 
@@ -40,10 +40,11 @@ def answered_with(page: Any, text: str, **report: Any) -> None:
 
 def test_a_prepared_question_is_answered_with_its_sources_and_costs(open_page: Any, axe_source: str) -> None:
     page = open_page("#/chat")
+    page.get_by_role("button", name=QUESTION).wait_for()
     photographed(page, "chat-empty")
     page.get_by_role("button", name=QUESTION).click()
     settled(page)
-    answer = page.locator(".answer")
+    answer = page.locator(".reply")
     expect(answer.locator(".markdown")).not_to_be_empty()
     footer = answer.locator("footer")
     expect(footer.get_by_role("img", name="Tokens: prefix")).to_be_visible()
@@ -58,12 +59,13 @@ def test_a_prepared_question_is_answered_with_its_sources_and_costs(open_page: A
     expect(cards.nth(1)).to_be_focused()
     assert violations(page, axe_source) == []
     photographed(page, "chat")
+    documented(page, "chat")
     page.set_viewport_size({"width": 360, "height": 740})
     page.get_by_text("Sources (4)").click()
     assert not is_wider_than_window(page)
     assert violations(page, axe_source) == []
     page.reload()
-    expect(page.locator(".answer .markdown")).not_to_be_empty()
+    expect(page.locator(".reply .markdown")).not_to_be_empty()
 
 
 def test_escape_stops_an_answer_and_another_ratio_makes_another(open_page: Any) -> None:
@@ -75,16 +77,16 @@ def test_escape_stops_an_answer_and_another_ratio_makes_another(open_page: Any) 
     asked(page, "Tell the history of Larkspur Ferries in a long text.")
     expect(page.locator(".markdown")).not_to_be_empty(timeout=60_000)
     page.keyboard.press("Escape")
-    expect(page.locator(".answer .badge", has_text="stopped")).to_be_visible()
+    expect(page.locator(".reply .badge", has_text="stopped")).to_be_visible()
     page.get_by_label("Longest answer, tokens").fill("8")
     page.get_by_label("Recompute ratio").fill("1")
     page.get_by_role("button", name="Retry with these settings").click()
     settled(page)
     expect(page.locator(".versions")).to_contain_text("answer 2 of 2")
-    expect(page.locator(".answer footer")).to_contain_text("ratio 1")
+    expect(page.locator(".reply footer")).to_contain_text("ratio 1")
     expect(page.locator(".source .badge").first).to_have_text("recomputed")
     page.get_by_role("button", name="Answer before").click()
-    expect(page.locator(".answer .badge", has_text="stopped")).to_be_visible()
+    expect(page.locator(".reply .badge", has_text="stopped")).to_be_visible()
 
 
 def test_a_fork_has_the_turns_before_and_goes_its_own_way(open_page: Any) -> None:
@@ -111,7 +113,7 @@ def test_what_a_model_writes_stays_text(open_page: Any) -> None:
     answered_with(page, f"{SCRIPTED} [link](javascript:alert(1))", retrieved=[found])
     asked(page, SCRIPTED)
     settled(page)
-    answer = page.locator(".answer")
+    answer = page.locator(".reply")
     expect(answer.locator(".markdown")).to_contain_text("<img src=x")
     expect(answer.locator("strong").first).to_have_text("bold")
     expect(page.locator("main img, main script")).to_have_count(0)

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from playwright.sync_api import expect
-from ui.looking import photographed, violations
+from ui.looking import documented, photographed, violations
 
 
 def test_a_snippet_runs_as_it_is(open_page: Any, ui_url: str, axe_source: str) -> None:
@@ -20,6 +20,7 @@ def test_a_snippet_runs_as_it_is(open_page: Any, ui_url: str, axe_source: str) -
     )
     assert "tokens were reused" in ran.stdout, ran.stderr
     photographed(page, "connect")
+    documented(page, "connect")
     page.get_by_role("tab", name="openai").focus()
     for name in ("LangChain", "LlamaIndex", "curl", "Documents"):
         page.keyboard.press("ArrowRight")

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from playwright.sync_api import expect
-from ui.looking import is_wider_than_window, photographed, violations
+from ui.looking import documented, is_wider_than_window, photographed, violations
 
 SCRIPTED = "<img src=x onerror=alert(1)>.txt"
 TEXTS = [f"The {name} lies in the harbour of {name}ton, at pier {number}. " * 4 for number, name in enumerate("ABC", 3)]
@@ -51,6 +51,12 @@ def test_files_are_uploaded_one_is_cancelled_and_resumed(
         photographed(page, "documents-jobs")
         page.reload()
         expect(job(page, "pier-0.txt").get_by_role("progressbar")).to_be_visible()
+    page.get_by_role("link", name="Chat").click()
+    page.get_by_label("Longest answer, tokens").fill("4")
+    page.get_by_label("Question", exact=True).fill("Which ships are there?")
+    page.keyboard.press("Enter")
+    expect(page.locator(".answer-footer")).to_be_visible(timeout=30_000)
+    page.get_by_role("link", name="Documents", exact=True).click()
     expect(job(page, "pier-0.txt")).to_contain_text("done")
     expect(job(page, "pier-1.txt")).to_contain_text("done")
     page.get_by_role("button", name="Resume pier-2.txt").click()
@@ -91,6 +97,7 @@ def test_pictures_of_a_document(open_page: Any, ui_url: str, axe_source: str) ->
     expect(page.locator(".chunks li").first).to_be_visible()
     assert violations(page, axe_source) == []
     photographed(page, "documents")
+    documented(page, "documents")
     page.set_viewport_size({"width": 360, "height": 740})
     expect(page.get_by_role("link", name="All documents")).to_be_visible()
     assert not is_wider_than_window(page)

@@ -83,7 +83,7 @@ function AnswerView({ answer, wide }: { answer: Answer; wide: boolean }) {
   const sources = answer.sources ?? [];
   const best = Math.max(...sources.map((one) => one.score));
   return (
-    <div class="answer">
+    <div class="reply">
       {sources.length > 0 && best < LOW_SCORE && (
         <Notice tone="warn">
           Low relevance: the nearest chunk scores {best.toFixed(2)}. The documents may not answer this question.
