@@ -50,3 +50,18 @@ def test_ways_are_chosen_and_answers_part_where_they_differ(open_page: Any, axe_
     photographed(page, "compare")
     page.set_viewport_size({"width": 360, "height": 740})
     assert not is_wider_than_window(page)
+
+
+def test_the_server_answers_in_every_way(open_page: Any) -> None:
+    page = open_page("#/compare")
+    page.get_by_label("Question or prompt").fill("How many passengers can the Aldebaran carry?")
+    page.get_by_label("Chunks to retrieve").fill("2")
+    page.get_by_label("Answer, at most tokens").fill("8")
+    page.get_by_role("button", name="Compare", exact=True).click()
+    panels = page.locator(".columns .panel")
+    expect(panels).to_have_count(3, timeout=90_000)
+    expect(panels.first).to_contain_text("full prefill")
+    expect(panels.first.locator("mark")).to_have_count(0)
+    expect(panels.first).to_contain_text("100 %")
+    expect(page.get_by_role("img", name="Agreement over time")).to_be_visible()
+    photographed(page, "compare-real")

@@ -39,6 +39,8 @@ def test_a_request_shows_its_prompt_by_state(open_page: Any, axe_source: str, as
     expect(page.get_by_text("3 in all, all reused.")).to_be_visible()
     expect(page.locator(".chunk")).to_have_count(3)
     assert page.locator(".prompt-map .p2").count() > 3
+    page.get_by_role("button", name="Measure a full prefill").click()
+    expect(page.locator(".measure .timeline")).to_contain_text("full prefill", timeout=60_000)
     page.get_by_role("button", name="Show chunk 2 in the prompt").click()
     page.locator(".prompt-map").focus()
     for _ in range(3):

@@ -45,7 +45,7 @@ export function CompareForm({ busy, onRun, onStop }: Props) {
             <NumberInput value={k} min={0} max={50} onSet={setK} />
           </Field>
           <Field label="Answer, at most tokens" hint="The same for all">
-            <NumberInput value={answer} min={1} max={256} onSet={setAnswer} />
+            <NumberInput value={answer} min={1} max={128} onSet={setAnswer} />
           </Field>
         </div>
         <Columns />
