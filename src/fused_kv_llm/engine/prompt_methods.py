@@ -78,6 +78,7 @@ class PromptMethods(EngineState):
         selector: str | Selector | None = None,
         constraint: Constraint | None = None,
         prefix_cache: bool = True,
+        trace_scores: bool = False,
         priority: int = 0,
         timeout_s: float | None = None,
         expected: Sequence[str] = (),
@@ -103,6 +104,8 @@ class PromptMethods(EngineState):
         prefix_cache : bool
             Whether KV that earlier requests have left is used, and some is left to later ones. Without it two requests
             with one prompt take the same time.
+        trace_scores : bool
+            Whether ``report.trace.selection`` has the scores by which chunk tokens were chosen, layer by layer.
         priority : int
             Requests of a higher priority come first.
         timeout_s : float or None
@@ -132,7 +135,7 @@ class PromptMethods(EngineState):
         )
         ratio, chosen = self._chosen(recompute_ratio, selector)
         terms = Terms(priority, timeout_s, tuple(chunk_texts(expected)))
-        recipe = Recipe(chosen, ratio, config.seed or 0, prefix_cache)
+        recipe = Recipe(chosen, ratio, config.seed or 0, prefix_cache, trace_scores)
         return self.requests.submit(prompt, recipe, config, constraint, terms)
 
     def speculate(

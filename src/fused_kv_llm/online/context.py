@@ -75,9 +75,12 @@ class Recipe:
         For selectors that draw.
     prefix_cache : bool
         Whether KV that earlier requests have left is used, and some is left to later ones.
+    trace_scores : bool
+        Whether the report's trace has what the selector went by.
     """
 
     selector: Selector
     ratio: float
     seed: int = 0
     prefix_cache: bool = True
+    trace_scores: bool = False

@@ -17,8 +17,8 @@ from fused_kv_kernels import RowPlan, kv_deviation
 from fused_kv_llm.model import AttentionRule, NarrowingPass, attention_weights
 from fused_kv_llm.selectors import (
     FirstLayersView,
-    NarrowingSelector,
     Probe,
+    ScoringSelector,
     Selector,
     checked_selection,
     focused_chunks,
@@ -79,7 +79,7 @@ class FirstLayersPass(NarrowingPass):
 
     def watch(self, layer_idx: int, keys: Tensor, values: Tensor) -> None:
         """Compare a layer's fresh rows with the stored ones, and drop those that score least."""
-        if layer_idx not in self._view.deviation or not isinstance(self._selector, NarrowingSelector):
+        if layer_idx not in self._view.deviation or not isinstance(self._selector, ScoringSelector):
             return
         cache, chunk = self._kv.cache, self.selected.to(self.rows.device)
         stored = cache.keys[layer_idx, 0], cache.values[layer_idx, 0]

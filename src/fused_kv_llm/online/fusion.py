@@ -22,7 +22,7 @@ from fused_kv_llm.model import (
     forward_rows,
     pause_at,
 )
-from fused_kv_llm.report import FusionReport, PromptTrace
+from fused_kv_llm.report import FusionReport, PromptTrace, SelectionTrace
 from fused_kv_llm.selectors import FirstLayersView, TransferringSelector, View, budget_tokens, variant_selector
 
 from .context import FusionContext, Recipe
@@ -64,6 +64,7 @@ class Fusion:
         self._rows = request.fresh_positions[:0]
         self._slice: RaggedPart | None = None
         self._selection: Selection | None = None
+        self._trace: SelectionTrace | None = None
         self._released = self._narrows = False
         with timed(report, "load"), torch.inference_mode():
             self._kv = RequestKV(context, request, capacity)
@@ -112,7 +113,7 @@ class Fusion:
         """
         if self._selection is not None:
             self._selected = self._selection.positions(pause_at_s)
-            self._selection = None
+            self._trace, self._selection = self._selection.trace, None
             if self._request.seen_tokens < self._request.prefix_tokens:
                 # A probe may write where it does not look.
                 self._kv.write_prefix()
@@ -265,7 +266,8 @@ class Fusion:
             report.sidecar_bytes_loaded["context_shift"] = kv.shifts.bytes_loaded
         if request.offsets is not None:
             kind = request.kind.numpy()
-            report.trace = PromptTrace(request.text, request.offsets, kind, self._selected.cpu().numpy())
+            recomputed, num_layers = self._selected.cpu().numpy(), self._context.loaded.geometry.num_layers
+            report.trace = PromptTrace(request.text, request.offsets, kind, recomputed, num_layers, self._trace)
 
     def _weigh_uses(self) -> None:
         """Tell the store the overhead of each chunk's use: a variant's CFO, otherwise the share recomputed."""

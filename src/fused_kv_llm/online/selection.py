@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from fused_kv_llm.model import LoadedModel
-from fused_kv_llm.report import FusionReport, stage_span
+from fused_kv_llm.report import FusionReport, SelectionTrace, stage_span
 from fused_kv_llm.selectors import (
     FirstLayersView,
     Probe,
+    ScoringSelector,
     Selector,
     View,
     budget_tokens,
@@ -98,6 +99,11 @@ class Selection:
         What the recipe's selector wants to see.
     report : FusionReport
         Gets the seconds of probe and select, and what the anchors cost.
+
+    Attributes
+    ----------
+    trace : SelectionTrace or None
+        What the selector went by, once it has chosen, if the recipe asks for it.
     """
 
     def __init__(
@@ -106,6 +112,7 @@ class Selection:
         self._context, self._request, self._kv = context, request, kv
         self._recipe, self._view, self._report = recipe, view, report
         self._probe: QuestionProbe | None = None
+        self.trace: SelectionTrace | None = None
 
     def positions(self, pause_at_s: float = float("inf")) -> Tensor:
         """Return the chunk positions to recompute, int64, ascending.
@@ -121,14 +128,17 @@ class Selection:
         # Ratio 0 and ratio 1 leave nothing to decide, whatever the selector.
         if budget in (0, chunk.shape[0]):
             return chunk[:budget]
-        known = describe_chunks(request, recipe.seed)
+        known, by_layer = describe_chunks(request, recipe.seed), None
         if self._view.layers:
             with timed(report, "probe"):
-                known = replace(known, scores=self._question_probe().scores(pause_at_s).mean(0))
+                by_layer = self._question_probe().scores(pause_at_s)
+                known = replace(known, scores=by_layer.mean(0))
         with timed(report, "select"):
             if (selector := variant_selector(recipe.selector)) is not None:
                 overhead, recorded = describe_variants(request, selector.alpha)
                 known = replace(known, overhead=overhead, recorded=recorded)
+            if recipe.trace_scores and by_layer is not None:
+                self.trace = _traced(recipe.selector, self._view, by_layer, known)
             return checked_selection(recipe.selector, known, budget)
 
     def _question_probe(self) -> QuestionProbe:
@@ -138,6 +148,11 @@ class Selection:
             if anchors is not None:
                 _count_anchors(self._report, anchors)
         return self._probe
+
+
+def _traced(selector: Selector, view: View, by_layer: Tensor, known: Probe) -> SelectionTrace:
+    ranked_by = selector.score(known) if isinstance(selector, ScoringSelector) else by_layer.mean(0)
+    return SelectionTrace(view.layers, by_layer.float().cpu().numpy(), ranked_by.float().cpu().numpy())
 
 
 def describe_chunks(request: Request, seed: int) -> Probe:

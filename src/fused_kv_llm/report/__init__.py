@@ -7,7 +7,7 @@ from fused_kv_llm.report.ingest_report import IngestReport
 from fused_kv_llm.report.support import Support, Unsupported, lexical_support
 from fused_kv_llm.report.telemetry import RequestSpan, remote_parent, stage_span
 from fused_kv_llm.report.timeline import StageTime
-from fused_kv_llm.report.trace import PromptTrace
+from fused_kv_llm.report.trace import PromptTrace, SelectionTrace
 from fused_kv_llm.report.verdict import Outcome, Verdict
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Outcome",
     "PromptTrace",
     "RequestSpan",
+    "SelectionTrace",
     "StageTime",
     "Support",
     "Unsupported",

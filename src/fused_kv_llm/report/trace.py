@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["PromptTrace", "Run", "TokenState"]
+__all__ = ["PromptTrace", "Run", "SelectionTrace", "TokenState"]
 
 TokenState = Literal["prefix", "reused", "recomputed", "fresh"]
 
@@ -38,6 +38,25 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class SelectionTrace:
+    """What a selector went by.
+
+    Parameters
+    ----------
+    layers : tuple of int
+        The model's layers that it looked at.
+    scores : numpy.ndarray
+        float32 ``[layers, chunk tokens]``, the question's attention to each chunk token, mean over heads.
+    total : numpy.ndarray
+        float32 ``[chunk tokens]``, by which it ranked them.
+    """
+
+    layers: tuple[int, ...]
+    scores: NDArray[np.float32]
+    total: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PromptTrace:
     """The tokens of a prompt and what became of them.
 
@@ -51,12 +70,18 @@ class PromptTrace:
         int64 ``[tokens]``: -2 exact prefix, -1 fresh text, otherwise the number of the chunk.
     recomputed : numpy.ndarray
         int64 positions of the chunk tokens that were recomputed.
+    model_layers : int
+        Layers of the model.
+    selection : SelectionTrace or None
+        Only where scores were asked for, and the selector looks at the question's attention.
     """
 
     text: str
     offsets: NDArray[np.int64]
     kind: NDArray[np.int64]
     recomputed: NDArray[np.int64]
+    model_layers: int = 0
+    selection: SelectionTrace | None = None
 
     def states(self) -> NDArray[np.int64]:
         """Return per token 0 prefix, 1 reused, 2 recomputed, 3 fresh, as int64 ``[tokens]``."""
@@ -71,14 +96,24 @@ class PromptTrace:
         -------
         dict
             ``text``; ``tokens``, ``[begin, end]`` of each in the text, in characters; ``states``, as :meth:`states`
-            numbers them; ``chunk``, the number of each token's chunk, -1 outside chunks.
+            numbers them; ``chunk``, the number of each token's chunk, -1 outside chunks; ``model_layers``; and
+            ``selection``, None or a dict of ``layers``, ``scores``, for each of them a list with a number for each
+            chunk token in order, and ``total``, a number for each token, None outside chunks.
         """
         return {
             "text": self.text,
             "tokens": self.offsets.tolist(),
             "states": self.states().tolist(),
             "chunk": np.maximum(self.kind, -1).tolist(),
+            "model_layers": self.model_layers,
+            "selection": None if self.selection is None else self._selection_as_dict(self.selection),
         }
+
+    def _selection_as_dict(self, selection: SelectionTrace) -> dict[str, Any]:
+        total: list[float | None] = [None] * len(self.kind)
+        for position, score in zip(np.flatnonzero(self.kind >= 0).tolist(), _short(selection.total), strict=True):
+            total[position] = score
+        return {"layers": list(selection.layers), "scores": [_short(row) for row in selection.scores], "total": total}
 
     def runs(self) -> Iterator[Run]:
         """Yield the prompt as runs, in order."""
@@ -109,3 +144,8 @@ class PromptTrace:
             )
             for _, runs in sorted(found.items())
         ]
+
+
+def _short(scores: NDArray[np.float32]) -> list[float]:
+    """Return numbers with four digits, which tell colours and ranks apart and take half the space."""
+    return [float(f"{score:.4g}") for score in scores.tolist()]

@@ -12,7 +12,7 @@ from fused_kv_llm.errors import ConfigError, FusedKVError
 
 from .views import FirstLayersView, View
 
-__all__ = ["NarrowingSelector", "Probe", "Selector", "TransferringSelector", "checked_selection", "required"]
+__all__ = ["Probe", "ScoringSelector", "Selector", "TransferringSelector", "checked_selection", "required"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +86,11 @@ class TransferringSelector(Selector, Protocol):
 
 
 @runtime_checkable
-class NarrowingSelector(Selector, Protocol):
-    """A selector whose view compares KV: it also ranks the rows, so that the best go on."""
+class ScoringSelector(Selector, Protocol):
+    """A selector that says by what it ranks chunk tokens; one whose view compares KV has to, so that the best go on."""
 
     def score(self, probe: Probe) -> Tensor:
-        """Return float32 ``[C]``, higher for tokens to be recomputed, from what is known at one layer."""
+        """Return float32 ``[C]``, higher for tokens to be recomputed, from what is known so far."""
 
 
 def required(part: Tensor | None, what: str, selector_name: str) -> Tensor:

@@ -73,13 +73,19 @@ class SinkAttention:
         FusedKVError
             If the probe carries no scores, which is a fault of the caller.
         """
-        scores = required(probe.scores, "question attention scores", self.name)
-        weighted = scores * (1 + self.weight * torch.exp(-probe.offset.float() / self.tokens))
+        scores, weighted = self._scores(probe), self.score(probe)
         if self.coverage < 1.0:
             ranked = torch.sort(weighted, descending=True, stable=True).indices
             covered = scores[ranked].cumsum(0) / scores.sum()
             budget = min(budget, 1 + int((covered < self.coverage).sum()))
         return top_positions(probe.positions, weighted, budget)
+
+    def score(self, probe: Probe) -> Tensor:
+        """Return float32 ``[C]``, the attention with the weight of a chunk's first tokens; raises as :meth:`select`."""
+        return self._scores(probe) * (1 + self.weight * torch.exp(-probe.offset.float() / self.tokens))
+
+    def _scores(self, probe: Probe) -> Tensor:
+        return required(probe.scores, "question attention scores", self.name)
 
 
 SINK_ATTENTION_VARIANTS = SinkAttention(name="sink_attention_variants", takes_variants=True)

@@ -45,6 +45,8 @@ class FusedKVOptions(_Strict):
     """Keeps what is stored for the key's tenant apart once more, for instance by end user."""
     retrieve: Retrieve | None = None
     """Answer a conversation from the tenant's documents."""
+    trace: bool = False
+    """Keep the scores by which tokens were chosen, for ``/v1/requests/ID/trace``."""
     expected: Annotated[list[ExpectedChunk], Field(max_length=64)] | None = None
     """Chunks that the prompt should contain: the report has a verdict on each."""
 
@@ -88,6 +90,7 @@ class Sampling(_Strict):
             "stop": self.stop,
             "seed": self.seed,
         }
+        options["trace_scores"] = self.fused_kv.trace
         return options | self.fused_kv.model_dump(
             include={"recompute_ratio", "selector", "expected"}, exclude_none=True
         )

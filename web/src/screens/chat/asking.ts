@@ -165,7 +165,8 @@ function messagesBefore(conversation: Conversation | undefined, turn: string): {
 }
 
 function optionsOf(wanted: Settings): Record<string, unknown> {
-  const fused: Record<string, unknown> = {};
+  // The scores by which tokens are chosen, for the request's screen.
+  const fused: Record<string, unknown> = { trace: true };
   if (wanted.ratio !== "server") fused.recompute_ratio = wanted.ratio;
   if (wanted.selector) fused.selector = wanted.selector;
   if (wanted.retrieve) fused.retrieve = { k: wanted.k };
