@@ -888,6 +888,11 @@ export interface components {
             /** Tenant */
             tenant?: string | null;
             retrieve?: components["schemas"]["Retrieve"] | null;
+            /**
+             * Trace
+             * @default false
+             */
+            trace: boolean;
             /** Expected */
             expected?: string[] | null;
         };
