@@ -6,7 +6,7 @@ from typing import Any
 
 from playwright.sync_api import expect
 from ui import synthetic
-from ui.looking import is_wider_than_window, photographed, violations
+from ui.looking import documented, is_wider_than_window, photographed, violations
 
 FULL = "The Aldebaran carries 412 passengers and 96 cars."
 
@@ -64,4 +64,7 @@ def test_the_server_answers_in_every_way(open_page: Any) -> None:
     expect(panels.first.locator("mark")).to_have_count(0)
     expect(panels.first).to_contain_text("100 %")
     expect(page.get_by_role("img", name="Agreement over time")).to_be_visible()
+    expect(panels.first.get_by_text("First token")).to_be_visible()
+    panels.first.evaluate("panel => panel.scrollIntoView()")
+    documented(page, "compare")
     photographed(page, "compare-real")

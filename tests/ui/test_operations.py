@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from playwright.sync_api import expect
-from ui.looking import is_wider_than_window, photographed, violations
+from ui.looking import documented, is_wider_than_window, photographed, violations
 
 
 def test_figures_are_shown_and_asked_again_unless_paused(open_page: Any, axe_source: str) -> None:
@@ -21,6 +21,7 @@ def test_figures_are_shown_and_asked_again_unless_paused(open_page: Any, axe_sou
     with page.expect_request("**/v1/operations?minutes=60"):
         page.get_by_label("Recent is the last").select_option("hour")
     expect(page.get_by_text("disk", exact=True)).to_be_visible()
+    documented(page, "operations")
     assert violations(page, axe_source) == []
     photographed(page, "operations")
     page.set_viewport_size({"width": 360, "height": 740})

@@ -35,7 +35,7 @@ def test_the_file_shows_the_prompt_its_chunks_and_its_costs(file_page: Any, axe_
     page = file_page
     expect(page.get_by_role("heading", level=1)).to_have_text(EVIL)
     expect(page.locator(".prompt-map .in-chunk").first).to_be_visible()
-    expect(page.locator(".answer")).to_have_text(f"412 {EVIL}")
+    expect(page.locator(".told")).to_have_text(f"412 {EVIL}")
     assert page.get_by_role("button", name="Ingest this text").count() == 0
     page.get_by_role("button", name="Replay").click()
     expect(page.locator(".slider output")).to_be_visible()

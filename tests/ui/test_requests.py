@@ -8,7 +8,7 @@ import httpx
 import pytest
 from playwright.sync_api import expect
 from ui import synthetic
-from ui.looking import is_wider_than_window, photographed, violations
+from ui.looking import documented, is_wider_than_window, photographed, violations
 
 QUESTION = "How many passengers can the Aldebaran carry?"
 
@@ -34,13 +34,15 @@ def asked(ui_url: str) -> dict[str, str]:
 
 def test_a_request_shows_its_prompt_by_state(open_page: Any, axe_source: str, asked: dict[str, str]) -> None:
     page = open_page(f"#/requests/{asked['reused']}")
-    expect(page.locator(".request-head .question")).to_contain_text(QUESTION)
+    expect(page.locator(".request-head .asked")).to_contain_text(QUESTION)
     expect(page.locator(".prompt-map .in-chunk")).to_have_count(3)
     expect(page.get_by_text("3 in all, all reused.")).to_be_visible()
     expect(page.locator(".chunk")).to_have_count(3)
     assert page.locator(".prompt-map .p2").count() > 3
     page.get_by_role("button", name="Measure a full prefill").click()
     expect(page.locator(".measure .timeline")).to_contain_text("full prefill", timeout=60_000)
+    page.locator("main").evaluate("main => main.scrollTo(0, 0)")
+    documented(page, "request")
     page.get_by_role("button", name="Show chunk 2 in the prompt").click()
     page.locator(".prompt-map").focus()
     for _ in range(3):
@@ -92,6 +94,8 @@ def test_requests_are_filtered_and_two_compared(open_page: Any, axe_source: str,
     page.get_by_label("A chunk was").select_option("not_ingested")
     expect(rows).to_have_count(1)
     page.get_by_role("button", name="Clear").click()
+    expect(rows.nth(2)).to_be_visible()
+    documented(page, "requests")
     boxes = page.get_by_role("checkbox", name=f"Compare “{QUESTION}")
     boxes.nth(0).check()
     boxes.nth(1).check()

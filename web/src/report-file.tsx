@@ -19,7 +19,7 @@ if (root && data) {
   root.replaceChildren();
   render(
     <div class="page">
-      <h1 class="question">{question || "What became of a prompt"}</h1>
+      <h1 class="asked">{question || "What became of a prompt"}</h1>
       <DetailView detail={detail} trace={trace} noTrace="This report was made without its prompt." />
     </div>,
     root,

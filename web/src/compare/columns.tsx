@@ -30,7 +30,7 @@ export function Columns({ columns, reference }: { columns: Column[]; reference: 
 function Answer({ answer, reference }: { answer: string; reference: string }) {
   const { same, different } = parted(reference, answer);
   return (
-    <p class="answer" tabIndex={0}>
+    <p class="told" tabIndex={0}>
       {same}
       {different && (
         <mark>

@@ -68,11 +68,11 @@ function Chunk({ number, chunk, actions, onShow }: Omit<Props, "chunks"> & { num
 
 function ChunkText({ text }: { text: string | null }) {
   if (text == null) return <p class="dim">Its text was not kept.</p>;
-  if (text.length <= 140) return <p class="chunk-text">{text}</p>;
+  if (text.length <= 140) return <p class="passage">{text}</p>;
   return (
     <details>
-      <summary class="chunk-text">{beginning(text, 140)}</summary>
-      <p class="chunk-text whole">{text}</p>
+      <summary class="passage">{beginning(text, 140)}</summary>
+      <p class="passage whole">{text}</p>
     </details>
   );
 }

@@ -54,7 +54,7 @@ function Answer({ detail }: { detail: Detail }) {
   if (detail.answer === undefined) return null;
   return (
     <Panel title="Answer">
-      {detail.answer === null ? <p class="body dim">It was not kept.</p> : <p class="body answer" tabIndex={0}>{detail.answer}</p>}
+      {detail.answer === null ? <p class="body dim">It was not kept.</p> : <p class="body told" tabIndex={0}>{detail.answer}</p>}
     </Panel>
   );
 }

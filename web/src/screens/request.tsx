@@ -59,7 +59,7 @@ function Head({ kept }: { kept: Kept }) {
   const facts = [moment(kept.created_s), kept.model, kept.selector, kept.id].filter(Boolean);
   return (
     <div class="request-head">
-      <p class="question">{kept.question ?? "A request whose texts were not kept"}</p>
+      <p class="asked">{kept.question ?? "A request whose texts were not kept"}</p>
       <p class="muted small wrap">
         <Badge tone={kept.status === "ok" ? "good" : "warn"}>{kept.status}</Badge> {facts.join(" · ")}
       </p>

@@ -145,7 +145,7 @@ function Row({ row, isChosen, toggle }: { row: RequestSummary; isChosen: boolean
       <td>
         <input type="checkbox" checked={isChosen} aria-label={`Compare “${question}”`} onChange={() => toggle(row.id)} />
       </td>
-      <td class="question">
+      <td class="asked">
         <a href={hrefOf("requests", row.id)}>{question}</a>
       </td>
       <td>
