@@ -43,6 +43,7 @@ def test_files_are_uploaded_one_is_cancelled_and_resumed(
     with ui_engine.model_lock:
         chosen(page, *(file_of(f"pier-{number}.txt", text) for number, text in enumerate(TEXTS)))
         expect(page.get_by_role("list", name="Chosen files").get_by_role("listitem")).to_have_count(3)
+        expect(page.get_by_label("Chosen files")).to_contain_text("1 chunk (1 new)")
         page.get_by_role("button", name="Upload 3 files").click()
         expect(job(page, "pier-2.txt")).to_be_visible()
         page.get_by_role("button", name="Cancel pier-2.txt").click()

@@ -12,7 +12,18 @@ from fastapi.concurrency import run_in_threadpool
 
 from fused_kv_llm.engine import FusedKVEngine
 
-from . import chat, checking, comparing, document_routes, history_routes, job_routes, operations, web, web_settings
+from . import (
+    chat,
+    checking,
+    comparing,
+    document_routes,
+    estimating,
+    history_routes,
+    job_routes,
+    operations,
+    web,
+    web_settings,
+)
 from .config import ServerConfig
 from .desk import DocumentDesk
 from .guard import Guard
@@ -65,6 +76,7 @@ def create_app(engine: FusedKVEngine, config: ServerConfig | None = None) -> Fas
     app.include_router(chat.router)
     app.include_router(checking.router)
     app.include_router(comparing.router)
+    app.include_router(estimating.router)
     app.include_router(document_routes.router)
     app.include_router(history_routes.router)
     app.include_router(job_routes.router)

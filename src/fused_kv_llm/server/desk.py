@@ -42,6 +42,8 @@ class DocumentDesk:
 
     Attributes
     ----------
+    limits : ReadingLimits
+        Of reading an upload.
     libraries : Libraries
     jobs : JobRunner
     retrieval : Retrieval
@@ -49,7 +51,7 @@ class DocumentDesk:
 
     def __init__(self, tenants: Tenants, config: ServerConfig) -> None:
         self._tenants = tenants
-        limits = ReadingLimits(
+        self.limits = ReadingLimits(
             chunk_chars=config.chunk_chars,
             max_pages=config.max_document_pages,
             max_chars=config.max_document_chars,
@@ -59,7 +61,7 @@ class DocumentDesk:
         )
         embedder = as_embedder(tenants.default.config.embedder)
         self.libraries = Libraries(tenants)
-        self.jobs = JobRunner(tenants, self.libraries, embedder, limits, config.max_waiting_jobs)
+        self.jobs = JobRunner(tenants, self.libraries, embedder, self.limits, config.max_waiting_jobs)
         self.retrieval = Retrieval(embedder)
 
     @contextmanager

@@ -23,7 +23,7 @@ from .reading import UPLOAD_SUFFIXES
 from .refusals import RefusedError
 from .state import state_of
 
-__all__ = ["After", "Limit", "Owned", "page", "router"]
+__all__ = ["UPLOAD_BODY", "After", "Limit", "Owned", "given_upload", "page", "router"]
 
 router = APIRouter()
 
@@ -59,7 +59,7 @@ class _FileUpload(BaseModel):
 
 
 # For the schema: a route reads it by itself, since it may be either.
-_BODY = {
+UPLOAD_BODY = {
     "requestBody": {
         "required": True,
         "content": {
@@ -82,13 +82,13 @@ class _Upload(NamedTuple):
     content: bytes
 
 
-@router.post("/v1/documents", status_code=202, openapi_extra=_BODY)
+@router.post("/v1/documents", status_code=202, openapi_extra=UPLOAD_BODY)
 async def upload(http: Request, owner: Owned) -> dict[str, Any]:
     """Take a document, as a form's file or as JSON with a text; it is ingested by a job."""
     state = state_of(http)
     state.check_open()
     state.documents.jobs.check_room()
-    given = await _given(http)
+    given = await given_upload(http)
     if given.about.expires_at is not None and given.about.expires_at <= time.time():
         raise RefusedError("expires_at: is over already; give seconds since 1970", param="expires_at")
 
@@ -209,7 +209,14 @@ def _chunk(chunk: Chunk, row: ChunkRow | None, standing: ChunkStanding | None) -
     return found
 
 
-async def _given(http: Request) -> _Upload:
+async def given_upload(http: Request) -> _Upload:
+    """Return what a request uploads, as a form's file or as JSON with a text.
+
+    Raises
+    ------
+    RefusedError
+        If it is neither.
+    """
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "multipart/form-data":
         async with http.form(max_files=1, max_fields=4, max_part_size=2**16) as form:

@@ -124,6 +124,26 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/v1/documents/estimate": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Estimate
+         * @description Say how many chunks, tokens, bytes of KV and seconds an upload will need; nothing of it is kept.
+         */
+        post: operations["estimate_v1_documents_estimate_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/v1/documents": {
         parameters: {
             query?: never;
@@ -861,6 +881,22 @@ export interface components {
             code: string | null;
         };
         /**
+         * Estimate
+         * @description What the ingestion of a document needs; chunks that are stored already cost nothing.
+         */
+        Estimate: {
+            /** Chunks */
+            chunks: number;
+            /** New Chunks */
+            new_chunks: number;
+            /** Tokens */
+            tokens: number;
+            /** Kv Bytes */
+            kv_bytes: number;
+            /** Seconds Estimate */
+            seconds_estimate: number | null;
+        };
+        /**
          * FunctionOfTool
          * @description A function that the model may call.
          */
@@ -1541,6 +1577,81 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["Measured"];
+                };
+            };
+            /** @description Client Error */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorAnswer"];
+                };
+            };
+            /** @description Server Error */
+            "5XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorAnswer"];
+                };
+            };
+        };
+    };
+    estimate_v1_documents_estimate_post: {
+        parameters: {
+            query?: {
+                tenant?: string | null;
+            };
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": {
+                    /**
+                     * Name
+                     * @default
+                     */
+                    name?: string;
+                    /** Metadata */
+                    metadata?: {
+                        [key: string]: unknown;
+                    };
+                    /** Expires At */
+                    expires_at?: number | null;
+                    /** Text */
+                    text: string;
+                };
+                "multipart/form-data": {
+                    /**
+                     * File
+                     * Format: binary
+                     */
+                    file: string;
+                    /** Name */
+                    name?: string | null;
+                    /**
+                     * Metadata
+                     * @description A JSON object.
+                     * @default {}
+                     */
+                    metadata?: string;
+                    /** Expires At */
+                    expires_at?: number | null;
+                };
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Estimate"];
                 };
             };
             /** @description Client Error */

@@ -169,9 +169,4 @@ export interface DocumentDetail extends Omit<DocumentRow, "chunks"> {
   chunks: ChunkRow[];
 }
 
-export interface Estimate {
-  chunks: number;
-  tokens: number;
-  kv_bytes: number;
-  seconds_estimate: number | null;
-}
+export type Estimate = components["schemas"]["Estimate"];

@@ -2,6 +2,7 @@
 import { signal } from "@preact/signals";
 
 import { ApiError, ask, askStream, isAbort, wordsOf } from "../../api/client";
+import type { components } from "../../api/schema";
 import type { List, Report, RequestSummary, Retrieved, UsedChunk } from "../../api/types";
 import { has, loadSettings } from "../../server";
 import { textsOf } from "./chunk-texts";
@@ -28,9 +29,7 @@ interface Chunk {
   fused_kv?: Report & { retrieved?: Retrieved[]; chunks?: UsedChunk[] };
 }
 
-interface Support {
-  spans?: { text?: string; begin?: number; end?: number; start?: number }[] | [number, number][];
-}
+type Support = components["schemas"]["SupportOfAnswer"];
 
 /** The answers under way: their ids, and what stops them. */
 export const running = signal<ReadonlyMap<string, AbortController>>(new Map());
@@ -93,7 +92,8 @@ async function answer(conversation: string, turn: string, wanted: Settings): Pro
     left.delete(id);
     running.value = left;
   }
-  await complete(change, () => find(conversation, turn)?.answers.find((one) => one.id === id));
+  const question = messages.at(-1)?.content ?? "";
+  await complete(question, change, () => find(conversation, turn)?.answers.find((one) => one.id === id));
 }
 
 function find(conversation: string, turn: string): Turn | undefined {
@@ -102,6 +102,7 @@ function find(conversation: string, turn: string): Turn | undefined {
 
 /** Look up what an answer does not bring itself: texts of chunks, the time saved, what no chunk supports. */
 async function complete(
+  question: string,
   change: (more: Partial<Answer>) => void,
   found: () => Answer | undefined,
 ): Promise<void> {
@@ -111,8 +112,8 @@ async function complete(
   change({ savedS: await savedBy(done.requestId) });
   const chunks = found()?.sources?.flatMap((one) => one.text ?? []) ?? [];
   if (!chunks.length || !done.text.trim()) return;
-  const support = await ifThere<Support>("/v1/support", { answer: done.text, chunks });
-  if (support?.spans) change({ unsupported: wordsIn(done.text, support.spans) });
+  const support = await ifThere<Support>("/v1/support", { answer: done.text, chunks: [...chunks, question] });
+  if (support) change({ unsupported: support.spans.map((one) => one.text) });
 }
 
 const LOOKS = 4;
@@ -139,15 +140,6 @@ async function ifThere<T>(path: string, body?: unknown, query = ""): Promise<T |
     if (error instanceof ApiError || error instanceof TypeError) return undefined;
     throw error;
   }
-}
-
-function wordsIn(text: string, spans: NonNullable<Support["spans"]>): string[] {
-  // The server counts characters, JavaScript their halves in UTF-16.
-  const characters = [...text];
-  return spans.map((span) => {
-    const [begin, end] = Array.isArray(span) ? span : [span.begin ?? span.start ?? 0, span.end ?? 0];
-    return characters.slice(begin, end).join("");
-  });
 }
 
 function messagesBefore(conversation: Conversation | undefined, turn: string): { role: string; content: string }[] {

@@ -131,8 +131,9 @@ function ChosenFile({ one }: { one: Chosen }) {
       {one.estimating && <small role="status">Estimating</small>}
       {one.estimate && (
         <small>
-          {plural(one.estimate.chunks, "chunk")}, {count(one.estimate.tokens)} tokens, {bytes(one.estimate.kv_bytes)} of
-          KV{one.estimate.seconds_estimate != null && `, about ${seconds(one.estimate.seconds_estimate)}`}
+          {plural(one.estimate.chunks, "chunk")} ({one.estimate.new_chunks} new), {count(one.estimate.tokens)} tokens,{" "}
+          {bytes(one.estimate.kv_bytes)} of KV
+          {one.estimate.seconds_estimate != null && `, about ${seconds(one.estimate.seconds_estimate)}`}
         </small>
       )}
     </li>
