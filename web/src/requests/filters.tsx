@@ -48,7 +48,7 @@ export function Filters({ filters }: { filters: Filtering }) {
       {select("within", "Time", pairs(TIMES))}
       {select("status", "Status", words(["ok", "cancelled", "refused", "failed"]))}
       {select("selector", "Selector", words(settings.value?.selectors ?? []))}
-      {select("min_reused", "Reused", pairs(SHARES))}
+      {select("min_reused", "From chunks", pairs(SHARES))}
       {select("verdict", "A chunk was", pairs([["", "Any"], ...OUTCOMES.map((one) => [one, outcomeWords(one)] as [string, string])]))}
       <Field label="Model">
         <input value={filters.model ?? ""} placeholder="Any" onChange={set("model")} data-focus />

@@ -119,7 +119,8 @@ function Table({ rows, chosen, toggle }: TableProps) {
             <th scope="col">Status</th>
             <th scope="col">Selector</th>
             <th scope="col" class="number">Prompt</th>
-            <th scope="col" class="number">Reused</th>
+            <th scope="col" class="number">From prefix</th>
+            <th scope="col" class="number">From chunks</th>
             <th scope="col" class="number">First token</th>
             <th scope="col" class="number">Saved</th>
             <th scope="col" class="number">Not reused</th>
@@ -153,6 +154,7 @@ function Row({ row, isChosen, toggle }: { row: RequestSummary; isChosen: boolean
       </td>
       <td>{row.selector ? `${row.selector} ${+row.recompute_ratio.toFixed(3)}` : "–"}</td>
       <td class="number">{count(row.prompt_tokens)}</td>
+      <td class="number">{percent(row.prefix_tokens, row.prompt_tokens)}</td>
       <td class="number">{percent(row.reused_tokens, row.prompt_tokens)}</td>
       <td class="number">{seconds(row.ttft_s)}</td>
       <td class="number">{seconds(row.saved_s)}</td>
