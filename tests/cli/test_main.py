@@ -84,15 +84,27 @@ def test_ask_answers_and_reports(kv_dir: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert f"The report is in {page}" in result.output
     assert "<title>How high is the lighthouse?</title>" in page.read_text()
-    assert re.search(r'"source": "[^"]*harbour.txt"', page.read_text())
+    assert re.search(r'"source": "[^"]*harbour.txt", "score": 0\.\d+', page.read_text())
     assert "first token after" in result.output
     assert "2 chunks found" in result.output
     sources = [line for line in result.output.splitlines() if line.startswith("  ")]
     assert len(sources) == 2
-    assert sources[0].startswith("  harbour.txt: The lighthouse on Ulvane Point")
+    assert re.match(r"  harbour\.txt \(0\.\d\d\): The lighthouse on Ulvane Point", sources[0])
     reused = re.search(r"prompt tokens: (\d+) reused", result.output)
     assert reused is not None
     assert int(reused[1]) > 50
+
+
+def test_ask_as_json_has_stdout_for_itself(kv_dir: Path) -> None:
+    result = run("ask", "How high is the lighthouse?", "--kv-dir", kv_dir, "--max-tokens", "4", "--k", "2", "--json")
+    assert result.exit_code == 0, result.output
+    said = json.loads(result.stdout)
+    assert said["sources"][0]["text"] == TEXTS[1]
+    assert 1 >= said["sources"][0]["score"] > said["sources"][1]["score"] > -1
+    assert said["report"]["completion_tokens"] <= 4
+    assert said["answer"]
+    assert said["answer"] in result.stderr
+    assert "ways" not in said
 
 
 def test_compare_shows_every_way(kv_dir: Path) -> None:

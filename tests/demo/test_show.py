@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from fused_kv_llm.demo import Row, answers, explain, medians, sources, times
-from fused_kv_llm.demo.passages import Passage
+from fused_kv_llm.demo.passages import FoundPassage, Passage
 
 LONG = (
     "The Aldebaran can carry 412 passengers and 68 cars on two vehicle decks, and she is the largest vessel [of all]."
@@ -65,6 +65,8 @@ def test_sources_are_one_line_each(width: int) -> None:
         Passage("Short.", "/corpus/notes.txt"),
     ]
     lines = shown(sources(passages), width)
+    found = shown(sources([FoundPassage("Short.", "/corpus/notes.txt", 0.5012)]), width)
+    assert found[1:] == ["  notes.txt (0.50): Short."]
     assert lines[0].startswith("2 passages")
     assert lines[1].startswith("  ships/fleet.md: The Aldebaran is the flagship [of the fleet]. She")
     assert len(lines[1]) == width

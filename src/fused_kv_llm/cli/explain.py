@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +9,7 @@ import typer
 from rich.markup import escape
 
 from fused_kv_llm.cli.options import takes_engine_options
-from fused_kv_llm.cli.terminal import doing, out, quiet_libraries
+from fused_kv_llm.cli.terminal import doing, out, print_data, quiet_libraries, talking_aside
 from fused_kv_llm.errors import CorpusError
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ def _explain(
     from fused_kv_llm.engine import FusedKVEngine
 
     quiet_libraries()
-    with doing(f"Loading {options['model']}"):
+    with talking_aside(aside=as_json), doing(f"Loading {options['model']}"):
         engine = FusedKVEngine(**options, preprocessing="none", store_misses=False)
     with engine:
         if asked is None:
@@ -53,7 +52,7 @@ def _explain(
         else:
             verdict = engine.explain(asked, [chunk], operator=operator)[0]
     if as_json:
-        out.print_json(json.dumps(verdict.to_dict()))
+        print_data(verdict.to_dict())
     else:
         _show(verdict)
     if not verdict.is_reused:

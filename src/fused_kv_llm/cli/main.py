@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +17,7 @@ from fused_kv_llm.cli.layers import add_layers_command
 from fused_kv_llm.cli.options import IDENTITY_OPTIONS, takes_engine_options
 from fused_kv_llm.cli.serve import add_serve_command
 from fused_kv_llm.cli.store import store_app
-from fused_kv_llm.cli.terminal import FriendlyGroup, doing, out, quiet_libraries
+from fused_kv_llm.cli.terminal import FriendlyGroup, doing, out, print_data, quiet_libraries, talking_aside
 from fused_kv_llm.config import DEFAULT_MODEL
 from fused_kv_llm.demo import DEMO
 from fused_kv_llm.errors import ConfigError
@@ -74,13 +75,33 @@ def ask(
     max_tokens: MaxTokens = 128,
     compare: Annotated[bool, typer.Option("--compare", help="Also answer without stored KV.")] = False,
     html: Annotated[Path | None, typer.Option(help="A file to write the request's report to, as a page.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object; what people read goes to stderr.")
+    ] = False,
     **options: Any,
 ) -> None:
     """Answer a question from the ingested files."""
-    from fused_kv_llm.demo import MiniLM, PassageIndex, Rag, explain
-
     if html is not None and (html.is_dir() or not html.parent.is_dir()):
         raise ConfigError(f"--html {html} is no file in a folder that exists: name one, such as report.html")
+    with talking_aside(aside=as_json):
+        said = _ask(question, k, model, max_tokens=max_tokens, compare=compare, html=html, **options)
+    if as_json:
+        print_data(said)
+
+
+def _ask(
+    question: str,
+    k: int,
+    model: str | None,
+    *,
+    max_tokens: int,
+    compare: bool,
+    html: Path | None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Answer a question; return what was said as plain data."""
+    from fused_kv_llm.demo import MiniLM, PassageIndex, Rag, explain
+
     quiet_libraries()
     index = PassageIndex.open(options["kv_dir"], MiniLM())
     options = {**index.info.options, **options}
@@ -89,13 +110,16 @@ def ask(
     with _load(**options) as engine:
         prompt = Rag(index, engine, k=k, max_tokens=max_tokens).prompt(question)
         answer, report = _answer(engine, prompt, max_tokens=max_tokens)
+        chunks = [asdict(passage) for passage in prompt.sources]
+        said = {"question": question, "answer": answer, "sources": chunks, "report": report.to_dict()}
         if html is not None:
-            chunks = [{"text": passage.text, "source": passage.source} for passage in prompt.sources]
             html.write_text(report.to_html(question=question, answer=answer, chunks=chunks), encoding="ascii")
             out.print(f"The report is in {escape(str(html))}", highlight=False, soft_wrap=True)
         if compare:
             rows = _compare(engine, prompt, engine.recompute_ratio, max_tokens=max_tokens)
             out.print(explain(rows), highlight=False)
+            said["ways"] = [asdict(row) for row in rows]
+    return said
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import warnings
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from typer.core import TyperGroup
 
 from fused_kv_llm.errors import FusedKVError, FusedKVWarning
 
-__all__ = ["FriendlyGroup", "doing", "err", "out", "quiet_libraries"]
+__all__ = ["FriendlyGroup", "doing", "err", "out", "print_data", "quiet_libraries", "talking_aside"]
 
 _FAILED = 1
 _INTERRUPTED = 130
@@ -52,6 +53,21 @@ def doing(what: str) -> Iterator[None]:
     else:
         out.print(what, highlight=False, markup=False)
         yield
+
+
+@contextmanager
+def talking_aside(*, aside: bool) -> Iterator[None]:
+    """Have what people read go to stderr, where stdout is for data that a program reads."""
+    before, out.stderr = out.stderr, aside or out.stderr
+    try:
+        yield
+    finally:
+        out.stderr = before
+
+
+def print_data(data: Any) -> None:
+    """Print plain data as JSON."""
+    out.print_json(json.dumps(data))
 
 
 def quiet_libraries() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from fused_kv_llm.demo.plain_text import csv_text, html_text
 from fused_kv_llm.errors import ConfigError, CorpusError, FusedKVWarning, MissingExtraError
 
-__all__ = ["SUFFIXES", "Passage", "read_passages", "split_text"]
+__all__ = ["SUFFIXES", "FoundPassage", "Passage", "read_passages", "split_text"]
 
 SUFFIXES = (".txt", ".md", ".pdf", ".csv", ".html", ".htm")
 _BLANK_LINES = re.compile(r"\n[^\S\n]*\n\s*")
@@ -34,6 +34,19 @@ class Passage:
 
     text: str
     source: str
+
+
+@dataclass(frozen=True, slots=True)
+class FoundPassage(Passage):
+    """A passage that a search has found.
+
+    Parameters
+    ----------
+    score : float
+        Cosine of the angle between its vector and the query's.
+    """
+
+    score: float
 
 
 def read_passages(

@@ -18,7 +18,7 @@ import numpy as np
 from filelock import FileLock
 from numpy.typing import NDArray
 
-from fused_kv_llm.demo.passages import Passage
+from fused_kv_llm.demo.passages import FoundPassage, Passage
 from fused_kv_llm.errors import CorpusError, FusedKVWarning, MissingExtraError, StoreUnavailableError
 from fused_kv_llm.offline import corpus_vectors
 from fused_kv_llm.paths import write_atomically
@@ -159,11 +159,12 @@ class PassageIndex:
             warnings.warn(f"{error}. Made anew from the files given now.", FusedKVWarning, stacklevel=3)
             return None
 
-    def search(self, query: str, k: int) -> list[Passage]:
-        """Return the `k` passages nearest in meaning to a query, best first."""
+    def search(self, query: str, k: int) -> list[FoundPassage]:
+        """Return the `k` passages nearest in meaning to a query with their scores, best first."""
         wanted = min(k, len(self.passages))
-        _, rows = self._index.search(self._embedder.encode([query]), wanted)
-        return [self.passages[row] for row in rows[0]]
+        scores, rows = self._index.search(self._embedder.encode([query]), wanted)
+        found = [(self.passages[row], float(score)) for row, score in zip(rows[0], scores[0], strict=True)]
+        return [FoundPassage(passage.text, passage.source, round(score, 4)) for passage, score in found]
 
 
 def _faiss() -> Any:

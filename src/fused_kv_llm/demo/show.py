@@ -12,19 +12,21 @@ from rich.table import Table
 from rich.text import Text
 
 from fused_kv_llm.demo.comparison import Row
-from fused_kv_llm.demo.passages import Passage
+from fused_kv_llm.demo.passages import FoundPassage, Passage
 from fused_kv_llm.report import FusionReport
 
 __all__ = ["answers", "describe", "explain", "sources", "times"]
 
 
 def sources(passages: Sequence[Passage]) -> RenderableType:
-    """Return the retrieved passages, one line each: the file and how the passage begins."""
+    """Return the retrieved passages, one line each: the file, the score if there is one, how the passage begins."""
     folder = _common_folder(passages)
     lines = [Text(f"{len(passages)} passages in the prompt, the nearest to the question first:")]
     for passage in passages:
         begins = " ".join(passage.text.split())
-        lines.append(Text(f"  {os.path.relpath(passage.source, folder)}: {begins}", no_wrap=True, overflow="ellipsis"))
+        score = f" ({passage.score:.2f})" if isinstance(passage, FoundPassage) else ""
+        file = os.path.relpath(passage.source, folder)
+        lines.append(Text(f"  {file}{score}: {begins}", no_wrap=True, overflow="ellipsis"))
     return Group(*lines)
 
 
