@@ -114,7 +114,7 @@ def test_what_another_process_reads_stays(kv_dir, chunks):
             text=True,
         ) as process:
             assert process.stdout.readline() == "open\n"
-            with pytest.raises(StoreFullError, match="The 1 chunks"):
+            with pytest.raises(StoreFullError, match="room: 1 are being read"):
                 store.evict(0)
             assert store.contains(c.key for c in chunks[:3]) == {chunks[0].key}
             assert process.communicate("go\n", timeout=60)[0] == "True\n"

@@ -51,7 +51,7 @@ class DiskBudget:
         Raises
         ------
         StoreFullError
-            The budget is smaller, or every chunk that could go is being read.
+            The budget is smaller, or every chunk that could go is pinned or being read.
         """
         if self.limit_nbytes is None:
             return
@@ -68,7 +68,7 @@ class DiskBudget:
         Raises
         ------
         StoreFullError
-            The chunks that remain are being read.
+            The chunks that remain are pinned or being read.
         """
         self.flush_uses()
         held: set[str] = set()
@@ -77,8 +77,8 @@ class DiskBudget:
             victims = [v for v in self._index.ledger.victims(_AT_ONCE + len(held)) if v.key not in held]
             if not victims:
                 raise StoreFullError(
-                    f"The {len(held)} chunks that are left in {self._folder.root} are being read and cannot make room. "
-                    "Try again, or raise disk_bytes."
+                    f"The chunks that are left in {self._folder.root} cannot make room: {len(held)} are being read, "
+                    "the others are pinned. Unpin some, try again, or raise disk_bytes."
                 )
             chosen = []
             for victim in victims:

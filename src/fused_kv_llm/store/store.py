@@ -332,6 +332,24 @@ class KVStore:
         """Delete chunks from every tier; returns how many were stored."""
         return self._upkeep.delete(keys)
 
+    def pin(self, keys: Iterable[str], holder: str) -> None:
+        """Keep chunks from being evicted from the disk, for as long as somebody holds them."""
+        self._upkeep.pin(keys, holder)
+
+    def unpin(self, holder: str) -> None:
+        """Let go of everything that somebody has pinned; what others hold as well stays pinned."""
+        self._upkeep.unpin(holder)
+
+    def pinned(self, keys: Sequence[str]) -> set[str]:
+        """Return those of some chunks that are pinned, by their keys."""
+        self._parts.check_open()
+        return self._parts.index.pins.of([check_key(key) for key in keys])
+
+    def pin_holders(self) -> set[str]:
+        """Return everybody who has pinned something."""
+        self._parts.check_open()
+        return self._parts.index.pins.holders()
+
     def evict(self, disk_bytes: int | str) -> int:
         """Evict the chunks of least value until the files take at most so many bytes; returns how many went."""
         return self._upkeep.evict(disk_bytes)

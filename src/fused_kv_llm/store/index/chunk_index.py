@@ -20,6 +20,7 @@ from fused_kv_llm.store.format import KEY_VARIABLE, Cipher
 from fused_kv_llm.store.index.database import Database
 from fused_kv_llm.store.index.departures import Departure, Departures
 from fused_kv_llm.store.index.ledger import LEDGER_SCHEMA, Ledger
+from fused_kv_llm.store.index.pins import Pins
 from fused_kv_llm.store.index.policies import Policy
 from fused_kv_llm.store.index.records import Records
 from fused_kv_llm.store.index.rows import ChunkRow, ContentRows, IdentityTotals
@@ -78,6 +79,7 @@ class ChunkIndex:
         self.ledger = Ledger(self._database, policy)
         self.records = Records(self._database, cipher)
         self.departures = Departures(self._database)
+        self.pins = Pins(self._database)
         try:
             self._check_cipher(path, read_only=read_only)
         except BaseException:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from fused_kv_llm.store.index.database import Database
+from fused_kv_llm.store.index.pins import NOT_PINNED
 from fused_kv_llm.store.index.policies import Entry, Policy
 
 __all__ = ["LEDGER_SCHEMA", "Ledger", "Place", "Uses", "Victim"]
@@ -168,10 +169,10 @@ class Ledger:
         self._set("clock", max(priority, self.total("clock")))
 
     def victims(self, limit: int) -> list[Victim]:
-        """Return the chunks on the disk that should go first."""
+        """Return the chunks on the disk that should go first; those that are pinned do not go."""
         with self._database.connection() as connection:
             found = connection.execute(
-                "SELECT key, nbytes, priority, on_remote FROM places WHERE on_disk = 1 "
+                f"SELECT key, nbytes, priority, on_remote FROM places WHERE on_disk = 1 AND {NOT_PINNED} "
                 "ORDER BY priority, used_s LIMIT ?",
                 (limit,),
             ).fetchall()
