@@ -20,6 +20,7 @@ from . import (
     estimating,
     history_routes,
     job_routes,
+    kept_documents,
     operations,
     web,
     web_settings,
@@ -28,6 +29,7 @@ from .config import ServerConfig
 from .desk import DocumentDesk
 from .guard import Guard
 from .history import open_history
+from .metrics import Metrics
 from .refusals import ERRORS, add_error_handlers
 from .request_log import RequestLog
 from .state import ServerState
@@ -52,11 +54,12 @@ def create_app(engine: FusedKVEngine, config: ServerConfig | None = None) -> Fas
     """
     config = config or ServerConfig()
     tenants = Tenants(engine, config.max_tenants)
-    documents = DocumentDesk(tenants, config)
+    metrics = Metrics()
+    documents = DocumentDesk(tenants, config, metrics.over_quota)
 
     history = open_history(engine, config)
     model_name = config.model_name or engine.model_id
-    state = ServerState(config, tenants, documents, model_name, int(time.time()), history=history)
+    state = ServerState(config, tenants, documents, model_name, int(time.time()), metrics, history)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
@@ -80,6 +83,7 @@ def create_app(engine: FusedKVEngine, config: ServerConfig | None = None) -> Fas
     app.include_router(document_routes.router)
     app.include_router(history_routes.router)
     app.include_router(job_routes.router)
+    app.include_router(kept_documents.router)
     app.include_router(operations.router)
     app.include_router(web.router)
     app.include_router(web_settings.router)

@@ -17,6 +17,7 @@ from .libraries import Libraries, Owner
 from .library import Library
 from .reading import ReadingLimits
 from .retrieval import Retrieval
+from .stored_bytes import StoredBytes
 from .tenants import Tenants
 
 __all__ = ["DocumentDesk", "OpenLibrary"]
@@ -39,6 +40,8 @@ class DocumentDesk:
     ----------
     tenants : Tenants
     config : ServerConfig
+    on_refused : callable
+        Called with a tenant and ``stored_bytes`` when its documents would take more than they may.
 
     Attributes
     ----------
@@ -49,7 +52,7 @@ class DocumentDesk:
     retrieval : Retrieval
     """
 
-    def __init__(self, tenants: Tenants, config: ServerConfig) -> None:
+    def __init__(self, tenants: Tenants, config: ServerConfig, on_refused: Callable[[str, str], None]) -> None:
         self._tenants = tenants
         self.limits = ReadingLimits(
             chunk_chars=config.chunk_chars,
@@ -61,7 +64,8 @@ class DocumentDesk:
         )
         embedder = as_embedder(tenants.default.config.embedder)
         self.libraries = Libraries(tenants)
-        self.jobs = JobRunner(tenants, self.libraries, embedder, self.limits, config.max_waiting_jobs)
+        self._stored = StoredBytes(tenants, self.libraries, config.quotas, on_refused)
+        self.jobs = JobRunner(tenants, self.libraries, self._stored, embedder, self.limits, config.max_waiting_jobs)
         self.retrieval = Retrieval(embedder)
 
     @contextmanager
@@ -75,6 +79,17 @@ class DocumentDesk:
         """
         with self._tenants.using(*owner) as engine:
             yield OpenLibrary(owner, engine, self.libraries.of(engine, owner))
+
+    def check_bytes(self, owner: Owner) -> None:
+        """Make sure that a tenant may store more.
+
+        Raises
+        ------
+        RefusedError
+            If its documents take all that they may.
+        """
+        with self._tenants.using(*owner) as engine:
+            self._stored.check(engine, owner)
 
     @asynccontextmanager
     async def swept(self, every_s: float, *others: Callable[[], object]) -> AsyncGenerator[None]:

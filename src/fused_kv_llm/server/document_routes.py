@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import PurePosixPath
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi.concurrency import run_in_threadpool
@@ -23,9 +23,11 @@ from .reading import UPLOAD_SUFFIXES
 from .refusals import RefusedError
 from .state import state_of
 
-__all__ = ["UPLOAD_BODY", "After", "Limit", "Owned", "given_upload", "page", "router"]
+__all__ = ["UPLOAD_BODY", "After", "Limit", "Owned", "found_document", "given_upload", "page", "router", "told"]
 
 router = APIRouter()
+
+T = TypeVar("T", Document, Job)
 
 _NAME_CHARS = 255
 
@@ -88,6 +90,7 @@ async def upload(http: Request, owner: Owned) -> dict[str, Any]:
     state = state_of(http)
     state.check_open()
     state.documents.jobs.check_room()
+    await run_in_threadpool(state.documents.check_bytes, owner)
     given = await given_upload(http)
     if given.about.expires_at is not None and given.about.expires_at <= time.time():
         raise RefusedError("expires_at: is over already; give seconds since 1970", param="expires_at")
@@ -98,7 +101,7 @@ async def upload(http: Request, owner: Owned) -> dict[str, Any]:
             metadata = json.dumps(about.metadata, ensure_ascii=True)
             document, job = library.add(about.name, given.suffix, given.content, metadata, about.expires_at)
             state.documents.jobs.start(owner, job, document)
-            return {**_found(opened, document).to_dict(), "job_id": job}
+            return {**told(opened, found_document(opened, document)), "job_id": job}
 
     return await run_in_threadpool(added)
 
@@ -107,7 +110,8 @@ async def upload(http: Request, owner: Owned) -> dict[str, Any]:
 def documents(http: Request, owner: Owned, limit: Limit = 20, after: After = None) -> dict[str, Any]:
     """List documents, the oldest first."""
     with state_of(http).documents.open(owner) as opened:
-        return page(opened.library.documents(limit + 1, after), limit)
+        holders = opened.engine.store.pin_holders()
+        return page(opened.library.documents(limit + 1, after), limit, lambda one: {"pinned": one.id in holders})
 
 
 @router.get("/v1/documents/{id_}")
@@ -116,7 +120,7 @@ async def document(http: Request, owner: Owned, id_: str) -> dict[str, Any]:
 
     def found() -> dict[str, Any]:
         with state_of(http).documents.open(owner) as opened:
-            about, chunks = _found(opened, id_).to_dict(), opened.library.chunks(id_)
+            about, chunks = told(opened, found_document(opened, id_)), opened.library.chunks(id_)
             keys = opened.engine.corpus.keys_of([chunk.text for chunk in chunks])
             stored = [key for key in keys if key is not None]
             rows, standings = opened.engine.store.rows(stored), opened.engine.store.standings(stored)
@@ -133,41 +137,9 @@ async def document(http: Request, owner: Owned, id_: str) -> dict[str, Any]:
 def change(http: Request, owner: Owned, id_: str, wanted: _Lifetime) -> dict[str, Any]:
     """Say until when a document is kept; null keeps it."""
     with state_of(http).documents.open(owner) as opened:
-        changed = _found(opened, id_).to_dict() | {"expires_at": wanted.expires_at}
+        changed = told(opened, found_document(opened, id_)) | {"expires_at": wanted.expires_at}
         opened.library.expire(id_, wanted.expires_at)
         return changed
-
-
-@router.post("/v1/documents/{id_}/warm")
-async def warm(http: Request, owner: Owned, id_: str) -> dict[str, Any]:
-    """Begin to load the KV of a document's chunks into memory."""
-
-    def warmed() -> dict[str, Any]:
-        with state_of(http).documents.open(owner) as opened:
-            _found(opened, id_)
-            keys = opened.engine.prefetch(chunk.text for chunk in opened.library.chunks(id_))
-            return {"id": id_, "loading": sum(key is not None for key in keys), "not_stored": keys.count(None)}
-
-    return await run_in_threadpool(warmed)
-
-
-@router.post("/v1/documents/{id_}/refresh", status_code=202)
-async def refresh(http: Request, owner: Owned, id_: str) -> dict[str, Any]:
-    """Store again, by a job, what KV of a document was evicted or damaged, or belonged to another model."""
-    state = state_of(http)
-    state.check_open()
-    state.documents.jobs.check_room()
-
-    def begun() -> dict[str, Any]:
-        with state.documents.open(owner) as opened:
-            found = _found(opened, id_)
-            if not found.ready or opened.library.has_open_job(id_):
-                raise RefusedError("The document is not ingested yet: wait for its job, or resume it", 409)
-            job = opened.library.add_job(id_)
-            state.documents.jobs.start(owner, job, id_)
-            return {**found.to_dict(), "job_id": job}
-
-    return await run_in_threadpool(begun)
 
 
 @router.delete("/v1/documents/{id_}")
@@ -177,21 +149,33 @@ async def delete(http: Request, owner: Owned, id_: str) -> dict[str, Any]:
 
     def deleted() -> dict[str, Any]:
         with desk.open(owner) as opened:
-            _found(opened, id_)
+            found_document(opened, id_)
             desk.libraries.remove(opened.engine, opened.library, id_)
             return {"id": id_, "object": "document.deleted", "deleted": True}
 
     return await run_in_threadpool(deleted)
 
 
-def page(found: Sequence[Document] | Sequence[Job], limit: int) -> dict[str, Any]:
+def told(opened: OpenLibrary, document: Document) -> dict[str, Any]:
+    """Return a document as clients see it."""
+    return document.to_dict() | {"pinned": document.id in opened.engine.store.pin_holders()}
+
+
+def page(found: Sequence[T], limit: int, more: Callable[[T], dict[str, Any]] = lambda one: {}) -> dict[str, Any]:
     """Return one page of a list, of which one more was looked up to see whether there is another page."""
-    data = [one.to_dict() for one in found[:limit]]
+    data = [one.to_dict() | more(one) for one in found[:limit]]
     last = data[-1]["id"] if data else None
     return {"object": "list", "data": data, "has_more": len(found) > limit, "last_id": last}
 
 
-def _found(opened: OpenLibrary, id_: str) -> Document:
+def found_document(opened: OpenLibrary, id_: str) -> Document:
+    """Return a document of who asks.
+
+    Raises
+    ------
+    RefusedError
+        If there is none.
+    """
     found = opened.library.document(id_)
     if found is None:
         # Whether another tenant has it is nobody's business.

@@ -9,11 +9,11 @@ from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel
 
 from fused_kv_llm.engine import FusedKVEngine
-from fused_kv_llm.store import stored_bytes_per_token
 
 from .document_routes import UPLOAD_BODY, Owned, given_upload
 from .reading import read_upload
 from .state import state_of
+from .stored_bytes import bytes_per_token
 
 __all__ = ["Estimate", "router"]
 
@@ -56,15 +56,6 @@ def _estimate(engine: FusedKVEngine, texts: Sequence[str]) -> Estimate:
         chunks=len(texts),
         new_chunks=len(new),
         tokens=sum(lengths),
-        kv_bytes=sum(lengths) * _bytes_per_token(engine),
+        kv_bytes=sum(lengths) * bytes_per_token(engine),
         seconds_estimate=sum(known) if len(known) == len(times) else None,
     )
-
-
-def _bytes_per_token(engine: FusedKVEngine) -> int:
-    """Return the bytes that a token's KV takes in the store, with the context shift that preprocessing adds."""
-    geometry, stored = engine.loaded.geometry, engine.store.kv_dtype
-    storage = str(engine.loaded.dtype).removeprefix("torch.") if stored == "auto" else stored
-    shape = geometry.num_layers, *geometry.room
-    shift = 0 if engine.config.preprocessing == "none" else stored_bytes_per_token("int8", *shape)
-    return stored_bytes_per_token(storage, *shape) + shift

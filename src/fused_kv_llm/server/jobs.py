@@ -13,11 +13,12 @@ from fused_kv_llm.engine import FusedKVEngine
 from fused_kv_llm.errors import FusedKVError
 from fused_kv_llm.offline import Embedder, corpus_vectors
 
-from .libraries import Libraries, Owner
+from .libraries import Libraries, Owner, pin_document
 from .library import Library
 from .library_schema import ENDED, JobState
 from .reading import ReadingLimits, read_upload
 from .refusals import RefusedError
+from .stored_bytes import StoredBytes
 from .tenants import Tenants
 
 __all__ = ["JobRunner"]
@@ -46,6 +47,8 @@ class JobRunner:
     ----------
     tenants : Tenants
     libraries : Libraries
+    stored : StoredBytes
+        What each tenant may store.
     embedder : Embedder
         Makes the vectors by which chunks are retrieved.
     limits : ReadingLimits
@@ -55,9 +58,15 @@ class JobRunner:
     """
 
     def __init__(
-        self, tenants: Tenants, libraries: Libraries, embedder: Embedder, limits: ReadingLimits, max_waiting: int
+        self,
+        tenants: Tenants,
+        libraries: Libraries,
+        stored: StoredBytes,
+        embedder: Embedder,
+        limits: ReadingLimits,
+        max_waiting: int,
     ) -> None:
-        self._tenants, self._libraries, self._embedder = tenants, libraries, embedder
+        self._tenants, self._libraries, self._stored, self._embedder = tenants, libraries, stored, embedder
         self._limits = limits
         self._waiting: queue.Queue[_Task | None] = queue.Queue(max_waiting)
         self._closed = threading.Event()
@@ -122,7 +131,7 @@ class JobRunner:
             try:
                 with self._tenants.using(*task.owner) as engine:
                     library = self._libraries.of(engine, task.owner)
-                    _Ingestion(engine, library, task, self._embedder, self._closed).run(self._limits)
+                    _Ingestion(engine, library, task, self._stored, self._embedder, self._closed).run(self._limits)
             except Exception as error:  # whatever it is, the jobs behind it must not wait forever
                 _log.error("A job could not be begun", exc_info=error)
 
@@ -131,9 +140,15 @@ class _Ingestion:
     """One job, from an upload to chunks that can be retrieved; what was done before is not done again."""
 
     def __init__(
-        self, engine: FusedKVEngine, library: Library, task: _Task, embedder: Embedder, closed: threading.Event
+        self,
+        engine: FusedKVEngine,
+        library: Library,
+        task: _Task,
+        stored: StoredBytes,
+        embedder: Embedder,
+        closed: threading.Event,
     ) -> None:
-        self._engine, self._library, self._task = engine, library, task
+        self._engine, self._library, self._task, self._stored = engine, library, task, stored
         self._embedder, self._closed = embedder, closed
         self._state: JobState = "queued"
         self._done = self._total = 0
@@ -170,14 +185,18 @@ class _Ingestion:
 
     def _prefill(self, texts: Sequence[str]) -> None:
         self._total = len(texts)
+        self._stored.check(self._engine, self._task.owner, texts)
         for begin in range(0, len(texts), _CHUNKS_AT_ONCE):
             self._done = begin
             self._to("prefilling")
             batch = texts[begin : begin + _CHUNKS_AT_ONCE]
+            self._stored.check(self._engine, self._task.owner, batch)
             self._texts_stored += batch
             last = begin + _CHUNKS_AT_ONCE >= len(texts)
             self._engine.build_kv_cache(batch, preprocess="background" if last else "later", progress=False)
         self._done = len(texts)
+        if self._task.document in self._engine.store.pin_holders():
+            pin_document(self._engine, self._library, self._task.document)
 
     def _vectors_path(self) -> Path | None:
         """Return where the engine's own second pass looks for the same vectors."""

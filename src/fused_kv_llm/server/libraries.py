@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 from fused_kv_llm.engine import FusedKVEngine
 
-from .library import Library, owner_of_expired
+from .library import Library, owner_of, owner_of_expired
 from .refusals import RefusedError
 from .tenants import Tenants
 
-__all__ = ["Libraries", "Owner"]
+__all__ = ["Libraries", "Owner", "pin_document"]
 
 _FOLDER = "documents"
 
@@ -25,6 +25,12 @@ class Owner(NamedTuple):
 
     tenant: str
     apart: str | None
+
+
+def pin_document(engine: FusedKVEngine, library: Library, document: str) -> None:
+    """Keep what is stored of a document's chunks from being evicted."""
+    keys = engine.corpus.keys_of([chunk.text for chunk in library.chunks(document)])
+    engine.store.pin([key for key in keys if key is not None], document)
 
 
 class Libraries:
@@ -79,6 +85,7 @@ class Libraries:
     def remove(self, engine: FusedKVEngine, library: Library, document: str) -> bool:
         """Delete a document with the KV that only it has; whether it was there."""
         texts = library.remove(document)
+        engine.store.unpin(document)
         if texts:
             engine.delete_chunks(texts)
         return texts is not None
@@ -105,6 +112,16 @@ class Libraries:
             if owner is not None:
                 with self._tenants.using(*owner) as engine:
                     self.of(engine, Owner(*owner))
+
+    def owners(self) -> list[Owner]:
+        """Return everybody who has a library, in this process or on the disk."""
+        with self._lock:
+            found = {library.path: Owner(*library.owner()) for library in self._open.values()}
+        for path in self.folder.glob("*.sqlite"):
+            owner = None if path in found else owner_of(path)
+            if owner is not None:
+                found[path] = Owner(*owner)
+        return list(found.values())
 
     def close(self) -> None:
         """Close all of them."""

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from .library_schema import ENDED, LIBRARY_SCHEMA, Chunk, Document, Job, JobState
 from .refusals import RefusedError
 
-__all__ = ["Library", "owner_of_expired"]
+__all__ = ["Library", "owner_of", "owner_of_expired"]
 
 _DOCUMENT = """SELECT id, name, suffix, metadata, nbytes, created_s, expires_s, ready,
     (SELECT count(*) FROM chunks WHERE document = documents.number) FROM documents"""
@@ -253,6 +253,15 @@ class Library:
                 self._connection.execute("ROLLBACK")
                 raise
             self._connection.execute("COMMIT")
+
+
+def owner_of(path: Path) -> tuple[str, str | None] | None:
+    """Return whose file it is, without taking it from another process; None if nobody has written that down yet."""
+    with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
+        try:
+            return _owner(connection)
+        except (sqlite3.OperationalError, KeyError):
+            return None
 
 
 def owner_of_expired(path: Path, now_s: float) -> tuple[str, str | None] | None:

@@ -27,6 +27,9 @@ class Quota(BaseModel):
     tokens_per_minute: int | None = Field(default=None, ge=1)
     """Tokens of prompts and answers, counted when an answer ends."""
 
+    stored_bytes: int | None = Field(default=None, ge=1)
+    """KV of documents, with what is stored beside it; documents that would take more are not ingested."""
+
 
 class _Bucket:
     """An amount that is spent, and comes back evenly within a minute; below zero it is a debt."""

@@ -1,0 +1,88 @@
+"""How many bytes a tenant's documents take in the store, and how many they may take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from fused_kv_llm.engine import FusedKVEngine
+from fused_kv_llm.store import stored_bytes_per_token
+
+from .libraries import Libraries, Owner
+from .quotas import Quota
+from .refusals import RefusedError
+from .tenants import Tenants
+
+__all__ = ["StoredBytes", "bytes_per_token"]
+
+
+class StoredBytes:
+    """Bounds what tenants store; thread-safe.
+
+    Parameters
+    ----------
+    tenants : Tenants
+    libraries : Libraries
+    quotas : mapping of str to Quota
+        By tenant; who asks without a key is ``default``.
+    on_refused : callable
+        Called with the tenant and ``stored_bytes`` whenever something is refused.
+    """
+
+    def __init__(
+        self,
+        tenants: Tenants,
+        libraries: Libraries,
+        quotas: Mapping[str, Quota],
+        on_refused: Callable[[str, str], None],
+    ) -> None:
+        self._tenants, self._libraries, self._on_refused = tenants, libraries, on_refused
+        self._most = {tenant: quota.stored_bytes for tenant, quota in quotas.items()}
+
+    def check(self, engine: FusedKVEngine, owner: Owner, texts: Sequence[str] = ()) -> None:
+        """Make sure that a tenant may store the KV of further texts.
+
+        Parameters
+        ----------
+        engine : FusedKVEngine
+            The owner's.
+        owner : Owner
+            What a tenant's clients keep apart counts together.
+        texts : sequence of str
+            Those that are stored already take nothing more.
+
+        Raises
+        ------
+        RefusedError
+            If that is more than its quota.
+        """
+        tenant = owner.tenant or "default"
+        most = self._most.get(tenant)
+        if most is None:
+            return
+        new = [text for text, key in zip(texts, engine.corpus.keys_of(texts), strict=True) if key is None]
+        tokens, taken = sum(len(engine.token_ids(text)) for text in new), self._taken(engine, owner.tenant)
+        wanted = tokens * bytes_per_token(engine)
+        if taken + wanted > most or (not texts and taken >= most):
+            self._on_refused(tenant, "stored_bytes")
+            raise RefusedError(
+                f"The KV of your documents takes {taken / 1e6:.1f} MB, and this would take {wanted / 1e6:.1f} MB more: "
+                f"you may store {most / 1e6:.1f} MB. Delete documents to make room.",
+                429,
+                kind="insufficient_quota",
+                code="insufficient_quota",
+            )
+
+    def _taken(self, engine: FusedKVEngine, tenant: str) -> int:
+        names = {self._tenants.name(*owner) for owner in self._libraries.owners() if owner.tenant == tenant}
+        own = {one.digest for name in names for one in engine.store.namespaces.of_tenant(name)}
+        rows = [row for row in engine.store.stats().identities if row.identity in own]
+        return sum(row.disk_bytes + row.remote_bytes for row in rows)
+
+
+def bytes_per_token(engine: FusedKVEngine) -> int:
+    """Return the bytes that a token's KV takes in the store, with the context shift that preprocessing adds."""
+    geometry, stored = engine.loaded.geometry, engine.store.kv_dtype
+    storage = str(engine.loaded.dtype).removeprefix("torch.") if stored == "auto" else stored
+    shape = geometry.num_layers, *geometry.room
+    shift = 0 if engine.config.preprocessing == "none" else stored_bytes_per_token("int8", *shape)
+    return stored_bytes_per_token(storage, *shape) + shift
