@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import httpx
 from corpus import SHORT, rag_prompt
 from server.running import running
@@ -52,6 +54,24 @@ def test_comparisons_count_against_quotas(engine: FusedKVEngine) -> None:
         body = {"messages": MESSAGES, "columns": [{"recompute_ratio": 1}], "max_tokens": 1}
         assert client.post("/v1/compare", json=body).status_code == 200
         assert client.post("/v1/compare", json=body).status_code == 429
+
+
+def test_few_go_on_at_once(engine: FusedKVEngine) -> None:
+    app = create_app(engine, ServerConfig(model_name="tiny"))
+    state = app.state.fused_kv
+    body = {"messages": MESSAGES, "columns": [{"recompute_ratio": 1}], "max_tokens": 1}
+    with running(app) as url, httpx.Client(base_url=url, timeout=60) as client, ExitStack() as taken:
+        for _ in range(4):
+            taken.enter_context(state.comparisons.one())
+        refused = client.post("/v1/compare", json=body)
+        assert (refused.status_code, int(refused.headers["retry-after"])) == (429, 5)
+        taken.close()
+        assert client.post("/v1/compare", json=body).status_code == 200
+        for _ in range(2):
+            taken.enter_context(state.estimates.one())
+        assert client.post("/v1/documents/estimate", json={"text": SHORT[0]}).status_code == 429
+        taken.close()
+        assert client.post("/v1/documents/estimate", json={"text": SHORT[0]}).status_code == 200
 
 
 def test_what_no_chunk_holds_is_found(client: httpx.Client) -> None:

@@ -126,7 +126,7 @@ async def _answered(
     begun: list[SideBySide] = []
 
     def answered() -> T:
-        with state.tenants.using(tenant) as engine:
+        with state.comparisons.one(), state.tenants.using(tenant) as engine:
             begun.append(SideBySide(engine, prompt(engine), max_tokens))
             return ask(begun[0])
 

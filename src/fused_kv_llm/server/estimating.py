@@ -39,7 +39,8 @@ async def estimate(http: Request, owner: Owned) -> Estimate:
     given = await given_upload(http)
 
     def estimated() -> Estimate:
-        texts = read_upload(given.content, given.suffix, state.documents.limits, state.check_open)
+        with state.estimates.one():
+            texts = read_upload(given.content, given.suffix, state.documents.limits, state.check_open)
         with state.tenants.using(owner.tenant, owner.apart) as engine:
             return _estimate(engine, texts)
 

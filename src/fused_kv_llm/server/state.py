@@ -15,6 +15,7 @@ from .padding import Padding
 from .quotas import Quotas
 from .recorder import Recorder
 from .refusals import RefusedError
+from .slots import Slots
 from .tenants import Tenants
 
 __all__ = ["ServerState", "state_of"]
@@ -51,6 +52,8 @@ class ServerState:
     quotas: Quotas = field(init=False)
     recorder: Recorder = field(init=False)
     padding: Padding = field(init=False)
+    comparisons: Slots = field(default_factory=lambda: Slots(4, "comparisons and measurements"))
+    estimates: Slots = field(default_factory=lambda: Slots(2, "estimates of documents"))
 
     def __post_init__(self) -> None:
         self.quotas = Quotas(self.config.quotas, self.metrics.over_quota)
