@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fused_kv_llm.demo.embedder import MiniLM
     from fused_kv_llm.demo.llama_embedder import MiniLMEmbedding
     from fused_kv_llm.demo.page_cache import drop_page_cache
-    from fused_kv_llm.demo.passages import SUFFIXES, Passage, read_passages, split_text
+    from fused_kv_llm.demo.passages import SUFFIXES, FoundPassage, Passage, read_passages, split_text
     from fused_kv_llm.demo.rag import Rag, RagPrompt
     from fused_kv_llm.demo.retrieval import PassageIndex
     from fused_kv_llm.demo.settings import DEMO
@@ -23,6 +23,7 @@ __all__ = [
     "DEMO",
     "SUFFIXES",
     "DemoQuestion",
+    "FoundPassage",
     "MiniLM",
     "MiniLMEmbedding",
     "Passage",
@@ -49,6 +50,7 @@ __all__ = [
 _MODULES = {
     "DEMO": "settings",
     "SUFFIXES": "passages",
+    "FoundPassage": "passages",
     "Passage": "passages",
     "split_text": "passages",
     "MiniLM": "embedder",

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fused_kv_llm.demo import Passage, Rag
+from fused_kv_llm.demo import FoundPassage, Rag
 from fused_kv_llm.engine import FusedKVEngine
 from fused_kv_llm.errors import MissingExtraError
 from fused_kv_llm.offline import Embedder
@@ -23,7 +23,7 @@ __all__ = ["Retrieval", "RetrievedChunk"]
 
 
 @dataclass(frozen=True, slots=True)
-class RetrievedChunk(Passage):
+class RetrievedChunk(FoundPassage):
     """A chunk that was found; its source is the document's name.
 
     Parameters
@@ -32,13 +32,10 @@ class RetrievedChunk(Passage):
         Id of its document.
     number : int
         Its number there, counted from 0.
-    score : float
-        Cosine of the angle between its vector and the query's.
     """
 
-    document: str = ""
-    number: int = 0
-    score: float = 0.0
+    document: str
+    number: int
 
     def to_dict(self) -> dict[str, Any]:
         """Return what an answer says of it."""
@@ -133,7 +130,7 @@ class _Index:
 
     def _chunk(self, position: int, score: float) -> RetrievedChunk:
         document, name, number, text, _ = self._rows[position]
-        return RetrievedChunk(text, name, document, number, round(float(score), 4))
+        return RetrievedChunk(text, name, round(float(score), 4), document, number)
 
 
 def _faiss() -> Any:
