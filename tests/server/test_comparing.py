@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from contextlib import ExitStack
+from typing import Any
 
 import httpx
+import pytest
 from corpus import SHORT, rag_prompt
 from server.running import running
 from waiting import wait_until
 
 from fused_kv_llm import FusedKVEngine
-from fused_kv_llm.server import ServerConfig, create_app
+from fused_kv_llm.server import ServerConfig, comparing, create_app
+from fused_kv_llm.server.answering import chat_prompt
+from fused_kv_llm.tuning import SideBySide
 
 MESSAGES = [{"role": "user", "content": rag_prompt(SHORT[:3])}]
 
@@ -56,6 +62,48 @@ def test_comparisons_count_against_quotas(engine: FusedKVEngine) -> None:
         assert client.post("/v1/compare", json=body).status_code == 429
 
 
+def test_who_leaves_pays_and_is_not_worked_for(engine: FusedKVEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ServerConfig(model_name="tiny", quotas={"default": {"tokens_per_minute": 100_000}})
+    app = create_app(engine, config)
+    spent, building, go_on = list[int](), threading.Event(), threading.Event()
+    monkeypatch.setattr(app.state.fused_kv.quotas, "spend", lambda tenant, tokens: spent.append(tokens))
+
+    def slowly(*args: Any) -> Any:
+        building.set()
+        go_on.wait(10)
+        return chat_prompt(*args)
+
+    body = {"messages": MESSAGES, "columns": [{}], "max_tokens": 128}
+    with running(app) as url, httpx.Client(base_url=url, timeout=0.5) as client:
+        # One leaves while its prompt is made: nothing is answered for it.
+        with monkeypatch.context() as patch:
+            patch.setattr(comparing, "chat_prompt", slowly)
+            with pytest.raises(httpx.ReadTimeout):
+                client.post("/v1/compare", json=body)
+            assert building.is_set()
+            time.sleep(0.2)
+            go_on.set()
+            wait_until(lambda: spent == [0])
+        # One leaves in the midst of it: what was answered counts.
+        full = SideBySide.full_prefill
+
+        def late(both: SideBySide, ways: Any) -> Any:
+            full(both)
+            both.cancel()
+            return full(both)
+
+        monkeypatch.setattr(SideBySide, "compare", late)
+        client.post("/v1/compare", json=body)
+        wait_until(lambda: len(spent) == 2)
+        assert spent[1] > 50
+
+
+def test_a_comparison_has_until_the_timeout(engine: FusedKVEngine) -> None:
+    app = create_app(engine, ServerConfig(model_name="tiny", request_timeout_s=0.001))
+    with running(app) as url, httpx.Client(base_url=url, timeout=60) as client:
+        assert client.post("/v1/compare", json={"messages": MESSAGES, "columns": [{}]}).status_code == 504
+
+
 def test_few_go_on_at_once(engine: FusedKVEngine) -> None:
     app = create_app(engine, ServerConfig(model_name="tiny"))
     state = app.state.fused_kv
@@ -78,4 +126,5 @@ def test_what_no_chunk_holds_is_found(client: httpx.Client) -> None:
     sent = {"answer": "It is 39 metres high.", "chunks": ["The lighthouse is 38 metres high."]}
     found = client.post("/v1/support", json=sent).json()
     assert found == {"share": 2 / 3, "spans": [{"start": 6, "end": 8, "text": "39"}]}
-    assert client.post("/v1/support", json={"answer": "a", "chunks": ["a"] * 257}).status_code == 400
+    for answer, chunks in (("a", ["a"] * 257), ("a", ["a" * 100_001] * 2), ("a" * 200_001, [])):
+        assert client.post("/v1/support", json={"answer": answer, "chunks": chunks}).status_code == 400

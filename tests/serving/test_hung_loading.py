@@ -167,6 +167,35 @@ def test_a_thread_that_dies_is_replaced(engine: FusedKVEngine) -> None:
     nothing_is_left(engine)
 
 
+def test_a_plan_that_comes_too_late_leaves_nothing_in_the_report(
+    engine: FusedKVEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy = engine.submit(PROMPTS[3], max_tokens=1500)
+    busy.wait_for_first()
+    go, late, plan_served = threading.Event(), list[str](), engine.requests.plan_served
+
+    def hang_once(*args: Any, **options: Any) -> Any:
+        if not late:
+            late.append("hangs")
+            assert go.wait(60)
+            try:
+                return plan_served(*args, **options)
+            finally:
+                late.append("came")
+        return plan_served(*args, **options)
+
+    monkeypatch.setattr(engine.requests, "plan_served", hang_once)
+    handle = engine.submit(PROMPTS[0], max_tokens=200)
+    handle.wait_for_first()
+    go.set()
+    wait_until(lambda: late == ["hangs", "came"] and not engine.requests.hung._hung)
+    report = handle.result().report
+    busy.cancel()
+    assert report.seconds["align"] < TIMEOUT_S / 2
+    assert all(one.end_s - one.start_s < TIMEOUT_S / 2 for one in report.timeline if one.stage == "align")
+    nothing_is_left(engine)
+
+
 def test_helpers_that_die_or_hang_do_not_keep_others_from_working() -> None:
     helpers, done, go = HelperThreads(2, "helper"), list[int](), threading.Event()
 

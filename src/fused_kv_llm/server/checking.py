@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from fused_kv_llm.report import lexical_support
 
@@ -17,6 +17,9 @@ from .state import state_of
 __all__ = ["router"]
 
 router = APIRouter()
+
+# A few tenths of a second.
+_SUPPORT_CHARS = 200_000
 
 
 class _Text(BaseModel):
@@ -28,9 +31,16 @@ class _Text(BaseModel):
 class _Answered(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    answer: str
+    answer: str = Field(max_length=_SUPPORT_CHARS)
     chunks: Annotated[list[str], Field(max_length=256)]
     """What it may rest on; the question may be among them."""
+
+    @field_validator("chunks")
+    @classmethod
+    def _not_too_long(cls, chunks: list[str]) -> list[str]:
+        if sum(map(len, chunks)) > _SUPPORT_CHARS:
+            raise ValueError(f"the chunks are longer than {_SUPPORT_CHARS} characters together")
+        return chunks
 
 
 class UnsupportedWord(BaseModel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
@@ -20,7 +21,7 @@ from .history_routes import trace
 from .libraries import Owner
 from .messages import ChatMessage
 from .requests import ChatRequest, FusedKVOptions, Retrieve
-from .state import ServerState, state_of
+from .state import state_of
 from .streaming import unless_client_leaves
 
 __all__ = ["router"]
@@ -99,9 +100,6 @@ async def compare(http: Request, request: CompareRequest) -> Comparison:
         return chat_prompt(engine, retrieved(state, Owner(tenant_of(http), None), engine, asked)[0])
 
     full, columns = await _answered(http, prompt, request.max_tokens, lambda both: both.compare(ways))
-    reports = [full.report, *(column.report for column in columns)]
-    # Each was answered three times.
-    _spend(state, http, 3 * sum(report.prompt_tokens + report.completion_tokens for report in reports))
     return Comparison(
         columns=[_told(column) for column in columns], reference=Reference(answer=full.text, ttft_s=full.ttft_s)
     )
@@ -110,10 +108,8 @@ async def compare(http: Request, request: CompareRequest) -> Comparison:
 @router.post("/v1/requests/{id_}/measure")
 async def measure(http: Request, id_: str) -> Measured:
     """Prefill a request's prompt in full, and say how long that took."""
-    state = state_of(http)
     text = (await run_in_threadpool(trace, http, id_))["text"]
     report = await _answered(http, lambda engine: RawPrompt(text), 1, SideBySide.full_prefill)
-    _spend(state, http, report.prompt_tokens + report.completion_tokens)
     return Measured(full_prefill_s=report.ttft_s, prompt_tokens=report.prompt_tokens)
 
 
@@ -122,23 +118,27 @@ async def _answered(
 ) -> T:
     state, tenant = state_of(http), tenant_of(http)
     state.check_open()
-    state.quotas.admit(tenant)
-    begun: list[SideBySide] = []
+    begun, left = list[SideBySide](), threading.Event()
 
     def answered() -> T:
         with state.comparisons.one(), state.tenants.using(tenant) as engine:
-            begun.append(SideBySide(engine, prompt(engine), max_tokens))
-            return ask(begun[0])
+            state.quotas.admit(tenant)
+            one = SideBySide(engine, prompt(engine), max_tokens, state.config.request_timeout_s)
+            begun.append(one)
+            if left.is_set():
+                one.cancel()
+            try:
+                return ask(one)
+            finally:
+                # Also of a client that has left meanwhile.
+                state.quotas.spend(tenant, one.tokens)
 
     try:
         return await unless_client_leaves(http, run_in_threadpool(answered))
     finally:
+        left.set()
         for one in begun:
             one.cancel()
-
-
-def _spend(state: ServerState, http: Request, tokens: int) -> None:
-    state.quotas.spend(tenant_of(http), tokens)
 
 
 def _told(answer: ComparedAnswer) -> ComparedColumn:

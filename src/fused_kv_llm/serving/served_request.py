@@ -197,17 +197,19 @@ class ServedRequest:
         AbandonedPlanError
             If the request has ended, or begun anew, meanwhile.
         """
+        # Before the attempt, which is counted last when the request begins anew.
+        report = self.report
         attempt = self._attempt
         self._all_hung = self._all_hung or self.home.hung.is_dead
         planned = None
         try:
-            planned = self._plan()
+            planned, count_uses = self._plan(report)
             loading = RequestLoading(self.home.context, planned, self._recipe)
             load = None if loader is None else loading.begin(ahead=ahead, on_change=on_change)
             with self._publishing:
                 if attempt != self._attempt or self._planned is not None:
                     raise AbandonedPlanError
-                self._planned, self._loading = planned, loading
+                self._planned, self._loading, self._count_uses = planned, loading, count_uses
         except BaseException as error:
             if planned is not None:
                 planned.close()
@@ -215,26 +217,28 @@ class ServedRequest:
                 raise
             self.home.hung.discard((id(self), attempt))
             raise AbandonedPlanError from error
+        if not self.provisional:
+            # Whenever it is planned: a variant of it may have turned out to be damaged meanwhile.
+            self.home.keep_variants(planned)
         self._describe(planned)
         if loader is not None and load is not None:
             loader.add(load)
 
-    def _plan(self) -> Request:
+    def _plan(self, report: FusionReport) -> tuple[Request, Callable[[], None] | None]:
+        """Return the planned prompt, and what counts a provisional one's uses later."""
         started_s = time.perf_counter()
-        if "queue" not in self.report.seconds:
-            self.report.spend("queue", self.arrived_s, started_s)
+        if "queue" not in report.seconds:
+            report.spend("queue", self.arrived_s, started_s)
         with self._span.within(self._stage, "align"):
+            provisional = self.provisional
             # One that begins anew uses its chunks once all the same.
-            counted = not self.provisional and not self._is_counted
+            counted = not provisional and not self._is_counted
             self._read = self._read or self.home.read(self._prompt)
-            planned = self.home.plan_served(self._read, self._recipe, self.report, counted=counted, skip=self._skips)
+            planned = self.home.plan_served(self._read, self._recipe, report, counted=counted, skip=self._skips)
             self._is_counted = self._is_counted or counted
-            self._count_uses = self.home.uses_of(planned, self.report) if self.provisional else None
-            if not self.provisional:
-                # Whenever it is planned: a variant of it may have turned out to be damaged meanwhile.
-                self.home.keep_variants(planned)
-        self.report.spend("align", started_s, time.perf_counter())
-        return planned
+            count_uses = self.home.uses_of(planned, report) if provisional else None
+        report.spend("align", started_s, time.perf_counter())
+        return planned, count_uses
 
     def _skips(self, key: str) -> bool:
         """Whether a chunk's KV is not waited for any more."""

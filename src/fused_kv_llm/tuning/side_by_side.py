@@ -10,6 +10,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
+from fused_kv_llm.decoding import Constraint
 from fused_kv_llm.engine import FusedKVEngine
 from fused_kv_llm.errors import RequestCancelledError
 from fused_kv_llm.online import Generation
@@ -80,10 +81,18 @@ class SideBySide:
     prompt : str, list of messages, ChatPrompt or RawPrompt
     max_tokens : int
         Of each answer.
+    timeout_s : float or None
+        Seconds after which one of them is given up.
+
+    Attributes
+    ----------
+    tokens : int
+        Of the prompts and answers so far; each way is answered three times.
     """
 
-    def __init__(self, engine: FusedKVEngine, prompt: Prompt, max_tokens: int) -> None:
-        self._engine, self._prompt, self._max_tokens = engine, prompt, max_tokens
+    def __init__(self, engine: FusedKVEngine, prompt: Prompt, max_tokens: int, timeout_s: float | None = None) -> None:
+        self._engine, self._prompt, self._max_tokens, self._timeout_s = engine, prompt, max_tokens, timeout_s
+        self.tokens = 0
         self._lock, self._is_cancelled = threading.Lock(), False
         self._handle: RequestHandle | None = None
 
@@ -106,20 +115,18 @@ class SideBySide:
         FusedKVError
             What :meth:`.FusedKVEngine.submit` raises; ``RequestCancelledError`` after :meth:`cancel`.
         """
-        everything = [Way(recompute_ratio=_FULL), *(way for way in ways if way.recompute_ratio != _FULL)]
-        full_rows = _Rows()
-        self._answer(everything[0], full_rows)
-        want = full_rows.chosen
+        others, full = [way for way in ways if way.recompute_ratio != _FULL], _Full()
+        everything = [Way(recompute_ratio=_FULL), *others]
+        self._answer(everything[0], full)
         # Following full prefill's answer is the first time of each way, which is not timed.
-        rows = [full_rows, *(self._followed(way, want) for way in everything[1:])]
+        followers = [self._followed(way, full) for way in others]
         answers = [self._answer(way) for way in everything]
         again_s = [self._answer(way, max_tokens=1).report.ttft_s for way in everything]
-        found = [
-            _compared(answer, seconds, one, full_rows, want)
-            for answer, seconds, one in zip(answers, again_s, rows, strict=True)
-        ]
-        others = iter(found[1:])
-        return found[0], [found[0] if way.recompute_ratio == _FULL else next(others) for way in ways]
+        want = full.chosen
+        found = map(_compared, answers, again_s, [want] * len(everything), [None, *followers])
+        first, *rest = found
+        left = iter(rest)
+        return first, [first if way.recompute_ratio == _FULL else next(left) for way in ways]
 
     def full_prefill(self) -> FusionReport:
         """Answer with one token by full prefill, and return its report; raises as :meth:`compare`."""
@@ -132,12 +139,12 @@ class SideBySide:
         if handle is not None:
             handle.cancel()
 
-    def _followed(self, way: Way, want: Sequence[int]) -> _Rows:
-        rows = _Rows(want)
-        self._answer(way, rows, max_tokens=len(want))
-        return rows
+    def _followed(self, way: Way, full: _Full) -> _Follower:
+        follower = _Follower(full)
+        self._answer(way, follower, max_tokens=len(follower.want))
+        return follower
 
-    def _answer(self, way: Way, rows: _Rows | None = None, max_tokens: int | None = None) -> Generation:
+    def _answer(self, way: Way, constraint: Constraint | None = None, max_tokens: int | None = None) -> Generation:
         with self._lock:
             if self._is_cancelled:
                 raise RequestCancelledError("The comparison was cancelled")
@@ -146,49 +153,61 @@ class SideBySide:
                 max_tokens=max_tokens or self._max_tokens,
                 recompute_ratio=way.recompute_ratio,
                 selector=way.selector,
-                constraint=rows,
+                constraint=constraint,
                 prefix_cache=False,
+                timeout_s=self._timeout_s,
             )
-        return handle.result()
+        answer = handle.result()
+        self.tokens += answer.report.prompt_tokens + answer.report.completion_tokens
+        return answer
 
 
-class _Rows:
-    """Keeps the distribution of every token, and has an answer follow another one, if there is one to follow."""
+class _Full:
+    """Keeps the distributions of full prefill's answer."""
 
-    def __init__(self, follow: Sequence[int] | None = None) -> None:
-        self._follow, self._rows = follow, list[Tensor]()
+    def __init__(self) -> None:
+        self.rows = list[Tensor]()
 
     def __call__(self, token_ids: Sequence[int], logits: Tensor) -> Tensor:
         # A step that is tried again comes with the same tokens.
-        del self._rows[len(token_ids) :]
-        self._rows.append(logits.float().log_softmax(-1).cpu())
-        if self._follow is None:
-            return logits
-        only = torch.full_like(logits, -torch.inf)
-        only[self._follow[len(token_ids)]] = 0.0
-        return only
+        del self.rows[len(token_ids) :]
+        self.rows.append(logits.float().log_softmax(-1).cpu())
+        return logits
 
     @property
     def chosen(self) -> list[int]:
-        """The likeliest tokens."""
-        return [int(row.argmax()) for row in self._rows]
-
-    def divergence(self, full: _Rows) -> float:
-        """Return the mean D(full || this), in nats."""
-        pairs = zip(self._rows, full._rows, strict=True)
-        return max(0.0, fmean(float((want.exp() * (want - got).nan_to_num(0.0)).sum()) for got, want in pairs))
+        """The likeliest tokens, the answer."""
+        return [int(row.argmax()) for row in self.rows]
 
 
-def _compared(answer: Generation, again_s: float, rows: _Rows, full: _Rows, want: Sequence[int]) -> ComparedAnswer:
+class _Follower:
+    """Has an answer follow full prefill's, and notes at every token how far it would have been from it."""
+
+    def __init__(self, full: _Full) -> None:
+        self._full, self.want = full, full.chosen
+        self.kl, self.chosen = list[float](), list[int]()
+
+    def __call__(self, token_ids: Sequence[int], logits: Tensor) -> Tensor:
+        number = len(token_ids)
+        got, want = logits.float().log_softmax(-1).cpu(), self._full.rows[number]
+        self.kl = [*self.kl[:number], max(0.0, float((want.exp() * (want - got).nan_to_num(0.0)).sum()))]
+        self.chosen = [*self.chosen[:number], int(got.argmax())]
+        only = torch.full_like(logits, -torch.inf)
+        only[self.want[number]] = 0.0
+        return only
+
+
+def _compared(
+    answer: Generation, again_s: float, want: Sequence[int], follower: _Follower | None = None
+) -> ComparedAnswer:
     got = answer.token_ids
     differs = (number for number, pair in enumerate(zip(got, want, strict=False)) if pair[0] != pair[1])
-    first = next(differs, None if len(got) == len(want) else min(len(got), len(want)))
     return ComparedAnswer(
         answer.text,
         got,
         min(answer.report.ttft_s, again_s),
         answer.report,
-        rows.divergence(full),
-        fmean(float(a == b) for a, b in zip(rows.chosen, want, strict=True)),
-        first,
+        0.0 if follower is None else fmean(follower.kl),
+        1.0 if follower is None else fmean(float(a == b) for a, b in zip(follower.chosen, want, strict=True)),
+        next(differs, None if len(got) == len(want) else min(len(got), len(want))),
     )
