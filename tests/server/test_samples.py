@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from corpus import SHORT
+from models import smollm2_tokenizer, tiny_model
 from server.running import running
 from typer.testing import CliRunner
 from waiting import wait_until
@@ -18,18 +20,28 @@ from fused_kv_llm.server import ServerConfig, create_app
 from fused_kv_llm.server.samples import add_files
 
 
-def test_files_are_ingested_once_and_those_that_were_interrupted_again(engine: FusedKVEngine, tmp_path: Path) -> None:
+@pytest.fixture
+def own_engine(tmp_path: Path) -> Iterator[FusedKVEngine]:
+    """Another server of this process may have the documents of the one that tests share open."""
+    options = {"preprocessing": "none", "dtype": "float32", "store_misses": False}
+    with FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=tmp_path / "kv", **options) as made:
+        yield made
+
+
+def test_files_are_ingested_once_and_those_that_were_interrupted_again(
+    own_engine: FusedKVEngine, tmp_path: Path
+) -> None:
     paths = [tmp_path / "a.txt", tmp_path / "b.txt"]
     for path, text in zip(paths, SHORT[:2], strict=True):
         path.write_text(text)
-    app = create_app(engine, ServerConfig(model_name="tiny"))
+    app = create_app(own_engine, ServerConfig(model_name="tiny"))
     desk = app.state.fused_kv.documents
     with running(app) as url, httpx.Client(base_url=url) as client:
 
         def found() -> dict[str, dict[str, Any]]:
             return {one["name"]: one for one in client.get("/v1/documents").json()["data"]}
 
-        with engine.model_lock:
+        with own_engine.model_lock:
             assert add_files(desk, paths) == 2
             (job,) = [
                 one for one in client.get("/v1/jobs").json()["data"] if one["document_id"] == found()["b.txt"]["id"]
