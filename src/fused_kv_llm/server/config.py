@@ -113,7 +113,7 @@ class ServerConfig(BaseModel):
     """Seconds that this process may compute; it is waited for three times as long."""
 
     max_waiting_jobs: int = Field(default=1000, ge=1)
-    """Most uploads that wait to be ingested."""
+    """Most uploads of one tenant that wait to be ingested; tenants take turns."""
 
     request_log: Literal["auto", "off", "counts", "texts"] = "auto"
     """What is kept of requests, beside the store: nothing, numbers, or also what was asked and answered. ``"auto"``

@@ -89,7 +89,7 @@ async def upload(http: Request, owner: Owned) -> dict[str, Any]:
     """Take a document, as a form's file or as JSON with a text; it is ingested by a job."""
     state = state_of(http)
     state.check_open()
-    state.documents.jobs.check_room()
+    state.documents.jobs.check_room(owner)
     await run_in_threadpool(state.documents.check_bytes, owner)
     given = await given_upload(http)
     if given.about.expires_at is not None and given.about.expires_at <= time.time():

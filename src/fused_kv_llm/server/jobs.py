@@ -1,9 +1,8 @@
-"""Ingestion of documents beside requests: one thread that reads, splits, prefills and embeds, job after job."""
+"""Ingestion of documents beside requests: one thread that reads, splits, prefills and embeds, tenants in turn."""
 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from .reading import ReadingLimits, read_upload
 from .refusals import RefusedError
 from .stored_bytes import StoredBytes
 from .tenants import Tenants
+from .turns import Turns
 
 __all__ = ["JobRunner"]
 
@@ -41,7 +41,7 @@ class _LeftError(Exception):
 
 
 class JobRunner:
-    """Does jobs, one after the other; they go through the engine's own ingestion, between the steps of requests.
+    """Does jobs one after the other, tenants in turn, through the engine's own ingestion, between the steps of requests.
 
     Parameters
     ----------
@@ -54,7 +54,7 @@ class JobRunner:
     limits : ReadingLimits
         Of reading a document.
     max_waiting : int
-        Most jobs that wait.
+        Most jobs of one tenant that wait.
     """
 
     def __init__(
@@ -68,20 +68,20 @@ class JobRunner:
     ) -> None:
         self._tenants, self._libraries, self._stored, self._embedder = tenants, libraries, stored, embedder
         self._limits = limits
-        self._waiting: queue.Queue[_Task | None] = queue.Queue(max_waiting)
+        self._waiting = Turns[_Task](max_waiting)
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def check_room(self) -> None:
-        """Make sure that one more job may wait.
+    def check_room(self, owner: Owner) -> None:
+        """Make sure that one more job of a tenant may wait.
 
         Raises
         ------
         RefusedError
             If too many do.
         """
-        if self._waiting.full():
+        if self._waiting.is_full(owner.tenant):
             raise RefusedError("Too many documents wait to be ingested", 429, kind="rate_limit_error", code="jobs_full")
 
     def start(self, owner: Owner, job: str, document: str) -> None:
@@ -90,15 +90,13 @@ class JobRunner:
             if self._thread is None and not self._closed.is_set():
                 self._thread = threading.Thread(target=self._run, name="fused-kv-documents", daemon=True)
                 self._thread.start()
-        try:
-            self._waiting.put_nowait(_Task(owner, job, document))
-        except queue.Full:
+        if not self._waiting.put(owner.tenant, _Task(owner, job, document)):
             with self._tenants.using(*owner) as engine:
                 self._libraries.of(engine, owner).move_job(job, "interrupted", among=_UNDER_WAY)
 
     def resume(self, library: Library, owner: Owner, job: str, document: str) -> bool:
         """Go on with a job that has failed or was cancelled or interrupted; False if there is nothing to go on with."""
-        self.check_room()
+        self.check_room(owner)
         if not library.move_job(job, "queued", among=_RESUMABLE):
             return False
         self.start(owner, job, document)
@@ -114,18 +112,15 @@ class JobRunner:
         self._closed.set()
         with self._lock:
             thread = self._thread
+        self._waiting.close()
         if thread is not None:
-            try:
-                self._waiting.put_nowait(None)
-            except queue.Full:
-                _log.info("Jobs that wait are left to be resumed")
             thread.join()
 
     # -- in the thread ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._closed.is_set():
-            task = self._waiting.get()
+            task = self._waiting.take()
             if task is None or self._closed.is_set():
                 return
             try:

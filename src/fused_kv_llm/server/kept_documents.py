@@ -24,6 +24,8 @@ async def pin(http: Request, owner: Owned, id_: str) -> dict[str, Any]:
     def pinned() -> dict[str, Any]:
         with state_of(http).documents.open(owner) as opened:
             found = found_document(opened, id_)
+            if not found.ready:
+                raise RefusedError("The document is not ingested yet: wait for its job, or resume it", 409)
             pin_document(opened.engine, opened.library, id_)
             return told(opened, found)
 
@@ -61,7 +63,7 @@ async def refresh(http: Request, owner: Owned, id_: str) -> dict[str, Any]:
     """Store again, by a job, what KV of a document was evicted or damaged, or belonged to another model."""
     state = state_of(http)
     state.check_open()
-    state.documents.jobs.check_room()
+    state.documents.jobs.check_room(owner)
     await run_in_threadpool(state.documents.check_bytes, owner)
 
     def begun() -> dict[str, Any]:
