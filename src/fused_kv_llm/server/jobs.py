@@ -41,7 +41,7 @@ class _LeftError(Exception):
 
 
 class JobRunner:
-    """Does jobs one after the other, tenants in turn, through the engine's own ingestion, between the steps of requests.
+    """Does jobs one after the other, tenants in turn: through the engine's own ingestion, between requests' steps.
 
     Parameters
     ----------
