@@ -33,13 +33,16 @@ def test_stages_are_in_order_within_the_request(tmp_path: Path, selector: str) -
         computed_s = min(first["probe"].start_s, first["fuse"].start_s)
         assert first["queue"].end_s <= first["align"].start_s < computed_s < first["decode"].start_s
         assert max(last["probe"].end_s, last["fuse"].end_s) <= first["decode"].start_s
-        assert first["decode"].start_s == pytest.approx(report.ttft_s, abs=0.02)
+        assert first["decode"].start_s == pytest.approx(report.ttft_s, abs=0.2)
         assert last["decode"].end_s <= took_s
         for stage in STAGES:
             entries = [one.end_s - one.start_s for one in report.timeline if one.stage == stage]
-            assert sum(entries) == pytest.approx(report.seconds[stage], abs=0.01)
+            assert sum(entries) == pytest.approx(report.seconds[stage], abs=0.1)
     # Two are answered at once, and the last to begin, whichever that is, waits for one of them to end.
-    begun_s = [min(one.start_s for one in report.timeline if one.stage in ("probe", "fuse")) for report in reports]
+    begun_s = [
+        report.called_s + min(one.start_s for one in report.timeline if one.stage in ("probe", "fuse"))
+        for report in reports
+    ]
     last_one = begun_s.index(max(begun_s))
-    ends_s = [report.timeline[-1].end_s for number, report in enumerate(reports) if number != last_one]
-    assert begun_s[last_one] >= min(ends_s) - 0.05
+    others = (report for number, report in enumerate(reports) if number != last_one)
+    assert begun_s[last_one] >= min(report.called_s + report.timeline[-1].end_s for report in others)
