@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -28,9 +28,9 @@ class Requests:
             self.reports.append(info["fused_kv"])
             return info
 
-        def adding(texts: Iterable[str]) -> None:
+        def adding(texts: Iterable[str], scores: Sequence[float | None] = ()) -> None:
             self.retrieved += (kept := list(texts))
-            add(kept)
+            add(kept, scores)
 
         monkeypatch.setattr(runtime, "finish", finishing)
         monkeypatch.setattr(runtime.retrievals, "add", adding)

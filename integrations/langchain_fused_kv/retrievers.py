@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any, Protocol, cast, runtime_checkable
 
 from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
@@ -22,6 +23,9 @@ __all__ = ["CHUNK_ID_KEY", "RANK_KEY", "FusedKVRetriever", "PrefetchingLLM"]
 CHUNK_ID_KEY = "fused_kv_chunk_id"
 RANK_KEY = "fused_kv_rank"
 
+# Where rerankers leave their scores, and retrievers that give documents theirs.
+_SCORE_KEYS = ("relevance_score", "score")
+
 
 @runtime_checkable
 class PrefetchingLLM(Protocol):
@@ -30,8 +34,8 @@ class PrefetchingLLM(Protocol):
     def prefetch(self, texts: Sequence[str]) -> list[str | None]:
         """Start loading the KV of these texts; return their chunk ids, None where no KV is stored."""
 
-    def announce_retrieval(self, texts: Sequence[str]) -> None:
-        """Remember that these texts should be in one of the next prompts."""
+    def announce_retrieval(self, texts: Sequence[str], scores: Sequence[float | None] = ()) -> None:
+        """Remember that these texts should be in one of the next prompts, and the scores they were found with."""
 
 
 class FusedKVRetriever(BaseRetriever):
@@ -142,7 +146,7 @@ class FusedKVRetriever(BaseRetriever):
         found = self._ordered(found, remember=True)
         texts = [doc.page_content for doc in found]
         chunk_ids = self.llm.prefetch(texts)
-        self.llm.announce_retrieval(texts)
+        self.llm.announce_retrieval(texts, [_score_of(doc) for doc in found])
         return [
             doc.model_copy(update={"metadata": {**doc.metadata, CHUNK_ID_KEY: chunk_id}})
             for doc, chunk_id in zip(found, chunk_ids, strict=True)
@@ -153,6 +157,15 @@ class FusedKVRetriever(BaseRetriever):
             return list(found)
         order = cast("LangChainFusedKV", self.llm).order_chunks(_texts_of(found), remember=remember)
         return [found[at].model_copy(update={"metadata": {**found[at].metadata, RANK_KEY: at + 1}}) for at in order]
+
+
+def _score_of(document: Document) -> float | None:
+    """Return the score that a retriever or a reranker has left in the metadata, None without."""
+    for name in _SCORE_KEYS:
+        score = document.metadata.get(name)
+        if isinstance(score, Real):
+            return float(score)
+    return None
 
 
 def _texts_of(found: Sequence[Document]) -> list[str]:

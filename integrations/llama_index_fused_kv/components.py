@@ -10,7 +10,7 @@ from llama_index.core.schema import BaseNode, NodeWithScore, QueryBundle, Transf
 from pydantic import ConfigDict
 
 from fused_kv_llm.adapter import FusedKVModel, in_thread
-from llama_index_fused_kv.nodes import texts_of
+from llama_index_fused_kv.nodes import announce_nodes, texts_of
 
 __all__ = ["FusedKVPostprocessor", "FusedKVTransform"]
 
@@ -75,7 +75,5 @@ class FusedKVPostprocessor(BaseNodePostprocessor):
     def _postprocess_nodes(
         self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
     ) -> list[NodeWithScore]:
-        texts = texts_of(nodes)
-        self.llm.prefetch(texts)
-        self.llm.announce_retrieval(texts)
+        announce_nodes(self.llm, nodes)
         return nodes

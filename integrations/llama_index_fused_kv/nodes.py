@@ -19,7 +19,7 @@ from fused_kv_llm.report import IngestReport
 if TYPE_CHECKING:
     from fused_kv_llm.adapter import FusedKVModel
 
-__all__ = ["build_kv_cache", "nodes_of", "text_of", "texts_of"]
+__all__ = ["announce_nodes", "build_kv_cache", "nodes_of", "text_of", "texts_of"]
 
 _GIVE_THEM = "Pass the nodes that were indexed: build_kv_cache(index, llm, nodes=nodes)."
 
@@ -171,6 +171,14 @@ def texts_of(nodes: Iterable[BaseNode | NodeWithScore | str]) -> list[str]:
     """Return the texts of those nodes that have one."""
     texts = [text_of(item) for item in nodes if not _is_bare_image(item)]
     return [text for text in texts if chunk_text(text)]
+
+
+def announce_nodes(llm: FusedKVModel, nodes: Sequence[NodeWithScore]) -> None:
+    """Have the KV of retrieved nodes loaded, and their texts expected in the next prompt, with their scores."""
+    found = [node for node in nodes if texts_of([node])]
+    texts = texts_of(found)
+    llm.prefetch(texts)
+    llm.announce_retrieval(texts, [node.score for node in found])
 
 
 def _is_bare_image(item: Any) -> bool:

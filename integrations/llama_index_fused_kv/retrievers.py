@@ -15,7 +15,7 @@ from fused_kv_llm.adapter import in_thread, search_staged
 from fused_kv_llm.errors import ConfigError
 from fused_kv_llm.retrieval import FaissStages, QuickFirst, StagedSearch, last_of
 from llama_index_fused_kv.llms import FusedKVLLM
-from llama_index_fused_kv.nodes import texts_of
+from llama_index_fused_kv.nodes import announce_nodes, texts_of
 
 __all__ = ["FusedKVRetriever", "QuickFirstRetriever", "StagedFaissRetriever", "compact_prompt"]
 
@@ -75,9 +75,7 @@ class FusedKVRetriever(BaseRetriever):
             )
         )
         found = self._ordered(found, remember=True)
-        texts = texts_of(found)
-        self._llm.prefetch(texts)
-        self._llm.announce_retrieval(texts)
+        announce_nodes(self._llm, found)
         return found
 
     async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:

@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 from corpus import SHORT, rag_prompt
+from langchain_core.documents import Document
+from langchain_core.runnables import RunnableLambda
+from llama_index.core.schema import NodeWithScore, TextNode
 from models import smollm2_tokenizer, tiny_model
 
 from fused_kv_llm import FusedKVEngine
-from langchain_fused_kv import ChatFusedKV
+from langchain_fused_kv import ChatFusedKV, FusedKVRetriever
 from langchain_fused_kv import FusedKVLLM as LangChainLLM
 from llama_index_fused_kv import FusedKVLLM as LlamaIndexLLM
+from llama_index_fused_kv import FusedKVPostprocessor
 
 RETRIEVED = [SHORT[0], SHORT[1], SHORT[9]]
 SHOWN = [SHORT[0], SHORT[1].replace(" ", "\n", 2), SHORT[9]]
@@ -43,6 +47,39 @@ def test_langchain(engine: FusedKVEngine) -> None:
     chat.announce_retrieval(RETRIEVED)
     answer = asyncio.run(chat.ainvoke(rag_prompt(SHOWN)))
     assert outcomes(answer.response_metadata["fused_kv"]["verdicts"]) == OUTCOMES
+
+
+@pytest.mark.parametrize("kind", [LangChainLLM, LlamaIndexLLM])
+def test_scores_reach_the_verdicts(engine: FusedKVEngine, kind: Any) -> None:
+    llm = kind.from_engine(engine, max_tokens=2)
+    llm.announce_retrieval([SHORT[0], SHORT[0], SHORT[9], SHORT[1]], [0.9, 0.1, None, float("nan")])
+    llm.generate([rag_prompt(SHOWN)]) if kind is LangChainLLM else llm.complete(rag_prompt(SHOWN))
+    told = [(verdict.text, verdict.score) for verdict in llm.last_report.verdicts[:3]]
+    assert told == [(SHORT[0][:80], 0.9), (SHORT[9][:80], None), (SHORT[1][:80], None)]
+
+
+def test_langchain_documents_have_scores_where_rerankers_leave_them(engine: FusedKVEngine) -> None:
+    llm = LangChainLLM.from_engine(engine, max_tokens=2)
+    found = [
+        Document(SHORT[0], metadata={"relevance_score": 0.75}),
+        Document(SHORT[1], metadata={"score": "high"}),
+        Document(SHORT[2]),
+    ]
+    FusedKVRetriever(retriever=RunnableLambda(lambda _: found), llm=llm).invoke("ferries")
+    llm.generate([rag_prompt(SHORT[:3])])
+    assert llm.last_report is not None
+    assert [verdict.score for verdict in llm.last_report.verdicts] == [0.75, None, None]
+
+
+def test_llama_index_nodes_keep_their_scores(engine: FusedKVEngine) -> None:
+    llm = LlamaIndexLLM.from_engine(engine, max_tokens=2)
+    nodes = [
+        NodeWithScore(node=TextNode(text=text), score=score) for text, score in zip(SHORT, (0.9, None), strict=False)
+    ]
+    nodes.insert(1, NodeWithScore(node=TextNode(text=""), score=0.5))
+    FusedKVPostprocessor(llm=llm).postprocess_nodes(nodes)
+    verdicts = llm.complete(rag_prompt(SHORT[:2])).raw["fused_kv"]["verdicts"]
+    assert [verdict["score"] for verdict in verdicts] == [0.9, None]
 
 
 def test_llama_index(engine: FusedKVEngine) -> None:

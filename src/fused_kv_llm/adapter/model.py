@@ -135,14 +135,16 @@ class FusedKVModel(ModelCorpus, EngineConfig):
             return f"use {cls.__name__}.from_engine(engine, ...)"
         return super()._hint(unknown)
 
-    def announce_retrieval(self, texts: Sequence[str]) -> None:
+    def announce_retrieval(self, texts: Sequence[str], scores: Sequence[float | None] = ()) -> None:
         """Remember retrieved texts; the user is warned once if none of them is in the next prompt.
 
         Parameters
         ----------
         texts : sequence of str
+        scores : sequence of float or None
+            What the retriever gave each text, for the report's verdicts; empty where it gave nothing.
         """
-        self._runtime.retrievals.add(texts)
+        self._runtime.retrievals.add(texts, scores)
 
     def speculate(self) -> Speculation:
         """Begin to propose prompts while a search goes on, see :meth:`fused_kv_llm.FusedKVEngine.speculate`."""

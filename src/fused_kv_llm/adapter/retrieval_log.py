@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import html
 import json
+import math
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from threading import Lock
 
 from fused_kv_llm.chunk import chunk_texts
+from fused_kv_llm.report import Verdict
 
 __all__ = ["RetrievalCheck", "RetrievalLog", "explain_mismatch"]
 
@@ -53,11 +55,19 @@ class RetrievalCheck:
     texts : tuple of str
         The retrieved texts that the prompt should contain; empty where several retrievals wait and the prompt has
         nothing of any, since nobody knows then which one it belongs to.
+    scores : tuple of float or None
+        What the retriever gave each of `texts`.
     """
 
     unmatched: list[str]
     explanation: str | None
     texts: tuple[str, ...] = ()
+    scores: tuple[float | None, ...] = ()
+
+    def scored(self, verdicts: Sequence[Verdict]) -> list[Verdict]:
+        """Return verdicts, of which those on `texts` come first, with the scores of these."""
+        known = [replace(one, score=score) for one, score in zip(verdicts, self.scores, strict=False)]
+        return [*known, *verdicts[len(known) :]]
 
 
 class RetrievalLog:
@@ -82,12 +92,17 @@ class RetrievalLog:
         self._forgotten = 0
         self._lock = Lock()
 
-    def add(self, texts: Iterable[str]) -> None:
-        """Remember the texts of one retrieval."""
-        kept = tuple(dict.fromkeys(filter(None, chunk_texts(texts))))
+    def add(self, texts: Iterable[str], scores: Sequence[float | None] = ()) -> None:
+        """Remember the texts of one retrieval, and the scores that it gave them, if it did."""
+        found = chunk_texts(texts)
+        kept = dict[str, float | None]()
+        for text, score in zip(found, scores or [None] * len(found), strict=True):
+            if text:
+                # A score that is no number says nothing, and no JSON has it.
+                kept.setdefault(text, score if score is not None and math.isfinite(score) else None)
         if kept:
             with self._lock:
-                self._pending.append(_Retrieval(kept))
+                self._pending.append(_Retrieval(tuple(kept), tuple(kept.values())))
                 while len(self._pending) > self._limit:
                     self._forgotten += not self._pending.popleft().seen
 
@@ -130,12 +145,15 @@ class RetrievalLog:
         missing = [text for text in concerned.texts if text not in prompt]
         unmatched = [text[:_BEGINNING_CHARS] for text in missing]
         explanation = explain_mismatch(prompt, missing) if missing and best == 0 else None
-        return RetrievalCheck(unmatched, explanation, concerned.texts if is_certain else ())
+        if not is_certain:
+            return RetrievalCheck(unmatched, explanation)
+        return RetrievalCheck(unmatched, explanation, concerned.texts, concerned.scores)
 
 
 @dataclass(slots=True, eq=False)
 class _Retrieval:
     texts: tuple[str, ...]
+    scores: tuple[float | None, ...] = ()
     seen: bool = False
 
     def share_in(self, prompt: str) -> float:

@@ -91,7 +91,7 @@ class Runtime:
         reason : str or None
             Why the answer ended.
         report : FusionReport
-            Texts that were not found are added to it.
+            Texts that were not found are added to it, and scores to its verdicts.
         check : RetrievalCheck
 
         Returns
@@ -100,6 +100,7 @@ class Runtime:
             finish_reason, fused_kv (the report as plain data), token_usage.
         """
         report.unmatched.extend(check.unmatched)
+        report.verdicts = check.scored(report.verdicts)
         if check.explanation is not None:
             report.warnings.append(f"no retrieved text is in the prompt: {check.explanation}")
         self.last_report = report

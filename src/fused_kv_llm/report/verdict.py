@@ -71,6 +71,8 @@ class Verdict:
         Key of its stored KV, or of the KV that it had; None where nobody knows.
     tokens : int
         Tokens of the prompt for which its KV was at hand, wherever it stands; those that were recomputed included.
+    score : float or None
+        What the retriever that found it gave it, in that retriever's own measure; None where it gave nothing.
     """
 
     text: str
@@ -80,6 +82,7 @@ class Verdict:
     diff: str = ""
     chunk_id: str | None = None
     tokens: int = 0
+    score: float | None = None
 
     @classmethod
     def of(cls, text: str, outcome: Outcome, detail: str = "", remedy: str = "", **more: Any) -> Verdict:

@@ -165,7 +165,7 @@ def test_reordering_needs_an_engine() -> None:
         def prefetch(self, texts: Any) -> list[str | None]:
             return [None for _ in texts]
 
-        def announce_retrieval(self, texts: Any) -> None:
+        def announce_retrieval(self, texts: Any, scores: Any = ()) -> None:
             pass
 
     with pytest.raises(ValueError, match="reorder_chunks=True needs a FusedKVLLM"):

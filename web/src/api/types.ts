@@ -10,6 +10,8 @@ export interface Verdict {
   diff: string;
   chunk_id: string | null;
   tokens: number;
+  /** What the retriever gave it. */
+  score?: number | null;
 }
 
 export interface Stage {

@@ -16,6 +16,7 @@ export function joinedChunks({ chunks, report }: Detail, trace: Trace | null): R
     text: verdict.text,
     isCut: [...verdict.text].length >= PREVIEW,
     tokens: verdict.tokens,
+    score: verdict.score,
     verdict,
   }));
   const all: RetrievedChunk[] = [...retrieved, ...(chunks?.some((chunk) => chunk.verdict) ? [] : others)];
