@@ -162,6 +162,7 @@ def test_a_tenant_sees_its_own_only(stored: FusedKVEngine) -> None:
         assert "running" not in numbers
         # The chunks are those of nobody, so this tenant has none.
         assert numbers["store"]["tiers"]["disk"]["chunks"] == 0
+        assert {row["tenant"] for row in numbers["tenants"]} == {"one"}
         assert client.get("/v1/requests").status_code == 401
 
 

@@ -165,6 +165,22 @@ class RequestRunner:
         """How many requests of this model, of all its engines, are being answered, and how many wait."""
         return self._loop.open_requests
 
+    def ahead_of(self, handle: RequestHandle, *, of_all: bool) -> int | None:
+        """Return how many requests that wait came before one of this model.
+
+        Parameters
+        ----------
+        handle : RequestHandle
+        of_all : bool
+            Whether those of other tenants count; how many they are may be nobody else's business.
+
+        Returns
+        -------
+        int or None
+            None once something of it has been computed, or it has ended.
+        """
+        return self._loop.ahead_of(handle, of_all=of_all)
+
     def give_up_waiting(self, error: BaseException) -> None:
         """Have requests of this model that have not begun end with an error; those that have begun go on."""
         self._loop.give_up_waiting(error)

@@ -20,6 +20,7 @@ __all__ = ["Activity", "Ended", "tokens_of"]
 _SOURCES = ("header", "prefix", "chunk", "recomputed", "fresh")
 _STATUSES: tuple[RequestStatus, ...] = ("ok", "cancelled", "refused", "failed")
 _MOST_REMEMBERED = 5000
+_MOST_PARTS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,7 @@ class Activity:
         self._open: Counter[str] = Counter()
         self._totals: defaultdict[str, _Totals] = defaultdict(_Totals)
         self._recent: defaultdict[str, deque[Ended]] = defaultdict(lambda: deque(maxlen=_MOST_REMEMBERED))
+        self._parts: defaultdict[str, dict[str | None, _Totals]] = defaultdict(dict)
 
     def now_s(self) -> float:
         """Return the time by which requests end."""
@@ -106,9 +108,21 @@ class Activity:
         with self._lock:
             self._open[tenant] += 1
 
-    def ended(self, tenant: str, ended: Ended) -> None:
-        """Count a request that has ended."""
+    def ended(self, tenant: str, ended: Ended, part: str | None = None) -> None:
+        """Count a request that has ended.
+
+        Parameters
+        ----------
+        tenant : str
+        ended : Ended
+        part : str or None
+            The further name that the tenant's client gave. Clients think of names: those after the first 200 are
+            counted with the requests that have none.
+        """
         with self._lock:
+            parts = self._parts[tenant]
+            known = part if part in parts or len(parts) < _MOST_PARTS else None
+            parts.setdefault(known, _Totals()).add(ended)
             self._open[tenant] -= 1
             self._totals[tenant].add(ended)
             self._recent[tenant].append(ended)
@@ -133,6 +147,11 @@ class Activity:
             "since_start": whole,
             "recent": recent.to_dict(_times(newest)) | {"seconds": window_s},
         }
+
+    def parts(self, tenant: str) -> dict[str | None, dict[str, Any]]:
+        """Return a tenant's numbers since the server began, apart by the names that its clients gave."""
+        with self._lock:
+            return {part: totals.to_dict(()) for part, totals in self._parts.get(tenant, {}).items()}
 
 
 def tokens_of(report: FusionReport) -> dict[str, int]:

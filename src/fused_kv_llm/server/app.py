@@ -22,6 +22,7 @@ from . import (
     job_routes,
     kept_documents,
     operations,
+    progress,
     web,
     web_settings,
 )
@@ -85,6 +86,7 @@ def create_app(engine: FusedKVEngine, config: ServerConfig | None = None) -> Fas
     app.include_router(job_routes.router)
     app.include_router(kept_documents.router)
     app.include_router(operations.router)
+    app.include_router(progress.router)
     app.include_router(web.router)
     app.include_router(web_settings.router)
     add_error_handlers(app, state.recorder.invalid)

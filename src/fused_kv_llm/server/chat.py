@@ -101,6 +101,7 @@ async def _respond(
         engine = await run_in_threadpool(using.__enter__)
         entered.push(using.__exit__)
         choices = await run_in_threadpool(submit, engine, recording)
+        recording.handles = [choice.handle for choice in choices]
         if state.padding.is_on:
             await run_in_threadpool(_pad, state, engine, choices, asked_s)
         parts = recording.watched(_counted(state, tenant, interleaved(choices)), len(choices))

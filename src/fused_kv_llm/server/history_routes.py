@@ -8,12 +8,14 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from fastapi.concurrency import run_in_threadpool
 
+from fused_kv_llm.engine import FusedKVEngine
 from fused_kv_llm.report import Outcome
 
 from .guard import tenant_of
 from .history import History, HistoryFilter
 from .refusals import RefusedError
 from .state import ServerState, state_of
+from .tenant_rows import tenant_rows
 
 __all__ = ["router"]
 
@@ -80,7 +82,7 @@ def forget(http: Request, id_: str) -> dict[str, Any]:
 
 @router.get("/v1/operations")
 async def operations(http: Request, minutes: Annotated[float, Query(gt=0, le=1440)] = 15.0) -> dict[str, Any]:
-    """Return a tenant's numbers; without keys they are everybody's."""
+    """Return a tenant's numbers; without keys they are everybody's, and ``tenants`` has a row for each."""
     state = state_of(http)
     tenant = state.tenants.name(tenant_of(http))
     found = {"object": "operations", "model": state.model_name} | state.recorder.activity.of(tenant, 60 * minutes)
@@ -88,35 +90,40 @@ async def operations(http: Request, minutes: Annotated[float, Query(gt=0, le=144
     if not state.config.api_keys:
         # Of all tenants together, which is nobody's business but an operator's.
         found |= {"running": running, "waiting": waiting}
-    return found | {"store": await run_in_threadpool(_store, state, tenant_of(http))}
+    return found | await run_in_threadpool(_stored, state, tenant_of(http))
 
 
-def _store(state: ServerState, tenant: str) -> dict[str, Any]:
-    """Return what is stored of a tenant, and what this process has done with it."""
+def _stored(state: ServerState, tenant: str) -> dict[str, Any]:
     with state.tenants.using(tenant) as engine:
-        stats, counters = engine.store.stats(), asdict(engine.store.counters())
-        memory = {
-            "chunks": stats.memory_chunks,
-            "bytes": stats.memory_bytes,
-            "budget_bytes": engine.config.memory_bytes,
+        of_one = bool(state.config.api_keys)
+        return {"store": _store(engine, of_one=of_one), "tenants": tenant_rows(state, engine, tenant)}
+
+
+def _store(engine: FusedKVEngine, *, of_one: bool) -> dict[str, Any]:
+    """Return what is stored of a tenant or of all, and what this process has done with it."""
+    stats, counters = engine.store.stats(), asdict(engine.store.counters())
+    memory = {
+        "chunks": stats.memory_chunks,
+        "bytes": stats.memory_bytes,
+        "budget_bytes": engine.config.memory_bytes,
+    }
+    tiers: dict[str, dict[str, Any]] = {"memory": memory}
+    if of_one:
+        own = [row for row in stats.identities if row.identity == engine.identity]
+        tiers["disk"] = {"chunks": sum(row.disk_chunks for row in own), "bytes": sum(row.disk_bytes for row in own)}
+        tiers["remote"] = {
+            "chunks": sum(row.remote_chunks for row in own),
+            "bytes": sum(row.remote_bytes for row in own),
         }
-        tiers: dict[str, dict[str, Any]] = {"memory": memory}
-        if state.config.api_keys:
-            own = [row for row in stats.identities if row.identity == engine.identity]
-            tiers["disk"] = {"chunks": sum(row.disk_chunks for row in own), "bytes": sum(row.disk_bytes for row in own)}
-            tiers["remote"] = {
-                "chunks": sum(row.remote_chunks for row in own),
-                "bytes": sum(row.remote_bytes for row in own),
-            }
-        else:
-            tiers |= {name: {"chunks": count, "bytes": size} for name, (count, size) in stats.tiers.items()}
-        tiers["disk"]["budget_bytes"] = stats.disk_bytes
-        return {
-            "tiers": tiers,
-            "evictions": {"memory": counters["evicted_memory"], "disk": counters["evicted_disk"]},
-            "damaged": counters["damaged"],
-            "counters": counters,
-        }
+    else:
+        tiers |= {name: {"chunks": count, "bytes": size} for name, (count, size) in stats.tiers.items()}
+    tiers["disk"]["budget_bytes"] = stats.disk_bytes
+    return {
+        "tiers": tiers,
+        "evictions": {"memory": counters["evicted_memory"], "disk": counters["evicted_disk"]},
+        "damaged": counters["damaged"],
+        "counters": counters,
+    }
 
 
 def _history(http: Request) -> tuple[History, str]:

@@ -44,12 +44,19 @@ class Recorder:
     def __init__(self, tenants: Tenants, metrics: Metrics, history: History | None, *, texts: bool) -> None:
         self._tenants, self._metrics, self._history, self._texts = tenants, metrics, history, texts
         self.activity, self.savings = Activity(), Savings(tenants.default)
+        # By tenant and name, those that are open.
+        self._open: dict[tuple[str, str], Recording] = {}
+
+    def under_way(self, tenant: str, name: str) -> Recording | None:
+        """Return a tenant's open request by the name in its ``X-Request-Id``, the newest of that name; None without."""
+        return self._open.get((self._tenants.name(tenant), name))
 
     @contextmanager
     def request(self, http: Request, request: ChatRequest | CompletionRequest | None) -> Iterator[Recording]:
         """Note a request from here to the end of the block; what ends the block is passed on."""
         name: str = http.scope.get("fused_kv_request", "")
         recording = Recording(request, http.url.path, name, self._tenants.name(tenant_of(http)))
+        self._open[recording.tenant, name] = recording
         self.activity.began(recording.tenant)
         error: BaseException | None = None
         try:
@@ -59,7 +66,9 @@ class Recorder:
             raise
         finally:
             recording.end(error)
-            self._ended(recording)
+            if self._open.get((recording.tenant, name)) is recording:
+                del self._open[recording.tenant, name]
+            self._ended(recording, None if request is None else request.fused_kv.tenant)
 
     def invalid(self, http: Request, refusal: RefusedError) -> None:
         """Note a request whose body made no sense."""
@@ -70,7 +79,7 @@ class Recorder:
             except RefusedError:
                 return
 
-    def _ended(self, recording: Recording) -> None:
+    def _ended(self, recording: Recording, part: str | None) -> None:
         saving = self._saving(recording)
         tokens = [tokens_of(report) for report in recording.prompts]
         sums = {name: sum(one[name] for one in tokens) for name in (tokens[0] if tokens else ())}
@@ -78,7 +87,7 @@ class Recorder:
             sums["completion"] = recording.completion_tokens
         ttft_s = recording.prompts[0].ttft_s if recording.prompts else None
         ended = Ended(self.activity.now_s(), recording.status, ttft_s, sums, recording.verdicts, saving)
-        self.activity.ended(recording.tenant, ended)
+        self.activity.ended(recording.tenant, ended, part)
         if saving is not None:
             self._metrics.saved(saving)
         if self._history is not None:

@@ -11,6 +11,7 @@ from contextlib import aclosing
 from typing import Any
 
 from fused_kv_llm.report import FusionReport
+from fused_kv_llm.serving import RequestHandle
 
 from .answering import AnswerPart
 from .history_schema import RequestRecord, RequestStatus
@@ -43,6 +44,8 @@ class Recording:
         Of the answer, and of what is kept; nobody can guess it.
     found : list of RetrievedChunk
         What was retrieved for it.
+    handles : list of RequestHandle
+        Of its answers, once they were submitted.
     reports : dict of int to FusionReport
         Of the answers that came to their end.
     """
@@ -53,6 +56,7 @@ class Recording:
         prefix = "cmpl" if endpoint == "/v1/completions" else "chatcmpl"
         self.id = f"{prefix}-{uuid.uuid4().hex}"
         self.found: list[RetrievedChunk] = []
+        self.handles: list[RequestHandle] = []
         self.reports: dict[int, FusionReport] = {}
         self._request, self._endpoint, self._name, self.tenant = request, endpoint, request_id, tenant
         self._created_s, self._started_s = time.time(), time.perf_counter()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from fused_kv_llm.engine import FusedKVEngine
 from fused_kv_llm.store import stored_bytes_per_token
@@ -12,7 +12,7 @@ from .quotas import Quota
 from .refusals import RefusedError
 from .tenants import Tenants
 
-__all__ = ["StoredBytes", "bytes_per_token"]
+__all__ = ["StoredBytes", "bytes_per_token", "stored_bytes_of"]
 
 
 class StoredBytes:
@@ -74,9 +74,14 @@ class StoredBytes:
 
     def _taken(self, engine: FusedKVEngine, tenant: str) -> int:
         names = {self._tenants.name(*owner) for owner in self._libraries.owners() if owner.tenant == tenant}
-        own = {one.digest for name in names for one in engine.store.namespaces.of_tenant(name)}
-        rows = [row for row in engine.store.stats().identities if row.identity in own]
-        return sum(row.disk_bytes + row.remote_bytes for row in rows)
+        return stored_bytes_of(engine, names)
+
+
+def stored_bytes_of(engine: FusedKVEngine, names: Iterable[str]) -> int:
+    """Return the bytes on disk and beyond that are stored under some names of tenants, as their engines have them."""
+    own = {one.digest for name in names for one in engine.store.namespaces.of_tenant(name)}
+    rows = [row for row in engine.store.stats().identities if row.identity in own]
+    return sum(row.disk_bytes + row.remote_bytes for row in rows)
 
 
 def bytes_per_token(engine: FusedKVEngine) -> int:

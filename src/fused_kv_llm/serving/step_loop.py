@@ -24,6 +24,7 @@ from fused_kv_llm.errors import (
 from fused_kv_llm.model import ModelLock, StoppedError, lock_of
 from fused_kv_llm.thread_pool import release_openmp_workers
 
+from .handle import RequestHandle
 from .home import RequestHome
 from .ingestion_pieces import IngestionPieces, Piece
 from .scheduler import Scheduler
@@ -128,6 +129,16 @@ class StepLoop:
         with self._guard:
             begun = [request.has_begun for request in self._requests if not request.is_done]
         return sum(begun), len(begun) - sum(begun)
+
+    def ahead_of(self, handle: RequestHandle, *, of_all: bool) -> int | None:
+        """Return how many that wait came before a request, of its tenant or of all; None if it does not wait."""
+        with self._guard:
+            waiting = [request for request in self._requests if not (request.has_begun or request.is_done)]
+        own = next((request for request in waiting if request.handle is handle), None)
+        if own is None:
+            return None
+        before = [request for request in waiting if request.arrived_s < own.arrived_s]
+        return sum(of_all or request.home.tenant == own.home.tenant for request in before)
 
     @property
     def _others(self) -> int:

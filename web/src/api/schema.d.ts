@@ -269,7 +269,7 @@ export interface paths {
         };
         /**
          * Operations
-         * @description Return a tenant's numbers; without keys they are everybody's.
+         * @description Return a tenant's numbers; without keys they are everybody's, and ``tenants`` has a row for each.
          */
         get: operations["operations_v1_operations_get"];
         put?: never;
@@ -594,6 +594,26 @@ export interface paths {
          * @description Return the ids of a text or a conversation.
          */
         post: operations["tokenize_tokenize_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/v1/requests/{id_}/progress": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Progress
+         * @description Say how far a request is, by the name that its client gave it in ``X-Request-Id``.
+         */
+        get: operations["progress_v1_requests__id___progress_get"];
+        put?: never;
+        post?: never;
         delete?: never;
         options?: never;
         head?: never;
@@ -1103,6 +1123,25 @@ export interface components {
          * @enum {string}
          */
         Outcome: "reused" | "reusable" | "recomputed" | "not_ingested" | "other_settings" | "other_tenant" | "respaced" | "escaped" | "shortened" | "rewritten" | "not_in_prompt" | "too_short" | "too_long" | "overlap" | "evicted" | "deleted" | "damaged" | "not_loaded";
+        /**
+         * Progress
+         * @description How far an open request is.
+         */
+        Progress: {
+            /**
+             * Object
+             * @default request.progress
+             * @constant
+             */
+            object: "request.progress";
+            /**
+             * State
+             * @enum {string}
+             */
+            state: "waiting" | "begun" | "closed";
+            /** Ahead */
+            ahead?: number | null;
+        };
         /**
          * Reference
          * @description Full prefill's answer.
@@ -2820,6 +2859,46 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["TokenIds"];
+                };
+            };
+            /** @description Client Error */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorAnswer"];
+                };
+            };
+            /** @description Server Error */
+            "5XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ErrorAnswer"];
+                };
+            };
+        };
+    };
+    progress_v1_requests__id___progress_get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                id_: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Progress"];
                 };
             };
             /** @description Client Error */
