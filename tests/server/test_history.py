@@ -109,6 +109,22 @@ def test_one_request_cannot_push_out_all_others(history: History) -> None:
     assert history.detail("", "1") == history.summaries("", 1)[0] | {"question": None}
 
 
+def test_every_text_of_a_row_counts(history: History) -> None:
+    """What a client writes in the place of a name or an error takes room as its question does."""
+    for name in ("model", "selector", "request_id", "error"):
+        one = record(0)
+        value = {"message": "x" * 5000} if name == "error" else "x" * 5000
+        setattr(one, name, value)
+        one.id = name
+        add(history, one)
+    plain = record(1)
+    add(history, plain)
+    assert set(ids(history)) == {"model", "selector", "request_id", "error", "1"}
+    with closing(sqlite3.connect(history.path)) as connection:
+        sizes = dict(connection.execute("SELECT id, nbytes FROM requests").fetchall())
+    assert all(sizes[name] >= sizes["1"] + 4900 for name in ("model", "selector", "request_id", "error"))
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 5000)), max_size=40), st.integers(0, 60_000))
 @example([("a", 0), *[("b", 5000)] * 20], 20_000)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -21,9 +21,11 @@ KEYS = {"one": "the-key-of-tenant-one", "two": "the-key-of-tenant-two"}
 
 
 @contextmanager
-def served(folder: Path, **options: object) -> Iterator[tuple[FusedKVEngine, str]]:
+def served(
+    folder: Path, of_engine: Mapping[str, object] | None = None, /, **options: object
+) -> Iterator[tuple[FusedKVEngine, str]]:
     with ExitStack() as entered:
-        made = {"preprocessing": "none", "dtype": "float32", "store_misses": False}
+        made = {"preprocessing": "none", "dtype": "float32", "store_misses": False, **(of_engine or {})}
         engine = entered.enter_context(
             FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=folder, **made)
         )
@@ -76,8 +78,9 @@ def test_what_is_stored_again_for_a_pinned_document_is_pinned(tmp_path: Path) ->
 def test_a_tenant_stores_no_more_than_its_quota(tmp_path: Path) -> None:
     with served(tmp_path / "sizes") as (engine, url), httpx.Client(base_url=url, timeout=60) as client:
         ingested(client, text_of(0, 1, 2))
-        nbytes = engine.store.stats().tiers["disk"][1]
-    quotas = {"one": {"stored_bytes": nbytes + 1000}}
+        nbytes = engine.store.stats().tiers["disk"][1] + len(text_of(0, 1, 2))
+    # Room for a few texts more, and for no KV.
+    quotas = {"one": {"stored_bytes": nbytes + 1500}}
     with served(tmp_path / "kv", api_keys=KEYS, quotas=quotas) as (_, url), ExitStack() as entered:
         one, two = (entered.enter_context(client_of(url, tenant)) for tenant in KEYS)
         first = ingested(one, text_of(0, 1, 2))
@@ -99,6 +102,71 @@ def test_a_tenant_stores_no_more_than_its_quota(tmp_path: Path) -> None:
         ingested(one, text_of(3))
         metrics = one.get("/metrics").text
         assert 'fused_kv:over_quota_requests_total{quota="stored_bytes",tenant="one"} 2.0' in metrics
+
+
+def test_texts_without_kv_count(tmp_path: Path) -> None:
+    """Who cancels ingestion cannot fill the disk with what was uploaded."""
+    quotas = {"one": {"stored_bytes": 10_000}}
+    with served(tmp_path, api_keys=KEYS, quotas=quotas) as (engine, url), client_of(url, "one") as one:
+        statuses = []
+        with engine.model_lock:
+            for _ in range(4):
+                made = one.post("/v1/documents", json={"text": "x " * 2000})
+                statuses.append(made.status_code)
+                if made.status_code == 202:
+                    one.post(f"/v1/jobs/{made.json()['job_id']}/cancel")
+        assert statuses == [202, 202, 429, 429]
+        assert one.post("/v1/documents", json={"text": "x"}).status_code == 202
+
+
+def test_pins_leave_room_for_others(tmp_path: Path) -> None:
+    with served(tmp_path / "sizes") as (engine, url), httpx.Client(base_url=url, timeout=60) as client:
+        ingested(client, text_of(0))
+        nbytes = engine.store.stats().tiers["disk"][1]
+    # Half of it for pins, of which each key has half: two chunks.
+    with (
+        served(tmp_path / "kv", {"disk_bytes": 9 * nbytes}, api_keys=KEYS) as (_, url),
+        client_of(url, "one") as one,
+        client_of(url, "two") as two,
+    ):
+        documents = [ingested(one, text_of(number)) for number in range(3)]
+        statuses = [one.post(f"/v1/documents/{document}/pin").status_code for document in documents]
+        assert statuses == [200, 200, 429]
+        # What is pinned already takes no more, and what one holds is nothing to the other.
+        assert one.post(f"/v1/documents/{documents[0]}/pin").status_code == 200
+        mine = ingested(two, text_of(0))
+        assert two.post(f"/v1/documents/{mine}/pin").status_code == 200
+        one.post(f"/v1/documents/{documents[1]}/unpin")
+        assert one.post(f"/v1/documents/{documents[2]}/pin").status_code == 200
+        # The store takes what comes, whatever is pinned.
+        for number in range(10, 20):
+            ingested(two, text_of(number))
+
+
+def test_a_pin_does_not_outlive_its_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(tmp_path) as (engine, url), httpx.Client(base_url=url, timeout=60) as client:
+        document, pin = ingested(client, text_of(0)), engine.store.pin
+
+        def deleted_before(keys: Iterable[str], holder: str) -> None:
+            wanted = list(keys)
+            assert client.delete(f"/v1/documents/{document}").status_code == 200
+            pin(wanted, holder)
+
+        monkeypatch.setattr(engine.store, "pin", deleted_before)
+        client.post(f"/v1/documents/{document}/pin")
+        assert engine.store.pin_holders() == set()
+
+
+def test_what_failed_inside_is_told_to_the_log_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(tmp_path) as (engine, url), httpx.Client(base_url=url, timeout=60) as client:
+
+        def full(*_: object, **__: object) -> None:
+            raise StoreFullError(f"The disk of {tmp_path} is full")
+
+        monkeypatch.setattr(engine, "build_kv_cache", full)
+        job = ended(client, upload(client, text_of(0))["job_id"])
+        assert job["state"] == "failed"
+        assert str(tmp_path) not in job["error"]
 
 
 def ended_apart(client: httpx.Client, job: str) -> dict[str, object]:

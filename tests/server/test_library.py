@@ -14,7 +14,9 @@ from waiting import wait_until
 
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.server import ServerConfig, create_app
-from fused_kv_llm.server.library import Library, owner_of_expired
+from fused_kv_llm.server.closed_library import owner_of_expired
+from fused_kv_llm.server.library import Library
+from fused_kv_llm.server.library_schema import Owner
 from fused_kv_llm.server.refusals import RefusedError
 
 
@@ -57,7 +59,7 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
 def test_whose_documents_have_expired_can_be_seen_from_outside(tmp_path: Path) -> None:
     path = tmp_path / "a.sqlite"
     library = Library(path, lambda: 100.0)
-    library.about("one", "user")
+    library.about(Owner("one", "user"))
     library.add("", ".txt", b"text", "{}", 200.0)
     assert owner_of_expired(path, 199.0) is None
     assert owner_of_expired(path, 200.0) == ("one", "user")

@@ -72,6 +72,23 @@ def test_pins_outlive_the_process_and_do_not_keep_from_deleting(kv_dir, chunks, 
         assert store.evict(0) == 1
 
 
+def test_what_pinned_chunks_take(kv_dir, chunks):
+    """Each counts once, however many hold it; further ones count as if they were pinned."""
+    with KVStore(kv_dir) as store:
+        for chunk in chunks[:3]:
+            chunk.put(store)
+        keys = [chunk.key for chunk in chunks[:4]]
+        size = {key: row.nbytes for key, row in store.rows(keys).items()}
+        identities = {row.identity for row in store.rows(keys).values()}
+        assert store.pinned_bytes(identities) == 0
+        # The last one is not stored.
+        store.pin([keys[0], keys[3]], "somebody")
+        store.pin(keys[:2], "another")
+        assert store.pinned_bytes(identities) == size[keys[0]] + size[keys[1]]
+        assert store.pinned_bytes(identities, keys[1:4]) == sum(size.values())
+        assert store.pinned_bytes([]) == store.pinned_bytes(["0" * 64], keys) == 0
+
+
 def test_a_store_that_is_read_only_takes_no_pins(kv_dir, chunks):
     with KVStore(kv_dir) as store:
         chunks[0].put(store)

@@ -15,7 +15,7 @@ from fused_kv_llm.engine import FusedKVEngine
 from .answering import AnswerPart, Choice, interleaved, submit_chat, submit_completion
 from .answers import ChatAnswers, CompletionAnswers
 from .guard import tenant_of
-from .libraries import Owner
+from .library_schema import Owner
 from .recording import Recording
 from .requests import ChatRequest, CompletionRequest
 from .retrieval import RetrievedChunk
@@ -71,8 +71,8 @@ def retrieved(
     if wanted is None:
         return request, []
     most = request.max_completion_tokens or request.max_tokens or state.config.max_answer_tokens
-    library = desk.libraries.of(engine, owner)
-    messages, found = desk.retrieval.prompt(engine, library, request.messages, wanted.k, most)
+    with desk.libraries.using(engine, owner) as library:
+        messages, found = desk.retrieval.prompt(engine, library, request.messages, wanted.k, most)
     expected = [*(request.fused_kv.expected or ()), *(chunk.text for chunk in found)]
     options = request.fused_kv.model_copy(update={"expected": expected})
     return request.model_copy(update={"messages": messages, "fused_kv": options}), found

@@ -18,7 +18,7 @@ from .answering import chat_prompt
 from .chat import retrieved
 from .guard import tenant_of
 from .history_routes import trace
-from .libraries import Owner
+from .library_schema import Owner
 from .messages import ChatMessage
 from .requests import ChatRequest, FusedKVOptions, Retrieve
 from .state import state_of
@@ -34,7 +34,7 @@ T = TypeVar("T")
 class _Column(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    selector: str | None = None
+    selector: str | None = Field(default=None, max_length=64)
     recompute_ratio: float | None = Field(default=None, ge=0, le=1)
 
 
@@ -118,11 +118,11 @@ async def _answered(
 ) -> T:
     state, tenant = state_of(http), tenant_of(http)
     state.check_open()
+    state.quotas.admit(tenant)
     begun, left = list[SideBySide](), threading.Event()
 
     def answered() -> T:
-        with state.comparisons.one(), state.tenants.using(tenant) as engine:
-            state.quotas.admit(tenant)
+        with state.comparisons.one(tenant), state.tenants.using(tenant) as engine:
             one = SideBySide(engine, prompt(engine), max_tokens, state.config.request_timeout_s)
             begun.append(one)
             if left.is_set():

@@ -95,7 +95,13 @@ class ServerConfig(BaseModel):
     """Whether the log has lines for people or for machines."""
 
     max_tenants: int = Field(default=64, ge=1)
-    """Most tenants whose chunks are open at once."""
+    """Most tenants whose chunks and documents are open at once."""
+
+    max_names: int = Field(default=1000, ge=1)
+    """Most names below one key (``tenant``) that have documents of their own."""
+
+    max_pinned_share: float = Field(default=0.5, ge=0, le=1)
+    """Part of the store's ``disk_bytes`` that pinned documents may take, of each key an equal part."""
 
     chunk_chars: int = Field(default=1000, ge=100)
     """Longest chunk of a document, in characters."""

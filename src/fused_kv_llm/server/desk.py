@@ -13,8 +13,10 @@ from fused_kv_llm.offline import as_embedder
 
 from .config import ServerConfig
 from .jobs import JobRunner
-from .libraries import Libraries, Owner
+from .libraries import Libraries
 from .library import Library
+from .library_schema import Owner
+from .pins import Pins
 from .reading import ReadingLimits
 from .retrieval import Retrieval
 from .stored_bytes import StoredBytes
@@ -48,6 +50,7 @@ class DocumentDesk:
     limits : ReadingLimits
         Of reading an upload.
     libraries : Libraries
+    pins : Pins
     jobs : JobRunner
     retrieval : Retrieval
     """
@@ -63,25 +66,34 @@ class DocumentDesk:
             timeout_s=3.0 * config.reading_timeout_s,
         )
         embedder = as_embedder(tenants.default.config.embedder)
-        self.libraries = Libraries(tenants)
-        self._stored = StoredBytes(tenants, self.libraries, config.quotas, on_refused)
-        self.jobs = JobRunner(tenants, self.libraries, self._stored, embedder, self.limits, config.max_waiting_jobs)
+        self.libraries = Libraries(tenants, config.max_tenants, config.max_names)
+        self.pins = Pins(self.libraries, config.max_pinned_share / max(1, len(config.api_keys)))
+        self._stored = StoredBytes(self.libraries, config.quotas, on_refused)
+        self.jobs = JobRunner(
+            tenants, self.libraries, self._stored, self.pins, embedder, self.limits, config.max_waiting_jobs
+        )
         self.retrieval = Retrieval(embedder)
 
     @contextmanager
-    def open(self, owner: Owner) -> Iterator[OpenLibrary]:
+    def open(self, owner: Owner, *, make: bool = False) -> Iterator[OpenLibrary]:
         """Give the documents of a tenant, whose engine stays open meanwhile.
+
+        Parameters
+        ----------
+        owner : Owner
+        make : bool
+            Whether there is to be a library from now on, see :meth:`.Libraries.using`.
 
         Raises
         ------
         RefusedError
             If they cannot be opened.
         """
-        with self._tenants.using(*owner) as engine:
-            yield OpenLibrary(owner, engine, self.libraries.of(engine, owner))
+        with self._tenants.using(*owner) as engine, self.libraries.using(engine, owner, make=make) as library:
+            yield OpenLibrary(owner, engine, library)
 
-    def check_bytes(self, owner: Owner) -> None:
-        """Make sure that a tenant may store more.
+    def check_bytes(self, owner: Owner, nbytes: int = 0) -> None:
+        """Make sure that a tenant may store more, or a document of so many bytes.
 
         Raises
         ------
@@ -89,7 +101,7 @@ class DocumentDesk:
             If its documents take all that they may.
         """
         with self._tenants.using(*owner) as engine:
-            self._stored.check(engine, owner)
+            self._stored.check(engine, owner, nbytes=nbytes)
 
     @asynccontextmanager
     async def swept(self, every_s: float, *others: Callable[[], object]) -> AsyncGenerator[None]:

@@ -17,8 +17,7 @@ from fused_kv_llm.store import ChunkRow, ChunkStanding
 
 from .desk import OpenLibrary
 from .guard import tenant_of
-from .libraries import Owner
-from .library_schema import Chunk, Document, Job
+from .library_schema import Chunk, Document, Job, Owner
 from .reading import UPLOAD_SUFFIXES
 from .refusals import RefusedError
 from .state import state_of
@@ -90,13 +89,13 @@ async def upload(http: Request, owner: Owned) -> dict[str, Any]:
     state = state_of(http)
     state.check_open()
     state.documents.jobs.check_room(owner)
-    await run_in_threadpool(state.documents.check_bytes, owner)
     given = await given_upload(http)
+    await run_in_threadpool(state.documents.check_bytes, owner, len(given.content))
     if given.about.expires_at is not None and given.about.expires_at <= time.time():
         raise RefusedError("expires_at: is over already; give seconds since 1970", param="expires_at")
 
     def added() -> dict[str, Any]:
-        with state.documents.open(owner) as opened:
+        with state.documents.open(owner, make=True) as opened:
             library, about = opened.library, given.about
             metadata = json.dumps(about.metadata, ensure_ascii=True)
             document, job = library.add(about.name, given.suffix, given.content, metadata, about.expires_at)
@@ -224,6 +223,8 @@ async def _of_form(form: FormData) -> _Upload:
     fields = {name: value for name, value in form.items() if name != "file" and isinstance(value, str)}
     try:
         fields["metadata"] = json.loads(fields.get("metadata", "{}"))
+        # Half of a surrogate pair, which JSON can say, is no text: UnicodeEncodeError is a ValueError.
+        json.dumps(fields["metadata"], ensure_ascii=False).encode()
         fields.setdefault("name", PurePosixPath((file.filename or "").replace("\\", "/")).name[-_NAME_CHARS:])
         about = _About.model_validate(fields)
     except ValidationError as error:

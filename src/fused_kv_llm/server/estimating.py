@@ -39,9 +39,8 @@ async def estimate(http: Request, owner: Owned) -> Estimate:
     given = await given_upload(http)
 
     def estimated() -> Estimate:
-        with state.estimates.one():
+        with state.estimates.one(owner.tenant), state.tenants.using(*owner) as engine:
             texts = read_upload(given.content, given.suffix, state.documents.limits, state.check_open)
-        with state.tenants.using(owner.tenant, owner.apart) as engine:
             return _estimate(engine, texts)
 
     return await run_in_threadpool(estimated)

@@ -168,12 +168,13 @@ class History:
 
     def _insert(self, connection: sqlite3.Connection, record: RequestRecord) -> None:
         blobs = [packed(record.detail), packed(record.trace)]
-        nbytes = sum(map(len, filter(None, blobs)))
-        if nbytes > self._max_bytes // _MOST_OF_ALL:
-            blobs, nbytes, record.question = [None, None], 0, None
+        if sum(map(len, filter(None, blobs))) > self._max_bytes // _MOST_OF_ALL:
+            blobs, record.question = [None, None], None
+        summary = record.summary()
+        nbytes = sum(len(value) if isinstance(value, (str, bytes)) else 8 for value in (*summary, *blobs))
         names = ("tenant", *SUMMARY_COLUMNS, "nbytes", "detail", "trace")
         marks = ",".join("?" * len(names))
-        values = (record.tenant, *record.summary(), nbytes, *blobs)
+        values = (record.tenant, *summary, nbytes, *blobs)
         # The id is the server's own: the row can only be there if the first attempt came through after all.
         connection.execute(f"INSERT OR IGNORE INTO requests ({', '.join(names)}) VALUES ({marks})", values)
         self._new_bytes += nbytes

@@ -134,7 +134,7 @@ def summary_of(values: tuple[Any, ...]) -> dict[str, Any]:
 
 def packed(value: dict[str, Any] | None) -> bytes | None:
     """Return plain data as compressed JSON."""
-    return None if value is None else zlib.compress(json.dumps(value).encode())
+    return None if value is None else zlib.compress(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
 
 
 def unpacked(data: bytes | None) -> dict[str, Any] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -43,9 +43,12 @@ def job(http: Request, owner: Owned, id_: str) -> dict[str, Any]:
 @router.get("/v1/jobs/{id_}/events", response_class=StreamingResponse, responses={200: {"content": EVENTS}})
 def events(http: Request, owner: Owned, id_: str) -> EventResponse:
     """Tell every step of a job as it comes, until it has ended."""
-    with state_of(http).documents.open(owner) as opened:
+    with ExitStack() as entered:
+        opened = entered.enter_context(state_of(http).documents.open(owner))
         first = _found(opened.library, id_)
-    return EventResponse(_steps(http, opened.library, first), AsyncExitStack())
+        until_told = AsyncExitStack()
+        until_told.callback(entered.pop_all().close)
+    return EventResponse(_steps(http, opened.library, first), until_told)
 
 
 @router.post("/v1/jobs/{id_}/cancel", responses=answers_with(JobObject))

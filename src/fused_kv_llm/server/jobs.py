@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fused_kv_llm.engine import FusedKVEngine
-from fused_kv_llm.errors import FusedKVError
 from fused_kv_llm.offline import Embedder, corpus_vectors
 
-from .libraries import Libraries, Owner, pin_document
+from .libraries import Libraries
 from .library import Library
-from .library_schema import ENDED, JobState
+from .library_schema import ENDED, JobState, Owner
+from .pins import Pins
 from .reading import ReadingLimits, read_upload
-from .refusals import RefusedError
+from .refusals import RefusedError, refusal_of
 from .stored_bytes import StoredBytes
 from .tenants import Tenants
 from .turns import Turns
@@ -49,6 +49,7 @@ class JobRunner:
     libraries : Libraries
     stored : StoredBytes
         What each tenant may store.
+    pins : Pins
     embedder : Embedder
         Makes the vectors by which chunks are retrieved.
     limits : ReadingLimits
@@ -62,12 +63,13 @@ class JobRunner:
         tenants: Tenants,
         libraries: Libraries,
         stored: StoredBytes,
+        pins: Pins,
         embedder: Embedder,
         limits: ReadingLimits,
         max_waiting: int,
     ) -> None:
         self._tenants, self._libraries, self._stored, self._embedder = tenants, libraries, stored, embedder
-        self._limits = limits
+        self._limits, self._pins = limits, pins
         self._waiting = Turns[_Task](max_waiting)
         self._closed = threading.Event()
         self._lock = threading.Lock()
@@ -91,8 +93,8 @@ class JobRunner:
                 self._thread = threading.Thread(target=self._run, name="fused-kv-documents", daemon=True)
                 self._thread.start()
         if not self._waiting.put(owner.tenant, _Task(owner, job, document)):
-            with self._tenants.using(*owner) as engine:
-                self._libraries.of(engine, owner).move_job(job, "interrupted", among=_UNDER_WAY)
+            with self._tenants.using(*owner) as engine, self._libraries.using(engine, owner) as library:
+                library.move_job(job, "interrupted", among=_UNDER_WAY)
 
     def resume(self, library: Library, owner: Owner, job: str, document: str) -> bool:
         """Go on with a job that has failed or was cancelled or interrupted; False if there is nothing to go on with."""
@@ -124,9 +126,12 @@ class JobRunner:
             if task is None or self._closed.is_set():
                 return
             try:
-                with self._tenants.using(*task.owner) as engine:
-                    library = self._libraries.of(engine, task.owner)
-                    _Ingestion(engine, library, task, self._stored, self._embedder, self._closed).run(self._limits)
+                with (
+                    self._tenants.using(*task.owner) as engine,
+                    self._libraries.using(engine, task.owner) as library,
+                ):
+                    one = _Ingestion(engine, library, task, self._stored, self._pins, self._embedder, self._closed)
+                    one.run(self._limits)
             except Exception as error:  # whatever it is, the jobs behind it must not wait forever
                 _log.error("A job could not be begun", exc_info=error)
 
@@ -140,11 +145,12 @@ class _Ingestion:
         library: Library,
         task: _Task,
         stored: StoredBytes,
+        pins: Pins,
         embedder: Embedder,
         closed: threading.Event,
     ) -> None:
         self._engine, self._library, self._task, self._stored = engine, library, task, stored
-        self._embedder, self._closed = embedder, closed
+        self._pins, self._embedder, self._closed = pins, embedder, closed
         self._state: JobState = "queued"
         self._done = self._total = 0
         self._texts_stored: list[str] = []
@@ -160,11 +166,8 @@ class _Ingestion:
             self._to("done")
         except _LeftError:
             self._drop_what_nobody_has()
-        except FusedKVError as error:
-            self._to_failed(str(error))
-        except Exception as error:  # told in the log only, as the server's other errors are
-            _log.error("A job has failed", exc_info=error)
-            self._to_failed("The server could not ingest this document; its log says why.")
+        except Exception as error:  # what is no fault of the client's is told in the log only, as elsewhere
+            self._to_failed(refusal_of(error).message)
 
     def _texts(self, limits: ReadingLimits) -> list[str]:
         document = self._library.document(self._task.document)
@@ -190,8 +193,7 @@ class _Ingestion:
             last = begin + _CHUNKS_AT_ONCE >= len(texts)
             self._engine.build_kv_cache(batch, preprocess="background" if last else "later", progress=False)
         self._done = len(texts)
-        if self._task.document in self._engine.store.pin_holders():
-            pin_document(self._engine, self._library, self._task.document)
+        self._pins.pin_again(self._engine, self._library, self._task.document)
 
     def _vectors_path(self) -> Path | None:
         """Return where the engine's own second pass looks for the same vectors."""

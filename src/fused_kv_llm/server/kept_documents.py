@@ -8,7 +8,6 @@ from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 
 from .document_routes import Owned, found_document, told
-from .libraries import pin_document
 from .refusals import RefusedError
 from .state import state_of
 
@@ -26,7 +25,7 @@ async def pin(http: Request, owner: Owned, id_: str) -> dict[str, Any]:
             found = found_document(opened, id_)
             if not found.ready:
                 raise RefusedError("The document is not ingested yet: wait for its job, or resume it", 409)
-            pin_document(opened.engine, opened.library, id_)
+            state_of(http).documents.pins.pin(opened.engine, owner, opened.library, id_)
             return told(opened, found)
 
     return await run_in_threadpool(pinned)
@@ -39,7 +38,7 @@ async def unpin(http: Request, owner: Owned, id_: str) -> dict[str, Any]:
     def unpinned() -> dict[str, Any]:
         with state_of(http).documents.open(owner) as opened:
             found = found_document(opened, id_)
-            opened.engine.store.unpin(id_)
+            state_of(http).documents.pins.unpin(opened.engine, id_)
             return told(opened, found)
 
     return await run_in_threadpool(unpinned)
@@ -69,7 +68,7 @@ async def refresh(http: Request, owner: Owned, id_: str) -> dict[str, Any]:
     def begun() -> dict[str, Any]:
         with state.documents.open(owner) as opened:
             found = found_document(opened, id_)
-            if not found.ready or opened.library.has_open_job(id_):
+            if not found.ready or opened.library.has_open_jobs(id_):
                 raise RefusedError("The document is not ingested yet: wait for its job, or resume it", 409)
             job = opened.library.add_job(id_)
             state.documents.jobs.start(owner, job, id_)

@@ -7,17 +7,17 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
-from .library_schema import ENDED, LIBRARY_SCHEMA, Chunk, Document, Job, JobState
+from .library_schema import DOCUMENT_BYTES, ENDED, LIBRARY_SCHEMA, Chunk, Document, Job, JobState, Owner
 from .refusals import RefusedError
 
-__all__ = ["Library", "owner_of", "owner_of_expired"]
+__all__ = ["Library"]
 
 _DOCUMENT = """SELECT id, name, suffix, metadata, nbytes, created_s, expires_s, ready,
     (SELECT count(*) FROM chunks WHERE document = documents.number) FROM documents"""
@@ -33,14 +33,14 @@ class Library:
 
     Parameters
     ----------
-    path : Path
-        The SQLite file; made if need be.
+    path : Path or None
+        The SQLite file; made if need be. None keeps everything in memory.
     clock : callable
         Seconds since 1970.
 
     Attributes
     ----------
-    path : Path
+    path : Path or None
     version : int
         Grows whenever what can be retrieved changes.
 
@@ -50,16 +50,13 @@ class Library:
         If another process has it open.
     """
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, path: Path | None, clock: Callable[[], float] = time.time) -> None:
         self._clock, self._mutex = clock, threading.RLock()
         self.path, self.version = path, 0
-        self._file_lock = FileLock(path.with_suffix(".lock"))
-        try:
-            self._file_lock.acquire(timeout=0)
-        except Timeout as error:
-            raise RefusedError("Another server has these documents open", 503, kind="server_error") from error
-        self._connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-        path.chmod(0o600)
+        self._file_lock = None if path is None else _taken(path)
+        self._connection = sqlite3.connect(path or ":memory:", check_same_thread=False, isolation_level=None)
+        if path is not None:
+            path.chmod(0o600)
         for statement in ("PRAGMA journal_mode=WAL", "PRAGMA foreign_keys=ON", *LIBRARY_SCHEMA):
             self._connection.execute(statement)
         marks = ",".join("?" * len(ENDED))
@@ -70,22 +67,18 @@ class Library:
         """Close the file, and let others open it."""
         with self._mutex:
             self._connection.close()
-            self._file_lock.release()
+            if self._file_lock is not None:
+                self._file_lock.release()
 
     def now_s(self) -> float:
         """Return the time by which documents expire."""
         return self._clock()
 
-    def about(self, tenant: str, apart: str | None) -> None:
+    def about(self, owner: Owner) -> None:
         """Remember whose documents these are."""
         with self._mutex:
-            rows = [("tenant", tenant), *([] if apart is None else [("apart", apart)])]
+            rows = [("tenant", owner.tenant), *([] if owner.apart is None else [("apart", owner.apart)])]
             self._connection.executemany("INSERT OR REPLACE INTO about VALUES (?, ?)", rows)
-
-    def owner(self) -> tuple[str, str | None]:
-        """Return whose documents these are: a tenant, and a name below it."""
-        with self._mutex:
-            return _owner(self._connection)
 
     # -- documents -------------------------------------------------------------------------------------------
 
@@ -110,6 +103,11 @@ class Library:
         with self._mutex:
             rows = self._connection.execute(f"{query} ORDER BY number LIMIT ?", (after, self._clock(), limit))
             return [Document(*row) for row in rows]
+
+    def document_bytes(self) -> int:
+        """Return how many bytes all documents had when they were uploaded."""
+        with self._mutex:
+            return int(self._connection.execute(DOCUMENT_BYTES).fetchone()[0])
 
     def expired(self) -> list[str]:
         """Return the ids of documents whose time is over."""
@@ -207,12 +205,12 @@ class Library:
             self._connection.execute(insert, (id_, document, now_s, now_s))
         return id_
 
-    def has_open_job(self, document: str) -> bool:
-        """Whether something is being done for a document, or is going to be."""
+    def has_open_jobs(self, document: str | None = None) -> bool:
+        """Whether something is being done for a document, or for any, or is going to be."""
         marks = ",".join("?" * len(ENDED))
-        query = f"SELECT 1 FROM jobs WHERE document = ? AND state NOT IN ({marks}) LIMIT 1"
+        query = f"SELECT 1 FROM jobs WHERE state NOT IN ({marks}) AND document = coalesce(?, document) LIMIT 1"
         with self._mutex:
-            return self._connection.execute(query, (document, *ENDED)).fetchone() is not None
+            return self._connection.execute(query, (*ENDED, document)).fetchone() is not None
 
     def job(self, id_: str) -> Job | None:
         """Return a job."""
@@ -255,22 +253,10 @@ class Library:
             self._connection.execute("COMMIT")
 
 
-def owner_of(path: Path) -> tuple[str, str | None] | None:
-    """Return whose file it is, without taking it from another process; None if nobody has written that down yet."""
-    with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
-        try:
-            return _owner(connection)
-        except (sqlite3.OperationalError, KeyError):
-            return None
-
-
-def owner_of_expired(path: Path, now_s: float) -> tuple[str, str | None] | None:
-    """Return whose file it is if a document in it has expired, without taking it from another process."""
-    with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
-        query = "SELECT 1 FROM documents WHERE expires_s <= ? LIMIT 1"
-        return None if connection.execute(query, (now_s,)).fetchone() is None else _owner(connection)
-
-
-def _owner(connection: sqlite3.Connection) -> tuple[str, str | None]:
-    rows = dict(connection.execute("SELECT name, value FROM about").fetchall())
-    return rows["tenant"], rows.get("apart")
+def _taken(path: Path) -> FileLock:
+    lock = FileLock(path.with_suffix(".lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise RefusedError("Another server has these documents open", 503, kind="server_error") from error
+    return lock

@@ -1,12 +1,12 @@
-"""What a document, a chunk of it and a job are, and the tables that hold them."""
+"""What a document, a chunk of it and a job are, whose they are, and the tables that hold them."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-__all__ = ["ENDED", "LIBRARY_SCHEMA", "Chunk", "Document", "Job", "JobState"]
+__all__ = ["DOCUMENT_BYTES", "ENDED", "LIBRARY_SCHEMA", "Chunk", "Document", "Job", "JobState", "Owner"]
 
 JobState = Literal[
     "queued", "parsing", "chunking", "prefilling", "embedding", "done", "failed", "cancelled", "interrupted"
@@ -48,6 +48,16 @@ LIBRARY_SCHEMA = (
     changed_s REAL NOT NULL
 ) STRICT""",
 )
+
+DOCUMENT_BYTES = "SELECT coalesce(sum(nbytes), 0) FROM documents"
+"""The bytes that all documents of a library had when they were uploaded."""
+
+
+class Owner(NamedTuple):
+    """Whose documents: the tenant of the key, and the further name that its client gave."""
+
+    tenant: str
+    apart: str | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 import uuid
 from collections import Counter
@@ -23,6 +24,7 @@ from .streaming import CLIENT_LEFT
 __all__ = ["Recording", "counts_only"]
 
 _QUESTION_CHARS = 200
+_MESSAGE_CHARS = 2000
 # Strings of a report that say nothing of a text.
 _NAMES = frozenset({"selector", "speculation", "not_shared", "stage", "outcome"})
 _OPTIONS = ("max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "n")
@@ -138,11 +140,9 @@ class Recording:
     @property
     def nbytes(self) -> int:
         """About how much memory it takes until it is kept."""
-        return (
-            sum(map(len, self._text))
-            + (0 if self._request is None else _size(self._request))
-            + 100 * sum(report.prompt_tokens for report in self.prompts)
-        )
+        asked = {} if self._request is None else self._request.model_dump(mode="json", exclude_unset=True)
+        reports = 100 * sum(report.prompt_tokens for report in self.prompts)
+        return len(json.dumps(asked)) + sum(map(len, self._text)) + reports
 
     # -- inside ----------------------------------------------------------------------------------------------
 
@@ -169,7 +169,8 @@ class Recording:
         refusal = self._refusal()
         if refusal is None or self.status == "cancelled":
             return None
-        return {"type": refusal.kind, "code": refusal.code, "message": refusal.message if texts else None}
+        message = refusal.message[:_MESSAGE_CHARS] if texts else None
+        return {"type": refusal.kind, "code": refusal.code, "message": message}
 
     def _detail(self, texts: bool) -> dict[str, Any]:
         report = self.prompts[0].to_dict() if self.prompts else None
@@ -211,9 +212,3 @@ def _question(request: ChatRequest | CompletionRequest) -> str:
         return (request.prompt if isinstance(request.prompt, str) else request.prompt[0])[:_QUESTION_CHARS]
     users = [message.text for message in request.messages if message.role == "user"]
     return users[-1][:_QUESTION_CHARS] if users else ""
-
-
-def _size(request: ChatRequest | CompletionRequest) -> int:
-    if isinstance(request, ChatRequest):
-        return sum(len(message.text) for message in request.messages)
-    return len(request.prompt) if isinstance(request.prompt, str) else sum(map(len, request.prompt))

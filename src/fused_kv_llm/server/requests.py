@@ -39,7 +39,7 @@ class FusedKVOptions(_Strict):
 
     recompute_ratio: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] | None = None
     """Share of the chunks' tokens that is recomputed; 1 is full prefill."""
-    selector: str | None = None
+    selector: str | None = Field(default=None, max_length=64)
     """What chooses them."""
     tenant: str | None = Field(default=None, min_length=1, max_length=128)
     """Keeps what is stored for the key's tenant apart once more, for instance by end user."""
@@ -54,7 +54,7 @@ class FusedKVOptions(_Strict):
 class Sampling(_Strict):
     """What both kinds of requests have."""
 
-    model: str
+    model: str = Field(max_length=256)
     max_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = Field(default=1.0, ge=0, le=2)
     top_p: float | None = Field(default=1.0, gt=0, le=1)

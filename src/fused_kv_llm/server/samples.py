@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .desk import DocumentDesk
-from .libraries import Owner
-from .library_schema import ENDED
+from .library_schema import ENDED, Owner
 
 __all__ = ["add_files"]
 
@@ -32,7 +31,7 @@ def add_files(desk: DocumentDesk, paths: Sequence[Path]) -> int:
     if not paths:
         return 0
     begun = 0
-    with desk.open(_NOBODY) as opened:
+    with desk.open(_NOBODY, make=True) as opened:
         library = opened.library
         known = {document.name: document for document in library.documents(_MOST)}
         unfinished = {job.document: job for job in library.jobs(_MOST) if job.state in ENDED}

@@ -23,7 +23,8 @@ class Saving(NamedTuple):
     prefix_s, chunk_s : float
         Seconds that computing the tokens would have taken which earlier requests had left, and which stored chunks had.
     spent_s : float
-        Seconds in which the request waited for stored KV, and in which it was chosen what to recompute.
+        Seconds in which stored KV was loaded, and in which it was chosen what to recompute. Loading counts in full,
+        also where other requests were answered meanwhile, so that too little is saved rather than too much.
     """
 
     prefix_s: float

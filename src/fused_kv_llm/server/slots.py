@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,7 +15,7 @@ _RETRY_AFTER_S = 5
 
 
 class Slots:
-    """Lets so many go on at once, and refuses the others; thread-safe.
+    """Lets so many go on at once, of each tenant half as many, and refuses the others; thread-safe.
 
     Parameters
     ----------
@@ -24,20 +25,27 @@ class Slots:
     """
 
     def __init__(self, limit: int, what: str) -> None:
-        self._free, self._limit, self._what = threading.Semaphore(limit), limit, what
+        self._limit, self._each, self._what = limit, max(1, limit // 2), what
+        self._lock, self._taken = threading.Lock(), Counter[str]()
 
     @contextmanager
-    def one(self) -> Iterator[None]:
-        """Take a slot.
+    def one(self, tenant: str) -> Iterator[None]:
+        """Take a slot for a tenant.
 
         Raises
         ------
         RefusedError
             If none is free.
         """
-        if not self._free.acquire(blocking=False):
+        with self._lock:
+            own = self._taken[tenant]
+            is_free = own < self._each and self._taken.total() < self._limit
+            if is_free:
+                self._taken[tenant] += 1
+        if not is_free:
+            whose = f"{own} of your" if own else f"{self._limit}"
             raise RefusedError(
-                f"{self._limit} {self._what} are going on already; ask again later",
+                f"{whose} {self._what} are going on already; ask again later",
                 429,
                 kind="rate_limit_error",
                 code="rate_limit_exceeded",
@@ -46,4 +54,7 @@ class Slots:
         try:
             yield
         finally:
-            self._free.release()
+            with self._lock:
+                self._taken[tenant] -= 1
+                if not self._taken[tenant]:
+                    del self._taken[tenant]

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from fused_kv_llm.engine import FusedKVEngine
 from fused_kv_llm.store import stored_bytes_per_token
 
-from .libraries import Libraries, Owner
+from .libraries import Libraries
+from .library_schema import Owner
 from .quotas import Quota
 from .refusals import RefusedError
-from .tenants import Tenants
 
-__all__ = ["StoredBytes", "bytes_per_token", "stored_bytes_of"]
+__all__ = ["StoredBytes", "bytes_per_token", "identities_of", "stored_bytes_of"]
 
 
 class StoredBytes:
@@ -20,7 +20,6 @@ class StoredBytes:
 
     Parameters
     ----------
-    tenants : Tenants
     libraries : Libraries
     quotas : mapping of str to Quota
         By tenant; who asks without a key is ``default``.
@@ -30,16 +29,15 @@ class StoredBytes:
 
     def __init__(
         self,
-        tenants: Tenants,
         libraries: Libraries,
         quotas: Mapping[str, Quota],
         on_refused: Callable[[str, str], None],
     ) -> None:
-        self._tenants, self._libraries, self._on_refused = tenants, libraries, on_refused
+        self._libraries, self._on_refused = libraries, on_refused
         self._most = {tenant: quota.stored_bytes for tenant, quota in quotas.items()}
 
-    def check(self, engine: FusedKVEngine, owner: Owner, texts: Sequence[str] = ()) -> None:
-        """Make sure that a tenant may store the KV of further texts.
+    def check(self, engine: FusedKVEngine, owner: Owner, texts: Sequence[str] = (), nbytes: int = 0) -> None:
+        """Make sure that a tenant may store the KV of further texts, or a further document.
 
         Parameters
         ----------
@@ -49,6 +47,8 @@ class StoredBytes:
             What a tenant's clients keep apart counts together.
         texts : sequence of str
             Those that are stored already take nothing more.
+        nbytes : int
+            Of the document.
 
         Raises
         ------
@@ -61,25 +61,29 @@ class StoredBytes:
             return
         new = [text for text, key in zip(texts, engine.corpus.keys_of(texts), strict=True) if key is None]
         tokens, taken = sum(len(engine.token_ids(text)) for text in new), self._taken(engine, owner.tenant)
-        wanted = tokens * bytes_per_token(engine)
+        wanted = tokens * bytes_per_token(engine) + nbytes
         if taken + wanted > most or (not texts and taken >= most):
             self._on_refused(tenant, "stored_bytes")
             raise RefusedError(
-                f"The KV of your documents takes {taken / 1e6:.1f} MB, and this would take {wanted / 1e6:.1f} MB more: "
-                f"you may store {most / 1e6:.1f} MB. Delete documents to make room.",
+                f"Your documents take {taken / 1e6:.1f} MB with their KV, and this would take {wanted / 1e6:.1f} MB "
+                f"more: you may store {most / 1e6:.1f} MB. Delete documents to make room.",
                 429,
                 kind="insufficient_quota",
                 code="insufficient_quota",
             )
 
     def _taken(self, engine: FusedKVEngine, tenant: str) -> int:
-        names = {self._tenants.name(*owner) for owner in self._libraries.owners() if owner.tenant == tenant}
-        return stored_bytes_of(engine, names)
+        return stored_bytes_of(engine, self._libraries.names(tenant)) + self._libraries.document_bytes(tenant)
+
+
+def identities_of(engine: FusedKVEngine, names: Iterable[str]) -> set[str]:
+    """Return digests of the identities under some names of tenants, as their engines have them."""
+    return {one.digest for name in names for one in engine.store.namespaces.of_tenant(name)}
 
 
 def stored_bytes_of(engine: FusedKVEngine, names: Iterable[str]) -> int:
-    """Return the bytes on disk and beyond that are stored under some names of tenants, as their engines have them."""
-    own = {one.digest for name in names for one in engine.store.namespaces.of_tenant(name)}
+    """Return the bytes of KV on disk and beyond that are stored under some names of tenants."""
+    own = identities_of(engine, names)
     rows = [row for row in engine.store.stats().identities if row.identity in own]
     return sum(row.disk_bytes + row.remote_bytes for row in rows)
 

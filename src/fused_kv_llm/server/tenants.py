@@ -63,6 +63,8 @@ class Tenants:
         finally:
             with self._counting:
                 self._users[name] -= 1
+                if not self._users[name]:
+                    del self._users[name]
 
     def name(self, tenant: str, apart: str | None = None) -> str:
         """Return what the engine of a tenant calls it; arguments as those of :meth:`using`."""

@@ -350,6 +350,18 @@ class KVStore:
         self._parts.check_open()
         return self._parts.index.pins.holders()
 
+    def pinned_bytes(self, identities: Iterable[str], keys: Iterable[str] = ()) -> int:
+        """Return how many bytes the pinned chunks take whose identities have these digests.
+
+        Parameters
+        ----------
+        identities : iterable of str
+        keys : iterable of str
+            Further chunks of these identities, which count as if they were pinned.
+        """
+        self._parts.check_open()
+        return self._parts.index.pins.nbytes(identities, [check_key(key) for key in keys])
+
     def evict(self, disk_bytes: int | str) -> int:
         """Evict the chunks of least value until the files take at most so many bytes; returns how many went."""
         return self._upkeep.evict(disk_bytes)

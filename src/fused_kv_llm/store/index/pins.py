@@ -6,6 +6,7 @@ do not heed them.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 
 from fused_kv_llm.store.index.database import Database
@@ -51,6 +52,16 @@ class Pins:
                 if connection.execute(query, (f"{_ABOUT}{key}:", f"{_ABOUT}{key};")).fetchone() is not None:
                     found.add(key)
         return found
+
+    def nbytes(self, identities: Iterable[str], keys: Iterable[str]) -> int:
+        """Return what the pinned chunks of some identities take, and with them further ones of theirs."""
+        query = """WITH held AS (SELECT substr(name, 5, 64) AS key FROM settings WHERE name > ? AND name < ?
+                UNION SELECT value FROM json_each(?))
+            SELECT coalesce(sum(places.nbytes), 0) FROM held JOIN places USING (key) JOIN chunks USING (key)
+            WHERE identity IN (SELECT value FROM json_each(?))"""
+        values = _ABOUT, _AFTER, json.dumps(list(keys)), json.dumps(list(identities))
+        with self._database.connection() as connection:
+            return int(connection.execute(query, values).fetchone()[0])
 
     def holders(self) -> set[str]:
         """Return everybody who has pinned something."""
