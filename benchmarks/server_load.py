@@ -110,7 +110,7 @@ def throughput(bench: Bench, url: str, engine: FusedKVEngine, users: int) -> dic
         return ask(url, bench.prompts.body(number))
 
     rounds: list[dict[str, float]] = []
-    most = max(8, 2 * users)
+    most = max(16, 2 * users)
     for number in range(bench.args.rounds + 1):
         first, found = bench.new(most), {}
         both = [("server", of_server), ("engine", of_engine)]

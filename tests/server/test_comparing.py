@@ -110,13 +110,13 @@ def test_few_go_on_at_once(engine: FusedKVEngine) -> None:
     body = {"messages": MESSAGES, "columns": [{"recompute_ratio": 1}], "max_tokens": 1}
     with running(app) as url, httpx.Client(base_url=url, timeout=60) as client, ExitStack() as taken:
         for _ in range(4):
-            taken.enter_context(state.comparisons.one())
+            taken.enter_context(state.comparisons.one(""))
         refused = client.post("/v1/compare", json=body)
         assert (refused.status_code, int(refused.headers["retry-after"])) == (429, 5)
         taken.close()
         assert client.post("/v1/compare", json=body).status_code == 200
         for _ in range(2):
-            taken.enter_context(state.estimates.one())
+            taken.enter_context(state.estimates.one(""))
         assert client.post("/v1/documents/estimate", json={"text": SHORT[0]}).status_code == 429
         taken.close()
         assert client.post("/v1/documents/estimate", json={"text": SHORT[0]}).status_code == 200

@@ -189,19 +189,19 @@ def test_the_time_to_live_can_be_changed(one: httpx.Client) -> None:
     wait_until(lambda: one.get(document).status_code == 404)
 
 
-def test_expired_documents_are_gone_at_once_and_swept(one: httpx.Client, app: FastAPI) -> None:
+def test_expired_documents_are_gone_at_once_and_swept(
+    one: httpx.Client, app: FastAPI, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gone = ingested(one, SHORT[8], expires_at=time.time() + 3600)
     assert retrieve(one, SHORT[8], k=1).status_code == 200
     with app.state.fused_kv.documents.open(Owner("one", None)) as opened:
         assert opened.engine.chunk_id(SHORT[8]) is not None
-        opened.library._clock = lambda: time.time() + 3601
-        try:
-            assert retrieve(one, SHORT[8], k=1).json()["error"]["code"] == "no_documents"
-            assert one.get(f"/v1/documents/{gone}").status_code == 404
-            wait_until(lambda: opened.engine.chunk_id(SHORT[8]) is None)
-            assert opened.library.chunks(gone) == []
-        finally:
-            opened.library._clock = time.time
+        monkeypatch.setattr(opened.library, "_clock", lambda: time.time() + 3601)
+        assert retrieve(one, SHORT[8], k=1).json()["error"]["code"] == "no_documents"
+        assert one.get(f"/v1/documents/{gone}").status_code == 404
+        monkeypatch.setattr(app.state.fused_kv.documents.libraries, "_clock", lambda: time.time() + 3601)
+        wait_until(lambda: opened.engine.chunk_id(SHORT[8]) is None)
+        assert opened.library.chunks(gone) == []
 
 
 def test_a_conversation_is_answered_from_documents(one: httpx.Client) -> None:

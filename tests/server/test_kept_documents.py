@@ -109,6 +109,8 @@ def test_texts_without_kv_count(tmp_path: Path) -> None:
     quotas = {"one": {"stored_bytes": 10_000}}
     with served(tmp_path, api_keys=KEYS, quotas=quotas) as (engine, url), client_of(url, "one") as one:
         statuses = []
+        # The tenant's engine is opened, which takes the model.
+        assert one.get("/v1/documents").json()["data"] == []
         with engine.model_lock:
             for _ in range(4):
                 made = one.post("/v1/documents", json={"text": "x " * 2000})
@@ -176,10 +178,10 @@ def ended_apart(client: httpx.Client, job: str) -> dict[str, object]:
 
 
 def test_a_tenant_that_has_used_up_its_quota_is_refused_at_once(tmp_path: Path) -> None:
-    with served(tmp_path, quotas={"default": {"stored_bytes": 1}}) as (engine, url):
+    with served(tmp_path, quotas={"default": {"stored_bytes": 2000}}) as (engine, url):
         engine.build_kv_cache(SHORT[:1], progress=False)
         with httpx.Client(base_url=url, timeout=60) as client:
-            # The first one makes the library, whose KV counts; it is refused by its job.
+            # The first one, whose text has room, makes the library, whose KV counts; it is refused by its job.
             assert ended(client, upload(client, text_of(0, 1))["job_id"])["state"] == "failed"
             refused = client.post("/v1/documents", json={"text": text_of(2)})
             assert (refused.status_code, refused.json()["error"]["code"]) == (429, "insufficient_quota")

@@ -88,17 +88,22 @@ def test_few_are_open_at_once_and_all_are_found(own: FusedKVEngine) -> None:
 
 
 def test_a_library_with_waiting_jobs_stays_open(own: FusedKVEngine) -> None:
-    with client_of(own, max_tenants=2) as client:
-        with own.model_lock:
-            jobs = [
-                client.post("/v1/documents", params={"tenant": name}, json={"text": text_of(number)}).json()["job_id"]
-                for number, name in enumerate("ab")
-            ]
-            # There is room for two, and both have something to do.
-            refused = client.post("/v1/documents", params={"tenant": "c"}, json={"text": text_of(3)})
-            assert refused.status_code == 503
-        for name, job in zip("ab", jobs, strict=True):
-            done(client, job, tenant=name)
+    """Whoever opens its file again would take its jobs for interrupted."""
+    tenants, owners = Tenants(own, 8), [Owner("one", None), Owner("two", None)]
+    libraries = Libraries(tenants, 1, 10)
+    with ExitStack() as entered:
+        entered.callback(tenants.close)
+        entered.callback(libraries.close)
+        engines = [entered.enter_context(tenants.using(*owner)) for owner in owners]
+        with libraries.using(engines[0], owners[0], make=True) as library:
+            job = library.add("a", ".txt", b"text", "{}", None)[1]
+        with pytest.raises(RefusedError, match="too many"), libraries.using(engines[1], owners[1], make=True):
+            pass
+        with libraries.using(engines[0], owners[0]) as same:
+            assert same is library
+            assert same.move_job(job, "done", among=("queued",))
+        with libraries.using(engines[1], owners[1], make=True) as library:
+            assert library.documents(1) == []
 
 
 def test_there_are_only_so_many_names(own: FusedKVEngine) -> None:

@@ -10,8 +10,8 @@ from fused_kv_llm.server.refusals import RefusedError
 from fused_kv_llm.server.slots import Slots
 
 
-def test_a_tenant_takes_half_of_them() -> None:
-    slots = Slots(4, "measurements")
+def test_a_tenant_does_not_take_all_of_them() -> None:
+    slots = Slots(4, 2, "measurements")
     with ExitStack() as entered:
         for tenant in ("a", "a", "b"):
             entered.enter_context(slots.one(tenant))
@@ -27,7 +27,7 @@ def test_a_tenant_takes_half_of_them() -> None:
 
 
 def test_what_fails_gives_its_slot_back() -> None:
-    slots = Slots(2, "measurements")
+    slots = Slots(2, 1, "measurements")
     for _ in range(3):
         with pytest.raises(ValueError, match="broken"), slots.one("a"):
             raise ValueError("broken")

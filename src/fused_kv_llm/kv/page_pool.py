@@ -115,7 +115,7 @@ def why_not_shared(geometry: Geometry, device: torch.device) -> str | None:
     reasons = {
         f"there is no operator for views of shared chunks on {device.type}": device.type != "cpu",
         "the model's layers do not attend to what they cache": not geometry.attends_cache or geometry.swaps,
-        "the model's layers have KV of several shapes": any(shape != geometry.room for shape in geometry.shapes),
+        "the model's layers have KV of several shapes": not geometry.has_one_shape,
         "some of the model's layers attend to KV of others": geometry.last_layer != geometry.num_layers - 1,
         "some of the model's layers have a window": len(geometry.global_layers) != geometry.num_layers,
         "the model's layers rotate keys in several ways": len(rotations) > 1,

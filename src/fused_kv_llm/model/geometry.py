@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -61,7 +62,7 @@ def _padded(part: Tensor, heads: int, dim: int) -> Tensor:
     return torch.nn.functional.pad(part, (0, more_dims, 0, 0, 0, more_heads))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Geometry:
     """Shapes and rotations of a decoder, as they were found when it was loaded (:mod:`.verification`).
 
@@ -104,10 +105,15 @@ class Geometry:
         """Layers that cache KV."""
         return len(self.shapes)
 
-    @property
+    @cached_property
     def room(self) -> KVShape:
         """The shape in which every layer's KV is kept."""
         return KVShape(*map(max, zip(*self.shapes, strict=True)))
+
+    @cached_property
+    def has_one_shape(self) -> bool:
+        """Whether all layers' KV has the same shape."""
+        return len(set(self.shapes)) == 1
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of keys and values one token takes over all layers."""

@@ -57,7 +57,7 @@ class RaggedPart:
         geometry, forward_pass = self.cache.geometry, self.forward_pass
         if isinstance(self.cache, ViewCache):
             return PartKind.VIEW
-        alike = all(shape == geometry.room for shape in geometry.shapes) and not geometry.swaps
+        alike = geometry.has_one_shape and not geometry.swaps
         own_kv = geometry.last_layer == geometry.num_layers - 1
         whole = type(forward_pass) is ForwardPass and not forward_pass.fillers and forward_pass.key_positions is None
         sees_all = isinstance(forward_pass.visible, int) and forward_pass.visible == self.position + 1

@@ -185,8 +185,12 @@ def submit_completion(engine: FusedKVEngine, request: CompletionRequest, config:
     return _submit_all(submit, request, len(prompts), config)
 
 
-async def interleaved(choices: Sequence[Choice]) -> AsyncGenerator[AnswerPart]:
-    """Yield the parts of several answers as they come; leaving the generator ends all of them."""
+def interleaved(choices: Sequence[Choice]) -> AsyncGenerator[AnswerPart]:
+    """Return a generator of the parts of several answers as they come; leaving it ends all that have begun."""
+    return choices[0].parts() if len(choices) == 1 else _interleaved(choices)
+
+
+async def _interleaved(choices: Sequence[Choice]) -> AsyncGenerator[AnswerPart]:
     arrived: asyncio.Queue[AnswerPart | BaseException | None] = asyncio.Queue()
 
     async def pump(choice: Choice) -> None:
@@ -211,9 +215,7 @@ async def interleaved(choices: Sequence[Choice]) -> AsyncGenerator[AnswerPart]:
             else:
                 yield part
     finally:
-        for choice, task in zip(choices, tasks, strict=True):
-            # By itself a task that never began would not.
-            choice.handle.cancel()
+        for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 

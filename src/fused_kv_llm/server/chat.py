@@ -102,6 +102,9 @@ async def _respond(
         entered.push(using.__exit__)
         choices = await run_in_threadpool(submit, engine, recording)
         recording.handles = [choice.handle for choice in choices]
+        for choice in choices:
+            # Nobody leaves a generator that was never begun.
+            entered.callback(choice.handle.cancel)
         if state.padding.is_on:
             await run_in_threadpool(_pad, state, engine, choices, asked_s)
         parts = recording.watched(_counted(state, tenant, interleaved(choices)), len(choices))

@@ -17,7 +17,7 @@ from .config import ServerConfig
 from .refusals import RefusedError, error_response
 from .web import PATHS as WEB_PATHS
 
-__all__ = ["Guard", "tenant_of"]
+__all__ = ["Guard", "body_bytes_of", "tenant_of"]
 
 # Asked by machines that have no key, and telling nothing.
 _OPEN_PATHS = frozenset({"/health", "/ready", "/version"}) | WEB_PATHS
@@ -71,7 +71,7 @@ class Guard:
         headers = Headers(scope=scope)
         self._check_host(headers)
         self._check_origin(headers)
-        scope["fused_kv_tenant"] = self._tenant(scope, headers)
+        scope["fused_kv_tenant"], scope["fused_kv_body"] = self._tenant(scope, headers), body
         body.check_length(headers)
         return body.receive
 
@@ -116,7 +116,7 @@ class _Body:
 
     def __init__(self, receive: Receive, config: ServerConfig, held: _Held) -> None:
         self._receive, self._config, self._held = receive, config, held
-        self._nbytes, self._complete, self._begun_s = 0, False, time.monotonic()
+        self.nbytes, self._complete, self._begun_s = 0, False, time.monotonic()
 
     def check_length(self, headers: Headers) -> None:
         """Refuse what says of itself that it is too large."""
@@ -129,17 +129,17 @@ class _Body:
         if self._complete:
             return await self._receive()
         config = self._config
-        over_s = self._begun_s + config.body_timeout_s + self._nbytes / config.body_bytes_per_s
+        over_s = self._begun_s + config.body_timeout_s + self.nbytes / config.body_bytes_per_s
         try:
             left_s = max(0.05, over_s - time.monotonic())
             message = await asyncio.wait_for(self._receive(), min(config.body_timeout_s, left_s))
         except TimeoutError as error:
             raise RefusedError("The body did not come in time", 408) from error
         nbytes = len(message.get("body", b""))
-        self._nbytes += nbytes
+        self.nbytes += nbytes
         self._held.nbytes += nbytes
         self._complete = not message.get("more_body", False)
-        if self._nbytes > config.max_body_bytes:
+        if self.nbytes > config.max_body_bytes:
             self._refuse()
         if self._held.nbytes > config.max_bodies_bytes:
             raise RefusedError("Too many large requests at once; ask again later", 503, kind="server_error")
@@ -147,8 +147,8 @@ class _Body:
 
     def release(self) -> None:
         """Forget the body: its request has ended."""
-        self._held.nbytes -= self._nbytes
-        self._nbytes = 0
+        self._held.nbytes -= self.nbytes
+        self.nbytes = 0
 
     def _refuse(self) -> None:
         raise RefusedError(f"The body is larger than {self._config.max_body_bytes} bytes", 413)
@@ -157,3 +157,8 @@ class _Body:
 def tenant_of(request: Request) -> str:
     """Return the tenant whose key a request has; empty without keys."""
     return cast(str, request.scope["fused_kv_tenant"])
+
+
+def body_bytes_of(request: Request) -> int:
+    """Return the size of a request's body, as far as it has come."""
+    return cast(_Body, request.scope["fused_kv_body"]).nbytes

@@ -145,10 +145,8 @@ class Libraries:
         return self._open[path]
 
     def _check_name(self, owner: Owner) -> None:
-        if owner.apart is None:
-            return
-        names = sum(other.tenant == owner.tenant for other in self._known_owners().values())
-        if names > self._max_names:
+        names = sum(other.tenant == owner.tenant and other.apart is not None for other in self._known_owners().values())
+        if owner.apart is not None and names >= self._max_names:
             raise RefusedError(
                 f"There are documents under {self._max_names} names (tenant=...) already, and no more are allowed",
                 429,

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from fastapi import Request
 
 from .activity import Activity, Ended, tokens_of
-from .guard import tenant_of
+from .guard import body_bytes_of, tenant_of
 from .history import History
 from .metrics import Metrics
 from .recording import Recording
@@ -55,8 +55,9 @@ class Recorder:
     def request(self, http: Request, request: ChatRequest | CompletionRequest | None) -> Iterator[Recording]:
         """Note a request from here to the end of the block; what ends the block is passed on."""
         name: str = http.scope.get("fused_kv_request", "")
-        recording = Recording(request, http.url.path, name, self._tenants.name(tenant_of(http)))
-        self._open[recording.tenant, name] = recording
+        tenant = self._tenants.name(tenant_of(http))
+        recording = Recording(request, http.url.path, name, tenant, body_bytes_of(http))
+        self._open[tenant, name] = recording
         self.activity.began(recording.tenant)
         error: BaseException | None = None
         try:

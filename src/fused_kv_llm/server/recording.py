@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 import uuid
 from collections import Counter
@@ -39,6 +38,8 @@ class Recording:
         None if its body made no sense.
     endpoint, request_id, tenant : str
         Path, name in ``X-Request-Id``, and whose it is.
+    body_bytes : int
+        Size of its body.
 
     Attributes
     ----------
@@ -53,7 +54,12 @@ class Recording:
     """
 
     def __init__(
-        self, request: ChatRequest | CompletionRequest | None, endpoint: str, request_id: str, tenant: str
+        self,
+        request: ChatRequest | CompletionRequest | None,
+        endpoint: str,
+        request_id: str,
+        tenant: str,
+        body_bytes: int,
     ) -> None:
         prefix = "cmpl" if endpoint == "/v1/completions" else "chatcmpl"
         self.id = f"{prefix}-{uuid.uuid4().hex}"
@@ -61,6 +67,7 @@ class Recording:
         self.handles: list[RequestHandle] = []
         self.reports: dict[int, FusionReport] = {}
         self._request, self._endpoint, self._name, self.tenant = request, endpoint, request_id, tenant
+        self._body_bytes = body_bytes
         self._created_s, self._started_s = time.time(), time.perf_counter()
         self._wanted, self._text = 1, list[str]()
         self._calls: list[dict[str, Any]] = []
@@ -140,9 +147,8 @@ class Recording:
     @property
     def nbytes(self) -> int:
         """About how much memory it takes until it is kept."""
-        asked = {} if self._request is None else self._request.model_dump(mode="json", exclude_unset=True)
         reports = 100 * sum(report.prompt_tokens for report in self.prompts)
-        return len(json.dumps(asked)) + sum(map(len, self._text)) + reports
+        return self._body_bytes + sum(map(len, self._text)) + reports
 
     # -- inside ----------------------------------------------------------------------------------------------
 

@@ -15,17 +15,18 @@ _RETRY_AFTER_S = 5
 
 
 class Slots:
-    """Lets so many go on at once, of each tenant half as many, and refuses the others; thread-safe.
+    """Lets so many go on at once, and refuses the others; thread-safe.
 
     Parameters
     ----------
-    limit : int
+    limit, each : int
+        How many, and how many of one tenant.
     what : str
         What they are, in the plural, for the message.
     """
 
-    def __init__(self, limit: int, what: str) -> None:
-        self._limit, self._each, self._what = limit, max(1, limit // 2), what
+    def __init__(self, limit: int, each: int, what: str) -> None:
+        self._limit, self._each, self._what = limit, each, what
         self._lock, self._taken = threading.Lock(), Counter[str]()
 
     @contextmanager
@@ -43,7 +44,7 @@ class Slots:
             if is_free:
                 self._taken[tenant] += 1
         if not is_free:
-            whose = f"{own} of your" if own else f"{self._limit}"
+            whose = f"{own} of your" if own == self._each < self._limit else f"{self._limit}"
             raise RefusedError(
                 f"{whose} {self._what} are going on already; ask again later",
                 429,

@@ -52,11 +52,14 @@ class ServerState:
     quotas: Quotas = field(init=False)
     recorder: Recorder = field(init=False)
     padding: Padding = field(init=False)
-    comparisons: Slots = field(default_factory=lambda: Slots(4, "comparisons and measurements"))
-    estimates: Slots = field(default_factory=lambda: Slots(2, "estimates of documents"))
+    comparisons: Slots = field(init=False)
+    estimates: Slots = field(init=False)
 
     def __post_init__(self) -> None:
         self.quotas = Quotas(self.config.quotas, self.metrics.over_quota)
+        several = 2 if len(self.config.api_keys) > 1 else 1
+        self.comparisons = Slots(4, 4 // several, "comparisons and measurements")
+        self.estimates = Slots(2, 2 // several, "estimates of documents")
         self.padding = Padding(self.tenants.default, self.config.ttft_padding)
         texts = self.config.keeps_of_requests == "texts" and not self.tenants.default.store.is_encrypted
         self.recorder = Recorder(self.tenants, self.metrics, self.history, texts=texts)

@@ -19,6 +19,8 @@ __all__ = ["EventResponse", "unless_client_leaves"]
 T = TypeVar("T")
 
 CLIENT_LEFT = 499
+# Made once: it is used for every token.
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 class EventResponse(StreamingResponse):
@@ -79,4 +81,4 @@ async def _left(request: Request) -> None:
 
 
 def _event(chunk: dict[str, Any]) -> str:
-    return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    return f"data: {_ENCODER.encode(chunk)}\n\n"

@@ -6,7 +6,7 @@ from typing import Any
 
 from fused_kv_llm.engine import FusedKVEngine
 
-from .libraries import Owner
+from .library_schema import Owner
 from .state import ServerState
 from .stored_bytes import stored_bytes_of
 
