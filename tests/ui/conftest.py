@@ -68,14 +68,12 @@ def open_page(browser: Any, ui_url: str) -> Iterator[Any]:
     opened: list[tuple[Any, list[str], list[str]]] = []
 
     def open_(path: str = "#/chat", *, width: int = 1440, height: int = 900, dark: bool = False, **more: Any) -> Any:
-        scheme = "dark" if dark else "light"
-        context = browser.new_context(
-            viewport={"width": width, "height": height}, color_scheme=scheme, reduced_motion="reduce", **more
-        )
+        options = {"color_scheme": "dark" if dark else "light", "reduced_motion": "reduce", **more}
+        context = browser.new_context(viewport={"width": width, "height": height}, **options)
         page = context.new_page()
         asked: list[str] = []
         wrong: list[str] = []
-        page.expected_errors = []
+        page.expected_errors, page.ui_url = [], ui_url
         page.on("request", lambda request: asked.append(request.url))
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)

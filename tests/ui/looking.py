@@ -19,8 +19,9 @@ def violations(page: Any, axe_source: str) -> list[str]:
 
 
 def is_wider_than_window(page: Any) -> bool:
-    """Whether a page has to be scrolled to the side."""
-    return bool(page.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth + 1"))
+    """Whether a page, or the screen in it, has to be scrolled to the side."""
+    parts = "[document.documentElement, ...document.querySelectorAll('main')]"
+    return bool(page.evaluate(f"{parts}.some(one => one.scrollWidth > one.clientWidth + 1)"))
 
 
 def photographed(page: Any, name: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from playwright.sync_api import expect
 from server.documents import ended
 from ui.conftest import QUESTION
 from ui.looking import documented, is_wider_than_window, photographed, violations
+from waiting import wait_until
 
 SCRIPTED = "<img src=x onerror=\"document.title='broken'\"> **bold** <script>document.title='broken'</script> [1]"
 
@@ -146,6 +149,25 @@ def test_an_error_is_said_in_words(open_page: Any) -> None:
     page.expected_errors.append("429")
     asked(page, "Hello")
     expect(page.get_by_role("alert")).to_have_text("Too many requests wait")
+
+
+def test_who_waits_is_told_behind_how_many(open_page: Any, ui_engine: Any, ui_url: str) -> None:
+    page = open_page("#/chat")
+    page.get_by_label("Longest answer, tokens").fill("4")
+    body = {"model": "smollm2-135m", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 4}
+    with ThreadPoolExecutor(3) as pool:
+        with ui_engine.model_lock:
+            others = [
+                pool.submit(httpx.post, f"{ui_url}/v1/chat/completions", json=body, timeout=120) for _ in range(3)
+            ]
+            wait_until(lambda: sum(ui_engine.requests.open) == 3, timeout_s=60)
+            asked(page, QUESTION)
+            # The first one may have begun.
+            expect(page.locator(".reply .busy")).to_contain_text(
+                re.compile("Waiting in the queue: [23] requests before")
+            )
+        settled(page)
+        assert [other.result().status_code for other in others] == [200] * 3
 
 
 @pytest.fixture

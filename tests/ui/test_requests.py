@@ -39,15 +39,17 @@ def test_a_request_shows_its_prompt_by_state(open_page: Any, axe_source: str, as
     expect(page.get_by_text("3 in all, all reused.")).to_be_visible()
     expect(page.locator(".chunk")).to_have_count(3)
     assert page.locator(".prompt-map .p2").count() > 3
+    # The screen scrolls, the page around it does not.
+    assert page.evaluate("document.documentElement.scrollHeight <= innerHeight")
     page.get_by_role("button", name="Measure a full prefill").click()
     expect(page.locator(".measure .timeline")).to_contain_text("full prefill", timeout=60_000)
     page.locator("main").evaluate("main => main.scrollTo(0, 0)")
     documented(page, "request")
     page.get_by_role("button", name="Show chunk 2 in the prompt").click()
-    page.locator(".prompt-map").focus()
+    expect(page.locator(".prompt-map")).to_be_focused()
     for _ in range(3):
         page.keyboard.press("ArrowRight")
-    expect(page.locator(".inspector")).to_contain_text("Token 3")
+    expect(page.locator(".inspector")).to_contain_text("chunk 2")
     assert violations(page, axe_source) == []
     photographed(page, "request")
 
@@ -81,7 +83,7 @@ def test_a_chunk_whose_kv_was_deleted_is_mended(open_page: Any, ui_engine: Any, 
         page = open_page(f"#/requests/{_answered(client, QUESTION, retrieve={'k': 3})}")
         lost = page.locator(".chunk").first
         expect(lost).to_contain_text("deleted")
-        lost.get_by_role("button", name="Refresh its document").click()
+        lost.get_by_role("button", name="Store it again").click()
         expect(lost.get_by_role("status")).to_contain_text("Stored", timeout=20_000)
         after = client.get(f"/v1/requests/{_answered(client, QUESTION, retrieve={'k': 3})}").json()
     assert {verdict["outcome"] for verdict in after["report"]["verdicts"]} == {"reused"}

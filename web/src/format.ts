@@ -2,6 +2,7 @@
 
 export function seconds(value: number | null | undefined): string {
   if (value == null || !Number.isFinite(value)) return "–";
+  if (value <= 0) return value ? `−${seconds(-value)}` : "0 s";
   if (value < 0.0995) return `${(value * 1000).toFixed(value < 0.00995 ? 1 : 0)} ms`;
   if (value < 99.5) return `${value.toFixed(value < 9.95 ? 2 : 1)} s`;
   const minutes = Math.floor(value / 60);

@@ -28,10 +28,16 @@ export function Shell() {
   const [help, setHelp] = useState(false);
   const { screen, id } = route.value;
   const main = useRef<HTMLElement>(null);
+  const nav = useRef<HTMLElement>(null);
   const name = SCREENS.find(([one]) => one === screen)?.[1] ?? "Not found";
+  const isFirst = useRef(true);
   useEffect(() => {
     document.title = `${name} · fused_kv_llm`;
     main.current?.scrollTo(0, 0);
+    seen(nav.current?.querySelector("[aria-current]"));
+    // What had the focus is gone with the screen before.
+    if (!isFirst.current && document.activeElement === document.body) main.current?.focus({ preventScroll: true });
+    isFirst.current = false;
   }, [screen, id, name]);
   useShortcuts(() => setHelp(true));
   return (
@@ -44,7 +50,7 @@ export function Shell() {
           <img src="/assets/icon.svg" alt="" width={22} height={22} />
           <span>fused_kv_llm</span>
         </a>
-        <nav aria-label="Screens">
+        <nav ref={nav} aria-label="Screens" onFocusCapture={(event) => seen(event.target as Element)}>
           {SCREENS.map(([one, words]) => (
             <a key={one} href={hrefOf(one)} aria-current={one === screen ? "page" : undefined}>
               {words}
@@ -72,6 +78,11 @@ export function Shell() {
   );
 }
 
+/** Have a link seen whole; browsers leave one as it is that is seen in part. */
+function seen(link: Element | null | undefined): void {
+  link?.scrollIntoView({ block: "nearest", inline: "nearest" });
+}
+
 function screenOf(screen: string, id: string): ComponentChildren {
   switch (screen) {
     case "chat":
@@ -81,7 +92,7 @@ function screenOf(screen: string, id: string): ComponentChildren {
     case "requests":
       return id ? <RequestDetailScreen id={id} /> : <RequestsScreen />;
     case "compare":
-      return <CompareScreen />;
+      return <CompareScreen id={id} />;
     case "operations":
       return <OperationsScreen />;
     case "connect":

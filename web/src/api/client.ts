@@ -25,6 +25,8 @@ export interface Options {
   /** Sent as JSON; a FormData as it is. */
   body?: unknown;
   signal?: AbortSignal;
+  /** What the server calls the request (X-Request-Id). */
+  name?: string;
 }
 
 /** Ask and return the JSON of the answer; throws ApiError. */
@@ -96,8 +98,9 @@ interface ErrorBody {
   error?: { message: string; code?: string | null } | null;
 }
 
-async function send(path: string, { method, body, signal }: Options): Promise<Response> {
+async function send(path: string, { method, body, signal, name }: Options): Promise<Response> {
   const headers: Record<string, string> = {};
+  if (name) headers["X-Request-Id"] = name;
   if (apiKey.value) headers.Authorization = `Bearer ${apiKey.value}`;
   const form = body instanceof FormData;
   if (body !== undefined && !form) headers["Content-Type"] = "application/json";

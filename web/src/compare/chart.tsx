@@ -2,7 +2,6 @@
 import { Panel } from "../components/base";
 import { seconds } from "../format";
 import { kl, share } from "./columns";
-import { type Column, nameOf } from "./types";
 
 const WIDTH = 640;
 const HEIGHT = 300;
@@ -10,16 +9,22 @@ const LEFT = 56;
 const RIGHT = 20;
 const TOP = 20;
 const BOTTOM = 44;
-const SHAPES = ["●", "■", "▲", "◆"];
+const SHAPES = ["●", "■", "▲", "◆", "▼", "★", "✚", "○", "□"];
 
-export function Chart({ columns }: { columns: Column[] }) {
-  const points = columns.flatMap((column, number) => (column.agreement === null ? [] : [{ column, number, agreement: column.agreement }]));
+export interface Point {
+  name: string;
+  ttft_s: number;
+  agreement: number;
+  kl: number | null;
+}
+
+export function Chart({ points }: { points: Point[] }) {
   if (points.length < 2) return null;
-  const longest = niceMaximum(Math.max(...points.map(({ column }) => column.ttft_s)));
+  const longest = niceMaximum(Math.max(...points.map(({ ttft_s }) => ttft_s)));
   const least = Math.min(0.9, ...points.map(({ agreement }) => Math.floor(agreement * 10) / 10));
   const x = (ttft: number) => LEFT + (ttft / longest) * (WIDTH - LEFT - RIGHT);
   const y = (agreement: number) => TOP + ((1 - agreement) / (1 - least)) * (HEIGHT - TOP - BOTTOM);
-  const label = points.map(({ column, agreement }) => `${nameOf(column)}: ${seconds(column.ttft_s)}, ${share(agreement)}`).join("; ");
+  const label = points.map(({ name, ttft_s, agreement }) => `${name}: ${seconds(ttft_s)}, ${share(agreement)}`).join("; ");
   return (
     <Panel title="Quality against time">
       <figure class="body chart">
@@ -30,20 +35,20 @@ export function Chart({ columns }: { columns: Column[] }) {
           <text class="axis" x={(LEFT + WIDTH - RIGHT) / 2} y={HEIGHT - 6} text-anchor="middle">
             time to the first token
           </text>
-          {points.map(({ column, number, agreement }) => (
-            <text key={number} class={`point point-${number}`} x={x(column.ttft_s)} y={y(agreement)} text-anchor="middle" dominant-baseline="central">
+          {points.map(({ ttft_s, agreement }, number) => (
+            <text key={number} class={`point point-${number}`} x={x(ttft_s)} y={y(agreement)} text-anchor="middle" dominant-baseline="central">
               {SHAPES[number]}
             </text>
           ))}
         </svg>
         <figcaption>
           <ul class="legend">
-            {points.map(({ column, number }) => (
+            {points.map(({ name, kl: divergence }, number) => (
               <li key={number}>
                 <span class={`shape point-${number}`} aria-hidden="true">
                   {SHAPES[number]}
                 </span>{" "}
-                {nameOf(column)} <small>KL {kl(column.kl)}</small>
+                {name} <small>KL {kl(divergence)}</small>
               </li>
             ))}
           </ul>

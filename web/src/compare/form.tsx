@@ -1,7 +1,9 @@
 // What is compared: a prompt, and two to four ways of answering it.
+import type { Signal } from "@preact/signals";
 import { useState } from "preact/hooks";
 
 import { Button, Field, Panel } from "../components/base";
+import { keepFocus } from "../components/focus";
 import { settings } from "../server";
 import { stored } from "../stored";
 import type { Wanted } from "./types";
@@ -32,7 +34,7 @@ export function CompareForm({ busy, onRun, onStop }: Props) {
   const [answer, setAnswer] = useState(32);
   const submit = (event: Event) => {
     event.preventDefault();
-    onRun({ prompt: prompt.trim(), k, max_tokens: answer, columns: columns.value });
+    if (!busy && prompt.trim()) onRun({ prompt: prompt.trim(), k, max_tokens: answer, columns: columns.value });
   };
   return (
     <Panel title="One prompt, several ways">
@@ -48,13 +50,13 @@ export function CompareForm({ busy, onRun, onStop }: Props) {
             <NumberInput value={answer} min={1} max={128} onSet={setAnswer} />
           </Field>
         </div>
-        <Columns />
+        <Ways ways={columns} most={4} />
         <div class="row">
-          <Button type="submit" kind="primary" disabled={busy || !prompt.trim()}>
+          <Button type="submit" kind="primary" busy={busy} disabled={!prompt.trim()}>
             {busy ? "Comparing…" : "Compare"}
           </Button>
           {busy && (
-            <Button data-stop onClick={onStop}>
+            <Button data-stop onClick={() => (keepFocus("[type=submit]"), onStop())}>
               Stop
             </Button>
           )}
@@ -65,10 +67,11 @@ export function CompareForm({ busy, onRun, onStop }: Props) {
   );
 }
 
-function Columns() {
-  const all = columns.value;
+/** The ways that a signal holds, two at least. */
+export function Ways({ ways, most }: { ways: Signal<Wanted[]>; most: number }) {
+  const all = ways.value;
   const set = (number: number, wanted: Wanted | null) => {
-    columns.value = all.flatMap((one, place) => (place !== number ? [one] : wanted ? [wanted] : []));
+    ways.value = all.flatMap((one, place) => (place !== number ? [one] : wanted ? [wanted] : []));
   };
   return (
     <fieldset class="ways">
@@ -76,8 +79,8 @@ function Columns() {
       {all.map((wanted, number) => (
         <Way key={number} number={number} wanted={wanted} canLeave={all.length > 2} onSet={(way) => set(number, way)} />
       ))}
-      {all.length < 4 && (
-        <Button onClick={() => (columns.value = [...all, { selector: "cacheblend", recompute_ratio: 0.15 }])}>Add a way</Button>
+      {all.length < most && (
+        <Button onClick={() => (ways.value = [...all, { selector: "cacheblend", recompute_ratio: 0.15 }])}>Add a way</Button>
       )}
     </fieldset>
   );
@@ -116,7 +119,7 @@ function Way({ number, wanted, canLeave, onSet }: WayProps) {
         </label>
       )}
       {canLeave && (
-        <Button kind="quiet" label={`Leave out way ${number + 1}`} onClick={() => onSet(null)}>
+        <Button kind="quiet" label={`Leave out way ${number + 1}`} onClick={() => (keepFocus(".ways select"), onSet(null))}>
           ✕
         </Button>
       )}
@@ -137,7 +140,7 @@ interface NumberProps {
   onSet: (value: number) => void;
 }
 
-function NumberInput({ value, min, max, step = 1, onSet }: NumberProps) {
+export function NumberInput({ value, min, max, step = 1, onSet }: NumberProps) {
   const set = (given: number) => Number.isFinite(given) && onSet(Math.min(Math.max(given, min), max));
   return (
     <input type="number" value={value} min={min} max={max} step={step} onChange={(event) => set(event.currentTarget.valueAsNumber)} />

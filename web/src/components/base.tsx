@@ -6,11 +6,14 @@ type ButtonProps = Omit<JSX.IntrinsicElements["button"], "icon"> & {
   kind?: "plain" | "primary" | "danger" | "quiet";
   /** What it does, where the content is a sign only. */
   label?: string;
+  /** Whether what it does is under way: it keeps the focus then, and does nothing. */
+  busy?: boolean;
 };
 
-export function Button({ kind = "plain", label, children, class: extra, ...rest }: ButtonProps) {
+export function Button({ kind = "plain", label, busy = false, children, class: extra, onClick, ...rest }: ButtonProps) {
+  const state = busy ? ({ "aria-disabled": true } as const) : { onClick };
   return (
-    <button type="button" class={`button ${kind} ${extra ?? ""}`} aria-label={label} title={label} {...rest}>
+    <button type="button" class={`button ${kind} ${extra ?? ""}`} aria-label={label} title={label} {...state} {...rest}>
       {children}
     </button>
   );

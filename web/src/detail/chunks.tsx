@@ -44,8 +44,10 @@ function Chunk({ number, chunk, actions, onShow }: Omit<Props, "chunks"> & { num
   const place = chunk.prompt_chunk;
   const facts = [
     chunk.source,
+    // As the chat has them; the prompt has the nearest one last.
+    chunk.score != null && chunk.document_id && `source [${number + 1}]`,
     chunk.score != null && `relevance ${chunk.score.toFixed(2)}`,
-    chunk.tokens != null && plural(chunk.tokens, "token"),
+    !!chunk.tokens && plural(chunk.tokens, "token"),
     chunk.tier && `from ${chunk.tier}`,
   ].filter(Boolean);
   return (

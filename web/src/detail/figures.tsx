@@ -2,6 +2,7 @@
 
 import { useState } from "preact/hooks";
 import { Button, Panel } from "../components/base";
+import { keepFocus } from "../components/focus";
 import { StateBar } from "../components/states";
 import { bytes, count, percent, plural, seconds } from "../format";
 import type { Report } from "./types";
@@ -76,7 +77,9 @@ function FullPrefill({ report, actions }: { report: Report; actions?: Actions | 
   const measure = async () => {
     say("Measuring…");
     try {
-      setMeasured(await ask());
+      const asked = ask();
+      keepFocus(".measured", asked);
+      setMeasured(await asked);
       say("");
     } catch (error) {
       say(`Not measured: ${error instanceof Error ? error.message : String(error)}`);
@@ -85,7 +88,7 @@ function FullPrefill({ report, actions }: { report: Report; actions?: Actions | 
   return (
     <div class="measure">
       {measured == null ? (
-        <Button disabled={said === "Measuring…"} onClick={measure}>
+        <Button busy={said === "Measuring…"} onClick={measure}>
           Measure a full prefill
         </Button>
       ) : (
@@ -109,7 +112,7 @@ function Against({ report, full }: { report: Report; full: number }) {
     </li>
   );
   return (
-    <div role="status">
+    <div class="measured" role="status" tabIndex={-1}>
       <ul class="timeline">
         {bar("this request", report.ttft_s, report.recomputed_tokens + report.fresh_tokens)}
         {bar("full prefill", full, report.prompt_tokens)}

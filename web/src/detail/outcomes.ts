@@ -6,11 +6,14 @@ export type Mending = "ingest" | "refresh" | null;
 
 const STORED_AGAIN = new Set(["not_ingested", "other_settings", "evicted", "deleted", "damaged"]);
 
+/** Whether storing it again helps. */
+export const isStoredAgain = (outcome: string): boolean => STORED_AGAIN.has(outcome);
+
 export const isReused = (outcome: string): boolean => outcome === "reused" || outcome === "reusable";
 
 /** What the server can do so that the chunk is reused next time. */
 export function mendingOf(chunk: RetrievedChunk, verdict: Verdict | null): Mending {
-  if (!verdict || !STORED_AGAIN.has(verdict.outcome)) return null;
+  if (!verdict || !isStoredAgain(verdict.outcome)) return null;
   if (chunk.document_id) return "refresh";
   return chunk.text && !chunk.isCut ? "ingest" : null;
 }

@@ -67,11 +67,14 @@ export class PromptMap {
     this.marked.scrollIntoView({ block: "nearest" });
   }
 
-  /** Scrolls to the beginning of a chunk. */
-  showChunk(chunk: number): void {
+  /** Scrolls to the beginning of a chunk, frames its first token and returns that; null without such a chunk. */
+  showChunk(chunk: number): number | null {
     const one = this.shown.find(({ segment }) => segment.chunk === chunk);
     const section = one?.body.parentElement;
-    if (section) this.root.scrollTo({ top: section.offsetTop - this.root.offsetTop });
+    if (!one || !section) return null;
+    this.mark(one.segment.first);
+    this.root.scrollTo({ top: section.offsetTop - this.root.offsetTop });
+    return one.segment.first;
   }
 
   private placed(segment: Segment, label: (segment: Segment) => string): HTMLElement {

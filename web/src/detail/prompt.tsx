@@ -56,7 +56,7 @@ export function Prompt({ trace, sources, shower }: Props) {
           </Button>
         ))}
       </div>
-      {!model.hasScores && <NoScores />}
+      {!model.hasScores && <NoScores model={model} />}
       {view === "layer" && (
         <Slider name="Layer" value={layer} last={layers.length - 1} said={`layer ${layers[layer]}`} onSet={setLayer} />
       )}
@@ -72,7 +72,11 @@ export function Prompt({ trace, sources, shower }: Props) {
   );
 }
 
-function NoScores() {
+function NoScores({ model }: { model: PromptModel }) {
+  const [, reused, recomputed] = model.counts();
+  if (!reused && !recomputed) {
+    return <p class="dim">No scores: no chunk’s stored KV was taken, so nothing had to be chosen.</p>;
+  }
   return (
     <p class="dim">
       Scores are kept only for requests that ask for them, with <code>{'"fused_kv": {"trace": true}'}</code>.
@@ -164,7 +168,13 @@ function Map({ model, painting, sources, shower }: MapProps) {
   useEffect(() => {
     const made = new PromptMap(root.current!, model, painting, (segment) => labelOf(model, segment, sources));
     map.current = made;
-    if (shower) shower.current = (chunk) => made.showChunk(chunk);
+    if (shower) {
+      // The arrow keys go on from there.
+      shower.current = (chunk) => {
+        setToken(made.showChunk(chunk));
+        root.current?.focus();
+      };
+    }
     return () => made.close();
   }, [model]);
   useEffect(() => map.current?.repaint(painting), [painting]);
@@ -173,10 +183,11 @@ function Map({ model, painting, sources, shower }: MapProps) {
     if (under !== null) setToken(under);
   };
   const move = (event: KeyboardEvent) => {
-    const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    const by = { ArrowRight: 1, ArrowLeft: -1, Home: -model.tokens, End: model.tokens }[event.key];
     if (!by) return;
     event.preventDefault();
-    const next = token === null ? 0 : Math.min(Math.max(token + by, 0), model.tokens - 1);
+    const from = token ?? (by > 0 ? -1 : 0);
+    const next = Math.min(Math.max(from + by, 0), model.tokens - 1);
     setToken(next);
     map.current?.mark(next);
   };

@@ -55,8 +55,8 @@ function Mend({ chunk, verdict, actions }: { chunk: RetrievedChunk; verdict: Ver
   };
   return (
     <div class="mend">
-      <Button disabled={busy} onClick={mend}>
-        {busy ? "Storing…" : way === "refresh" ? "Refresh its document" : "Ingest this text"}
+      <Button busy={busy} onClick={mend}>
+        {busy ? "Storing…" : way === "refresh" ? "Store it again" : "Ingest this text"}
       </Button>
       <span role="status">{said}</span>
     </div>

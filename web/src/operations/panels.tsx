@@ -4,6 +4,7 @@ import { outcomeWords } from "../components/outcome";
 import { StateBar } from "../components/states";
 import { bytes, count, percent, plural, seconds } from "../format";
 import { hrefOf } from "../router";
+import { Tenants } from "./tenants";
 import type { Operations, Period, Tier } from "./types";
 
 export function Panels({ operations }: { operations: Operations }) {
@@ -18,6 +19,7 @@ export function Panels({ operations }: { operations: Operations }) {
         <Outcomes recent={recent.verdicts} total={total.verdicts} />
         <Storage operations={operations} />
       </div>
+      {operations.tenants && <Tenants rows={operations.tenants} />}
     </>
   );
 }

@@ -1,6 +1,7 @@
 // The reports of two requests side by side, with what differs.
 import { ask } from "../api/client";
 import { Busy, Button, Notice, Panel } from "../components/base";
+import { keepFocus } from "../components/focus";
 import { useResource } from "../components/resource";
 import type { Detail, Report } from "../detail/types";
 import { bytes, count, seconds } from "../format";
@@ -22,7 +23,7 @@ export function ReportDifference({ ids, onClose }: { ids: [string, string]; onCl
     Promise.all(ids.map((id) => ask<Kept>(`/v1/requests/${encodeURIComponent(id)}`, { signal })));
   const { data, error } = useResource(load, ids);
   return (
-    <Panel title="Two requests compared" actions={<Button onClick={onClose}>Close</Button>} class="difference">
+    <Panel title="Two requests compared" actions={<Button onClick={() => (keepFocus("table.requests input"), onClose())}>Close</Button>} class="difference">
       {error && <Notice tone="bad">{error}</Notice>}
       {!data && !error && <Busy>Loading both reports</Busy>}
       {data && <Lines kept={data as [Kept, Kept]} />}

@@ -2,6 +2,7 @@
 import type { ComponentChildren } from "preact";
 
 import { Button, Field } from "../components/base";
+import { keepFocus } from "../components/focus";
 import { OUTCOMES, outcomeWords } from "../components/outcome";
 import { go, hrefOf } from "../router";
 import { settings } from "../server";
@@ -53,7 +54,7 @@ export function Filters({ filters }: { filters: Filtering }) {
       <Field label="Model">
         <input value={filters.model ?? ""} placeholder="Any" onChange={set("model")} data-focus />
       </Field>
-      {Object.keys(filters).length > 0 && <Button onClick={() => go(hrefOf("requests"), true)}>Clear</Button>}
+      {Object.keys(filters).length > 0 && <Button onClick={() => (keepFocus(".filters select"), go(hrefOf("requests"), true))}>Clear</Button>}
     </form>
   );
 }

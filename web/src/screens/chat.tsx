@@ -2,6 +2,7 @@
 import { useEffect } from "preact/hooks";
 
 import { Button, Empty, Notice } from "../components/base";
+import { keepFocus } from "../components/focus";
 import { useMedia } from "../components/media";
 import { useResource } from "../components/resource";
 import type { DocumentRow } from "../api/types";
@@ -10,7 +11,7 @@ import { all } from "./documents/jobs";
 import { hrefOf } from "../router";
 import { loadSettings, settings, settingsError } from "../server";
 import { askQuestion } from "./chat/asking";
-import { Composer } from "./chat/composer";
+import { COMPOSER, Composer } from "./chat/composer";
 import { SettingsForm, settingsInWords } from "./chat/settings";
 import { exported } from "./chat/export";
 import { begin, chosen, conversations, forget, open, openId, picked, shownAnswer } from "./chat/model";
@@ -54,7 +55,7 @@ function Bar() {
       {current && current.turns.length > 0 && (
         <>
           <Button onClick={() => exported(current)}>Export</Button>
-          <Button kind="quiet" onClick={() => forget(current.id)}>
+          <Button kind="quiet" onClick={() => (keepFocus(COMPOSER), forget(current.id))}>
             Delete
           </Button>
         </>
@@ -115,7 +116,7 @@ function Welcome() {
           <ul class="prepared">
             {questions.map((question) => (
               <li key={question}>
-                <Button onClick={() => askQuestion(question)}>{question}</Button>
+                <Button onClick={() => (keepFocus(COMPOSER), askQuestion(question))}>{question}</Button>
               </li>
             ))}
           </ul>

@@ -1,18 +1,45 @@
-// One prompt answered in two to four ways, in turns: what each costs, and what it does to the answer.
+// One prompt answered in two to four ways, in turns: what each costs, and what it does to the answer; or many questions.
 import { useEffect, useRef, useState } from "preact/hooks";
 
 import { ask, isAbort, wordsOf } from "../api/client";
-import { Busy, Notice } from "../components/base";
+import { Busy, Button, Notice } from "../components/base";
+import { Calibration } from "../compare/question-set";
 import { Chart } from "../compare/chart";
 import { Columns } from "../compare/columns";
 import { type Asked, CompareForm } from "../compare/form";
-import type { Comparison } from "../compare/types";
+import { type Comparison, nameOf } from "../compare/types";
+import { go, hrefOf } from "../router";
 import { has, loadSettings, settings } from "../server";
 
-export function CompareScreen() {
+const SETS = "questions";
+
+export function CompareScreen({ id }: { id: string }) {
+  useEffect(() => void loadSettings(), []);
+  const cannot = settings.value !== null && !has("/v1/compare");
+  return (
+    <div class="page">
+      <div class="views" role="group" aria-label="What to compare on">
+        {[
+          ["", "One prompt"],
+          [SETS, "A set of questions"],
+        ].map(([view, words]) => (
+          <Button key={view} aria-pressed={id === view} onClick={() => go(hrefOf("compare", view))}>
+            {words}
+          </Button>
+        ))}
+      </div>
+      {cannot && <Notice tone="warn">This server cannot compare: it is of an earlier version.</Notice>}
+      {id === SETS ? <Calibration cannot={cannot} /> : <OnePrompt />}
+    </div>
+  );
+}
+
+function OnePrompt() {
   const [comparison, setComparison] = useState<Comparison | null>(null);
   const [error, setError] = useState("");
   const abort = useRef<AbortController | null>(null);
+  // Nobody waits any more once the screen is left.
+  useEffect(() => () => abort.current?.abort(), []);
   const [busy, setBusy] = useState(false);
   const run = async ({ prompt, k, max_tokens, columns }: Asked) => {
     const { signal } = (abort.current = new AbortController());
@@ -26,20 +53,20 @@ export function CompareScreen() {
     }
     setBusy(false);
   };
-  useEffect(() => void loadSettings(), []);
-  const cannot = settings.value !== null && !has("/v1/compare");
+  const points = comparison?.columns.flatMap((column) =>
+    column.agreement === null ? [] : [{ ...column, name: nameOf(column), agreement: column.agreement }],
+  );
   return (
-    <div class="page">
-      {cannot && <Notice tone="warn">This server cannot compare: it is of an earlier version.</Notice>}
-      <CompareForm busy={busy} onRun={run} onStop={() => abort.current?.abort()} />
+    <>
+      <CompareForm busy={busy} onRun={(asked) => void run(asked)} onStop={() => abort.current?.abort()} />
       {busy && <Busy>Answering in turns</Busy>}
       {error && <Notice tone="bad">{error}</Notice>}
       {comparison && !busy && (
         <>
           <Columns columns={comparison.columns} reference={comparison.reference?.answer ?? null} />
-          <Chart columns={comparison.columns} />
+          <Chart points={points ?? []} />
         </>
       )}
-    </div>
+    </>
   );
 }

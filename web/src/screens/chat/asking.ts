@@ -72,7 +72,7 @@ async function answer(conversation: string, turn: string, wanted: Settings): Pro
   try {
     const model = (await loadSettings())?.model ?? "";
     const body = { model, messages, ...optionsOf(wanted) };
-    for await (const chunk of askStream<Chunk>("/v1/chat/completions", { body, signal: abort.signal })) {
+    for await (const chunk of askStream<Chunk>("/v1/chat/completions", { body, signal: abort.signal, name: id })) {
       const choice = chunk.choices[0];
       const text = choice?.delta.content ?? "";
       change((now) => ({

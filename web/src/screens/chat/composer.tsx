@@ -4,6 +4,9 @@ import { useRef, useState } from "preact/hooks";
 import { Button } from "../../components/base";
 import { askQuestion, running, stop } from "./asking";
 
+/** Where the focus goes that a conversation has lost. */
+export const COMPOSER = ".composer textarea";
+
 export function Composer() {
   const [text, setText] = useState("");
   const area = useRef<HTMLTextAreaElement>(null);

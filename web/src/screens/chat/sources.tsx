@@ -1,26 +1,28 @@
 // The chunks behind an answer, best first: what they say, how near they are, and whether their KV was reused.
 import { OutcomeBadge } from "../../components/outcome";
+import { isStoredAgain } from "../../detail/outcomes";
 import { count } from "../../format";
 import { hrefOf } from "../../router";
-import { picked, type Answer, type Source } from "./model";
+import { isRunning, picked, type Answer, type Source } from "./model";
 
 export function Sources({ answer }: { answer: Answer }) {
   const sources = answer.sources ?? [];
   if (!sources.length) {
-    return <p class="muted body">{answer.settings.retrieve ? "No chunks yet." : "This answer is not from documents."}</p>;
+    const words = isRunning(answer) ? "They come with the end of the answer." : "No chunk was put into this prompt.";
+    return <p class="muted body">{answer.settings.retrieve ? words : "This answer is not from documents."}</p>;
   }
   return (
     <ol class="sources">
       {sources.map((source, number) => (
-        <SourceCard key={number} source={source} number={number} id={cardId(answer, number)} />
+        <SourceCard key={number} source={source} number={number} answer={answer} />
       ))}
     </ol>
   );
 }
 
-function SourceCard({ source, number, id }: { source: Source; number: number; id: string }) {
+function SourceCard({ source, number, answer }: { source: Source; number: number; answer: Answer }) {
   return (
-    <li class="source" id={id} tabIndex={-1}>
+    <li class="source" id={cardId(answer, number)} tabIndex={-1}>
       <div class="row">
         <b>[{number + 1}]</b>
         <a class="clip grow" href={hrefOf("documents", source.document_id)} title={source.name}>
@@ -40,7 +42,10 @@ function SourceCard({ source, number, id }: { source: Source; number: number; id
       {source.text && <ChunkText text={source.text} />}
       {source.remedy && (
         <p class="small">
-          {source.detail} <b>{source.remedy}</b>
+          {source.detail} <b>{source.remedy}</b>{" "}
+          {answer.requestId && source.outcome && isStoredAgain(source.outcome) && (
+            <a href={hrefOf("requests", answer.requestId)}>Store it again</a>
+          )}
         </p>
       )}
     </li>

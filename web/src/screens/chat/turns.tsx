@@ -2,13 +2,16 @@
 import { useEffect, useRef, useState } from "preact/hooks";
 
 import { ask } from "../../api/client";
+import type { components } from "../../api/schema";
 import { Badge, Button, Notice } from "../../components/base";
+import { keepFocus } from "../../components/focus";
 import { Markdown } from "../../components/markdown";
 import { StateBar } from "../../components/states";
-import { bytes, seconds } from "../../format";
+import { bytes, count, plural, seconds } from "../../format";
 import { hrefOf } from "../../router";
 import { has, settings } from "../../server";
 import { retry } from "./asking";
+import { COMPOSER } from "./composer";
 import { changeTurn, fork, isRunning, picked, shownAnswer, type Answer, type Conversation, type Turn } from "./model";
 import { settingsInWords } from "./settings";
 import { Sources, showSource } from "./sources";
@@ -33,10 +36,10 @@ export function TurnView({ conversation, turn, wide }: Props) {
       {answer && !isRunning(answer) && (
         <div class="row answer-actions">
           <Versions conversation={conversation} turn={turn} />
-          <Button kind="quiet" onClick={() => retry(conversation.id, turn.id)}>
+          <Button kind="quiet" onClick={() => (keepFocus(COMPOSER), retry(conversation.id, turn.id))}>
             Retry with these settings
           </Button>
-          <Button kind="quiet" onClick={() => fork(conversation, turn)}>
+          <Button kind="quiet" onClick={() => (keepFocus(COMPOSER), fork(conversation, turn))}>
             Fork from here
           </Button>
           {wide && (
@@ -90,7 +93,7 @@ function AnswerView({ answer, wide }: { answer: Answer; wide: boolean }) {
         </Notice>
       )}
       <div aria-live="polite" aria-busy={isRunning(answer)}>
-        {answer.status === "waiting" && <Waiting />}
+        {answer.status === "waiting" && <Waiting name={answer.id} />}
         <Markdown
           text={answer.text}
           sources={sources.length}
@@ -140,6 +143,10 @@ function Footer({ answer }: { answer: Answer }) {
   const loaded = Object.entries(report.bytes_loaded).filter(([, size]) => size > 0);
   return (
     <footer class="answer-footer">
+      <p>
+        <b>{count(report.recomputed_tokens + report.fresh_tokens)}</b> of {count(report.prompt_tokens)} prompt tokens were
+        computed, the KV of the others was at hand.
+      </p>
       <StateBar counts={report} />
       <dl class="facts">
         <Fact name="First token" value={seconds(report.ttft_s)} />
@@ -150,7 +157,12 @@ function Footer({ answer }: { answer: Answer }) {
         )}
         <Fact name="Settings" value={settingsInWords(answer.settings, settings.value)} />
       </dl>
-      {answer.requestId && <a href={hrefOf("requests", answer.requestId)}>Details of this request</a>}
+      {answer.requestId && (
+        <p>
+          <a href={hrefOf("requests", answer.requestId)}>Details of this request</a>{" "}
+          <span class="muted">which tokens those were, why, and what it saved</span>
+        </p>
+      )}
     </footer>
   );
 }
@@ -166,24 +178,31 @@ function Fact({ name, value }: { name: string; value: string }) {
 
 const LOOK_MS = 700;
 
-/** What is going on before the first token: seconds, and who else waits, as far as the server tells. */
-function Waiting() {
-  const [state, setState] = useState({ s: 0, queue: "" });
+type Progress = components["schemas"]["Progress"];
+
+/** What is going on before the first token: its place in the queue, as far as the server tells, and the seconds. */
+function Waiting({ name }: { name: string }) {
+  const [{ s, progress }, setState] = useState<{ s: number; progress: Progress | null }>({ s: 0, progress: null });
   useEffect(() => {
     const began = performance.now();
+    const path = `/v1/requests/${encodeURIComponent(name)}/progress`;
     const look = async () => {
-      const known = has("/v1/operations");
-      const told = known ? await ask<{ waiting?: number; running?: number }>("/v1/operations").catch(() => null) : null;
-      const queue = told?.waiting ? `${told.waiting} waiting, ${told.running ?? 0} running` : "";
-      setState({ s: (performance.now() - began) / 1000, queue });
+      const known = has("/v1/requests/{id_}/progress");
+      const progress = known ? await ask<Progress>(path).catch(() => null) : null;
+      setState({ s: (performance.now() - began) / 1000, progress });
     };
     const timer = setInterval(() => void look(), LOOK_MS);
     return () => clearInterval(timer);
-  }, []);
+  }, [name]);
   return (
     <p class="busy">
-      Reading the chunks and the question{state.s > 1 && ` · ${state.s.toFixed(0)} s`}
-      {state.queue && ` · ${state.queue}`}
+      {placeInWords(progress)}
+      {s > 1 && ` · ${s.toFixed(0)} s`}
     </p>
   );
+}
+
+function placeInWords(progress: Progress | null): string {
+  if (progress?.state !== "waiting" || progress.ahead == null) return "Reading the chunks and the question";
+  return progress.ahead === 0 ? "Next in the queue" : `Waiting in the queue: ${plural(progress.ahead, "request")} before this one`;
 }

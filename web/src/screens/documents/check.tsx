@@ -37,7 +37,7 @@ export function CheckText() {
   };
   return (
     <Panel title="Check a text">
-      <form class="stack" onSubmit={(event) => (event.preventDefault(), void run(check))}>
+      <form class="stack" onSubmit={(event) => (event.preventDefault(), busy || void run(check))}>
         <textarea
           rows={4}
           aria-label="Text to check"
@@ -46,7 +46,7 @@ export function CheckText() {
           onInput={(event) => (setText(event.currentTarget.value), setVerdict(null))}
         />
         <div class="row">
-          <Button kind="primary" type="submit" disabled={busy || !text.trim()}>
+          <Button kind="primary" type="submit" busy={busy} disabled={!text.trim()}>
             Check
           </Button>
           {busy && <span role="status">Working</span>}
@@ -73,7 +73,7 @@ function VerdictView({ verdict, busy, onStore }: { verdict: Verdict; busy: boole
       {verdict.remedy && <p class="small wrap">{verdict.remedy}</p>}
       {MENDED.has(verdict.outcome) && (
         <div>
-          <Button disabled={busy} onClick={onStore}>
+          <Button busy={busy} onClick={onStore}>
             Store this text
           </Button>
         </div>

@@ -1,6 +1,7 @@
 // How far each ingestion is; it can be cancelled, and resumed without a second upload.
 import type { Job } from "../../api/types";
 import { Badge, Button, Notice, Panel, Progress, type Tone } from "../../components/base";
+import { keepFocus } from "../../components/focus";
 import { hrefOf } from "../../router";
 import { cancel, dismiss, hasEnded, isResumable, jobs, resume, type Watched } from "./jobs";
 
@@ -20,7 +21,7 @@ export function JobList() {
   if (!jobs.value.length) return null;
   const ended = jobs.value.filter((one) => hasEnded(one.job));
   const clear = ended.length > 0 && (
-    <Button kind="quiet" onClick={() => ended.forEach(dismiss)}>
+    <Button kind="quiet" onClick={() => (keepFocus(".drop input"), ended.forEach(dismiss))}>
       Clear ended
     </Button>
   );
@@ -50,12 +51,22 @@ function JobRow({ watched }: { watched: Watched }) {
             {job.done} of {job.total}
           </small>
         )}
-        {!hasEnded(job) && <Button onClick={() => void cancel(watched)} aria-label={`Cancel ${name}`}>Cancel</Button>}
-        {isResumable(job) && <Button onClick={() => void resume(watched)} aria-label={`Resume ${name}`}>Resume</Button>}
+        {job.state === "done" && <a href={hrefOf("chat")}>Ask about it</a>}
+        {(!hasEnded(job) || isResumable(job)) && <Toggle watched={watched} />}
       </div>
       {!hasEnded(job) && <Progress label={`Ingestion of ${name}`} share={share} />}
       {(job.error ?? watched.error) && <Notice tone="bad">{job.error ?? watched.error}</Notice>}
     </li>
+  );
+}
+
+/** One button that cancels or resumes, so that it keeps the focus. */
+function Toggle({ watched }: { watched: Watched }) {
+  const [words, act] = hasEnded(watched.job) ? (["Resume", resume] as const) : (["Cancel", cancel] as const);
+  return (
+    <Button onClick={() => void act(watched)} aria-label={`${words} ${watched.name}`}>
+      {words}
+    </Button>
   );
 }
 

@@ -11,7 +11,9 @@ import { all, changes } from "./jobs";
 export function DocumentList({ current }: { current: string }) {
   const [part, setPart] = useState("");
   const found = useResource(() => all<DocumentRow>("/v1/documents"), [changes.value]);
-  const rows = (found.data ?? []).filter((one) => one.name.toLowerCase().includes(part.toLowerCase()));
+  const fitting = (found.data ?? []).filter((one) => one.name.toLowerCase().includes(part.toLowerCase()));
+  // What was just added comes first.
+  const rows = fitting.sort((one, other) => other.created_at - one.created_at);
   const title = found.data ? `Documents (${found.data.length})` : "Documents";
   return (
     <Panel

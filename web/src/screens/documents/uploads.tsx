@@ -5,6 +5,7 @@ import { useState } from "preact/hooks";
 import { ask, wordsOf } from "../../api/client";
 import type { Estimate } from "../../api/types";
 import { Button, Notice, Panel } from "../../components/base";
+import { keepFocus } from "../../components/focus";
 import { bytes, count, plural, seconds } from "../../format";
 import { has, loadSettings, settings } from "../../server";
 import { refusalOf, upload } from "./jobs";
@@ -17,6 +18,8 @@ interface Chosen {
 }
 
 const chosen = signal<readonly Chosen[]>([]);
+/** Where the focus goes when what was chosen is done with. */
+const FILES = ".drop input";
 
 async function choose(files: readonly File[]): Promise<void> {
   await loadSettings();
@@ -64,7 +67,9 @@ export function Uploads() {
   const sound = chosen.value.filter((one) => !one.refusal);
   const go = async () => {
     setBusy(true);
-    await uploadAll();
+    const uploaded = uploadAll();
+    keepFocus(FILES, uploaded);
+    await uploaded;
     setBusy(false);
   };
   const onDrop = (event: DragEvent) => {
@@ -103,10 +108,10 @@ export function Uploads() {
             ))}
           </ul>
           <div class="row">
-            <Button kind="primary" disabled={!sound.length || busy} onClick={() => void go()}>
+            <Button kind="primary" busy={busy} disabled={!sound.length} onClick={() => void go()}>
               {busy ? "Uploading" : `Upload ${plural(sound.length, "file")}`}
             </Button>
-            <Button onClick={() => (chosen.value = [])}>Clear</Button>
+            <Button onClick={() => (keepFocus(FILES), (chosen.value = []))}>Clear</Button>
             <Total of={sound} />
           </div>
         </div>
@@ -123,7 +128,7 @@ function ChosenFile({ one }: { one: Chosen }) {
           {one.file.name}
         </span>
         <small>{bytes(one.file.size)}</small>
-        <Button kind="quiet" label={`Leave out ${one.file.name}`} onClick={() => leave(one.file)}>
+        <Button kind="quiet" label={`Leave out ${one.file.name}`} onClick={() => (keepFocus(FILES), leave(one.file))}>
           ✕
         </Button>
       </div>
