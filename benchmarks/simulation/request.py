@@ -44,7 +44,7 @@ class SimulatedRequest:
         # Nothing is tried again here: an error is a defect of the simulation.
         self.failures, self.report = 0, SimpleNamespace(retries=0)
         self.state = RequestState.WAITING
-        self.deadline_s, self.loading_since_s = float("inf"), 0.0
+        self.deadline_s, self.asked_s = float("inf"), 0.0
         self.max_tokens, self.prompt_tokens, self.kv_nbytes = asked.answer_tokens, 0, 0
         self.chunk_keys = frozenset[str]()
         self.cached_ratio: float | None = None
@@ -73,6 +73,11 @@ class SimulatedRequest:
         self._is_read = True
         costs = self.engine.costs
         return costs.read_s + costs.read_token_s * self.engine.trace.prompt_tokens(self.asked)
+
+    @property
+    def prompt_plan(self) -> SimulatedRequest:
+        """What knows how far its prompt is loaded: the request itself."""
+        return self
 
     def measure(self) -> None:
         """Find out how much of its prompt is cached."""

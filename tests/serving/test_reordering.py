@@ -70,7 +70,7 @@ def taken_in_order(engine: FusedKVEngine, monkeypatch: pytest.MonkeyPatch, promp
     def noted(self: WaitingRequests) -> ServedRequest | None:
         request = take(self)
         if request is not None:
-            taken.append(str(request._prompt))
+            taken.append(str(request.prompt_plan._prompt))
         return request
 
     monkeypatch.setattr(WaitingRequests, "take", noted)

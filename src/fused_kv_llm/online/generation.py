@@ -87,7 +87,7 @@ class AnswerWriter:
     loaded : LoadedModel
     config : GenerationConfig
     report : FusionReport
-        Gets the time to the first token and the number of tokens.
+        Gets the number of tokens, the time to the first one, the time for each further one and for all of them.
     started_s : float
         ``time.perf_counter()`` when the request came.
     constraint : callable or None
@@ -112,6 +112,7 @@ class AnswerWriter:
         self._ends = end_token_ids(loaded)
         self._most, self._logprobs = config.max_tokens, config.logprobs
         self._report, self._started_s, self._constraint = report, started_s, constraint
+        self._first_token_s = 0.0
         self.token_ids: list[int] = []
 
     def write(self, logits: Tensor) -> Piece:
@@ -127,14 +128,23 @@ class AnswerWriter:
         Piece
             With a finish reason and the report if it is the last one.
         """
-        chosen = self.token_ids
+        piece, now_s = self._next(logits), time.perf_counter()
+        report, count = self._report, len(self.token_ids)
+        report.completion_tokens = count
+        if count == 1:
+            self._first_token_s = now_s
+            report.ttft_s = report.seconds["first_token"] = now_s - self._started_s
+        else:
+            report.seconds["step"] = (now_s - self._first_token_s) / (count - 1)
+        if piece.finish_reason is not None:
+            report.spend("decode", self._first_token_s, now_s)
+        return piece
+
+    def _next(self, logits: Tensor) -> Piece:
+        chosen, report = self.token_ids, self._report
         token = self._sampler.choose(logits if self._constraint is None else self._constraint(chosen, logits))
         chosen.append(token)
         logprobs = None if self._logprobs is None else token_logprobs(logits, token, self._logprobs)
-        report, seconds = self._report, time.perf_counter() - self._started_s
-        if len(chosen) == 1:
-            report.ttft_s = report.seconds["first_token"] = seconds
-        report.completion_tokens = len(chosen)
         if token in self._ends:
             return Piece(self._stream.flush(), token, "stop", report, logprobs)
         text = self._stream.push(token)

@@ -59,44 +59,64 @@ def remote_parent(headers: Mapping[str, str]) -> Iterator[None]:
 class RequestSpan:
     """The span of one request, from the call to the last token.
 
-    A request is worked on by several threads and beside others, and streams: its span must not stay the current one, or
-    the spans of others would become its children. So its stages are current only inside :meth:`within`.
+    It has stages, one after the other, and a stage has slices. A request is worked on by several threads and beside
+    others, and streams: its span must not stay the current one, or the spans of others would become its children. So a
+    stage is current only inside :meth:`within`.
 
     Parameters
     ----------
     model_id : str
+    stage : str
+        The first one.
     """
 
-    def __init__(self, model_id: str) -> None:
+    def __init__(self, model_id: str, stage: str) -> None:
+        # All None without OpenTelemetry.
         self._span: Any = None
+        self._stage: Any = None
+        self._slice: Any = None
         if _trace is not None:
             attributes = {"gen_ai.request.model": model_id}
             self._span = _trace.get_tracer(_PREFIX).start_span(f"{_PREFIX}.request", attributes=attributes)
+            self._stage = self._start(stage, self._span)
 
     @contextmanager
-    def within(self, child: Any, stage: str | None = None) -> Iterator[None]:
-        """Make a child of :meth:`start` the current span of this block, or a stage of it."""
-        if child is None or _trace is None:
+    def within(self, part: str | None = None) -> Iterator[None]:
+        """Make the stage the current span of a block, or a part of the stage that is as long as the block."""
+        if self._stage is None or _trace is None:
             yield
             return
-        with _trace.use_span(child, end_on_exit=False), stage_span(stage) if stage else nullcontext():
+        with _trace.use_span(self._stage, end_on_exit=False), stage_span(part) if part else nullcontext():
             yield
 
-    def start(self, stage: str, parent: Any = None) -> Any:
-        """Start a child, of this span or of another child, that is not the current span; end it with its ``end()``.
+    def enter(self, stage: str) -> None:
+        """End the stage and begin another."""
+        if self._stage is not None:
+            self._stage.end()
+            self._stage = self._start(stage, self._span)
 
-        None without OpenTelemetry.
-        """
-        if self._span is None or _trace is None:
-            return None
-        context = _trace.set_span_in_context(parent or self._span)
-        return _trace.get_tracer(_PREFIX).start_span(f"{_PREFIX}.{stage}", context=context)
+    def begin_slice(self) -> None:
+        """Begin a slice of fusing, unless one has begun; it is never the current span."""
+        if self._slice is None and self._stage is not None:
+            self._slice = self._start("fuse", self._stage)
 
-    def end(self, report: dict[str, Any] | None = None) -> None:
-        """End the span with the numbers of a report as its attributes."""
+    def end_slice(self) -> None:
+        """End the slice, if one has begun."""
+        ended, self._slice = self._slice, None
+        if ended is not None:
+            ended.end()
+
+    def end(self, report: dict[str, Any]) -> None:
+        """End the span, its stage and slice, with the numbers of a report as its attributes."""
         if self._span is None:
             return
-        for name, value in (report or {}).items():
+        self.end_slice()
+        self._stage.end()
+        for name, value in report.items():
             if isinstance(value, (int, float, str)):
                 self._span.set_attribute(f"{_PREFIX}.{name}", value)
         self._span.end()
+
+    @staticmethod
+    def _start(stage: str, parent: Any) -> Any:
+        return _trace.get_tracer(_PREFIX).start_span(f"{_PREFIX}.{stage}", context=_trace.set_span_in_context(parent))

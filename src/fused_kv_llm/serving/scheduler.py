@@ -14,9 +14,10 @@ from fused_kv_llm.online import STUCK_S, FusedPrompt
 
 from .home import RequestHome
 from .means import MOST_PLANNED, Means, RealMeans
+from .prompt_plan import AbandonedPlanError
 from .recovery import NextTry, Recovery
 from .running_kv import RunningKV
-from .served_request import AbandonedPlanError, RequestState, ServedRequest
+from .served_request import RequestState, ServedRequest
 from .waiting import WaitingRequests
 
 __all__ = ["Scheduler"]
@@ -163,7 +164,7 @@ class Scheduler:
     def _give_up_hung(self) -> None:
         """Go on without stored KV that does not come; the threads that wait for it are left to themselves."""
         for request in [*self._loading, *self._ready]:
-            if not (request.is_stuck and request.is_hung):
+            if not (request.prompt_plan.is_stuck and request.prompt_plan.is_hung):
                 continue
             if self._loading.pop(request, None) is not None:
                 self.means.replace_planner()
@@ -227,11 +228,11 @@ class Scheduler:
         ahead = [*self._loading, *self._ready]
         if len(ahead) >= MOST_PLANNED or sum(request.kv_nbytes for request in ahead) > _most_bytes(ahead):
             return False
-        return sum(not request.is_stuck for request in ahead) < _PLANNED_AHEAD
+        return sum(not request.prompt_plan.is_stuck for request in ahead) < _PLANNED_AHEAD
 
     def _load(self, request: ServedRequest) -> None:
         ahead = bool(self._running or self._loading or self._ready)
-        request.loading_since_s = self.means.now_s()
+        request.prompt_plan.asked_s = self.means.now_s()
         request.state = RequestState.LOADING
         self._loading[request] = planning = object()
         self.means.plan(self._plan, request, ahead, planning)
@@ -279,7 +280,7 @@ class Scheduler:
     def _next_with_room(self) -> ServedRequest | None:
         """Return the next request that is loaded, if it can begin beside those that run."""
         alone = not self._running
-        request = next((request for request in self._ready if request.may_begin(alone=alone)), None)
+        request = next((request for request in self._ready if request.prompt_plan.may_begin(alone=alone)), None)
         if request is None or alone:
             return request
         return request if self._has_room(request) else None

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,14 +15,11 @@ from fused_kv_llm.decoding import Constraint
 from fused_kv_llm.errors import ChunkDamagedError, DeadlineError, RequestCancelledError, StoreError
 from fused_kv_llm.model import ForwardPass, RaggedPart, ViewCache, may_pause
 from fused_kv_llm.online import (
-    STUCK_S,
     AnswerWriter,
     FusedPrompt,
     Fusion,
-    ReadPrompt,
     Recipe,
     Request,
-    RequestLoading,
     Sharing,
 )
 from fused_kv_llm.prompt import Prompt
@@ -34,13 +29,10 @@ from fused_kv_llm.verdicts import JudgedPrompt
 from .handle import RequestHandle
 from .home import RequestHome
 from .loader import Loader
+from .prompt_plan import PromptPlan
 from .terms import Terms
 
-__all__ = ["AbandonedPlanError", "RequestState", "ServedRequest"]
-
-
-class AbandonedPlanError(Exception):
-    """A prompt was planned for a request that has ended, or begun anew, meanwhile."""
+__all__ = ["RequestState", "ServedRequest"]
 
 
 class RequestState(Enum):
@@ -85,8 +77,8 @@ class ServedRequest:
     state : RequestState
     max_tokens : int
         Of the answer.
-    loading_since_s : float
-        ``time.perf_counter()`` when the loop had it planned.
+    prompt_plan : PromptPlan
+        Its prompt until it is computed, and how far that is loaded.
     prompt_tokens, kv_nbytes : int
         Tokens of the prompt, and bytes of its KV with room for the answer, without what it shares; 0 before it is
         planned.
@@ -118,32 +110,22 @@ class ServedRequest:
         self.provisional, self.is_confirmed, self.is_dropped = provisional, False, False
         self.expires_s = float("inf")
         self.successor_ids: Sequence[int] = ()
-        self._held: FusedPrompt | None = None
-        self._count_uses: Callable[[], None] | None = None
         self.state = RequestState.WAITING
         self.arrived_s = time.perf_counter()
         self.handle = RequestHandle(lambda: on_cancel(self))
         self.report = FusionReport(recompute_ratio=recipe.ratio, selector=recipe.selector.name, called_s=self.arrived_s)
-        self._prompt, self._recipe, self._config, self._constraint = prompt, recipe, config, constraint
+        self.prompt_plan = PromptPlan(home, prompt, recipe)
+        self._recipe, self._config, self._constraint = recipe, config, constraint
         self.max_tokens, self.prompt_tokens, self.kv_nbytes, self._capacity = config.max_tokens, 0, 0, 0
         self.chunk_keys = frozenset[str]()
         self.cached_ratio: float | None = None
         self.overtaken = self.failures = 0
-        self._is_counted = False
-        # What a thread has planned is taken if the request has not begun anew meanwhile.
-        self._publishing, self._attempt = threading.Lock(), 0
-        self._hung_keys, self._all_hung = set[str](), False
         self.wants_shared: Callable[[ServedRequest, Sharing | None], bool] = lambda request, sharing: False
-        self._span = RequestSpan(home.context.loaded.model_id)
-        self._stage, self._slice_span = self._span.start("prefill"), None
-        self._read: ReadPrompt | None = None
+        self._span = RequestSpan(home.context.loaded.model_id, "prefill")
         self._judged: JudgedPrompt | None = None
-        self._planned: Request | None = None
-        self._loading: RequestLoading | None = None
         self._fusion: Fusion | None = None
         self._fused: FusedPrompt | None = None
         self._writer: AnswerWriter | None = None
-        self._first_token_s = self.loading_since_s = 0.0
 
     @property
     def is_done(self) -> bool:
@@ -172,10 +154,9 @@ class ServedRequest:
         PromptError, PromptTooLongError
             As :meth:`plan` does.
         """
+        # It is not tried again if it fails.
         self.cached_ratio = 0.0
-        self._read = read = self.home.read(self._prompt)
-        cached = self.home.cached_tokens(read, self._recipe)
-        self.cached_ratio = cached / max(1.0, len(read.ids) - cached)
+        self.cached_ratio = self.prompt_plan.measure()
 
     def plan(self, loader: Loader | None, on_change: Callable[[], None], *, ahead: bool) -> None:
         """Tokenise the prompt, find its chunks and open them, and begin to load them; any thread may do it.
@@ -197,52 +178,11 @@ class ServedRequest:
         AbandonedPlanError
             If the request has ended, or begun anew, meanwhile.
         """
-        # Before the attempt, which is counted last when the request begins anew.
         report = self.report
-        attempt = self._attempt
-        self._all_hung = self._all_hung or self.home.hung.is_dead
-        planned = None
-        try:
-            planned, count_uses = self._plan(report)
-            loading = RequestLoading(self.home.context, planned, self._recipe)
-            load = None if loader is None else loading.begin(ahead=ahead, on_change=on_change)
-            with self._publishing:
-                if attempt != self._attempt or self._planned is not None:
-                    raise AbandonedPlanError
-                self._planned, self._loading, self._count_uses = planned, loading, count_uses
-        except BaseException as error:
-            if planned is not None:
-                planned.close()
-            if attempt == self._attempt:
-                raise
-            self.home.hung.discard((id(self), attempt))
-            raise AbandonedPlanError from error
-        if not self.provisional:
-            # Whenever it is planned: a variant of it may have turned out to be damaged meanwhile.
-            self.home.keep_variants(planned)
-        self._describe(planned)
-        if loader is not None and load is not None:
-            loader.add(load)
-
-    def _plan(self, report: FusionReport) -> tuple[Request, Callable[[], None] | None]:
-        """Return the planned prompt, and what counts a provisional one's uses later."""
-        started_s = time.perf_counter()
         if "queue" not in report.seconds:
-            report.spend("queue", self.arrived_s, started_s)
-        with self._span.within(self._stage, "align"):
-            provisional = self.provisional
-            # One that begins anew uses its chunks once all the same.
-            counted = not provisional and not self._is_counted
-            self._read = self._read or self.home.read(self._prompt)
-            planned = self.home.plan_served(self._read, self._recipe, report, counted=counted, skip=self._skips)
-            self._is_counted = self._is_counted or counted
-            count_uses = self.home.uses_of(planned, report) if provisional else None
-        report.spend("align", started_s, time.perf_counter())
-        return planned, count_uses
-
-    def _skips(self, key: str) -> bool:
-        """Whether a chunk's KV is not waited for any more."""
-        return self._all_hung or key in self._hung_keys
+            report.spend("queue", self.arrived_s, time.perf_counter())
+        span, provisional = self._span.within("align"), self.provisional
+        self._describe(self.prompt_plan.plan(loader, on_change, report, span, ahead=ahead, provisional=provisional))
 
     def _describe(self, planned: Request) -> None:
         loaded, self.prompt_tokens = self.home.context.loaded, planned.num_tokens
@@ -250,28 +190,6 @@ class ServedRequest:
         self.kv_nbytes = self._capacity * loaded.geometry.kv_bytes_per_token(loaded.dtype)
         self._judged = planned.judged
         self.chunk_keys = frozenset(chunk.stored.key for chunk in planned.chunks)
-
-    @property
-    def is_stuck(self) -> bool:
-        """Whether a disk, or another machine, has not answered for a while."""
-        if self._loading is not None:
-            return self._loading.is_stuck or self._waits_in_vain
-        return time.perf_counter() - self.loading_since_s > STUCK_S
-
-    @property
-    def is_hung(self) -> bool:
-        """Whether what it waits for is to be given up, since nothing has come for so long."""
-        if self._loading is None:
-            return time.perf_counter() - self.loading_since_s > self.home.limits.load_timeout_s
-        return self._loading.stalled_s > self.home.limits.load_timeout_s or self._waits_in_vain
-
-    @property
-    def _waits_in_vain(self) -> bool:
-        return self._loading is not None and self._loading.is_idle and self.home.hung.is_dead
-
-    def may_begin(self, *, alone: bool) -> bool:
-        """Whether enough of its KV has been loaded, see :meth:`fused_kv_llm.online.RequestLoading.may_begin`."""
-        return self._loading is None or self._loading.may_begin(alone=alone)
 
     def begin(self) -> None:
         """Choose what is recomputed.
@@ -281,23 +199,22 @@ class ServedRequest:
         ChunkDamagedError
             If a chunk's file turns out to be damaged; :meth:`plan_again` goes on without it.
         """
-        if self._planned is None or self._loading is None:
+        opened = self.prompt_plan.opened
+        if opened is None:
             return
         self.state = RequestState.FUSING
         self.home.check_unchanged()
-        loaded = self._loading.check()
-        if loaded is not None:
-            self.report.spend("load", *loaded)
-        with self._span.within(self._stage):
-            self._fusion = Fusion(self.home.context, self._planned, self._recipe, self._capacity, self.report)
-            # Whose chunks are the fusion's from here on.
-            self._planned = None
+        self.prompt_plan.check(self.report)
+        with self._span.within():
+            self._fusion = Fusion(self.home.context, opened, self._recipe, self._capacity, self.report)
+            # Its chunks are the fusion's from here on.
+            self.prompt_plan.opened = None
             self._fusion.begin()
 
     def select(self) -> None:
         """Choose what is recomputed; see :meth:`fused_kv_llm.online.Fusion.select`."""
         if self._fusion is not None:
-            with self._span.within(self._stage):
+            with self._span.within():
                 self._fusion.select()
 
     @property
@@ -320,11 +237,11 @@ class ServedRequest:
         """
         if self._fusion is None:
             return None
-        with self._span.within(self._stage):
+        with self._span.within():
             prompt = self._fusion.advance(pause_at_s, max_rows)
-        if prompt is not None and self._loading is not None:
+        if prompt is not None:
             seconds = self.report.seconds
-            self._loading.learn(seconds.get("probe", 0.0) + seconds["fuse"] - self._fusion.read_s)
+            self.prompt_plan.learn(seconds.get("probe", 0.0) + seconds["fuse"] - self._fusion.read_s)
         return prompt
 
     def go_on(self, config: GenerationConfig, constraint: Constraint | None, terms: Terms, asked_s: float) -> None:
@@ -340,9 +257,8 @@ class ServedRequest:
         self._config, self._constraint, self.terms, self.arrived_s = config, constraint, terms, asked_s
         self.provisional = False
         self.report.count_from(asked_s)
-        held, self._held = self._held, None
-        if held is not None:
-            self.take(held)
+        if self._fused is not None:
+            self.take(self._fused)
 
     def plan_again(self, error: ChunkDamagedError) -> None:
         """Go back to planning, without a chunk that turned out to be damaged."""
@@ -357,16 +273,7 @@ class ServedRequest:
         lost_key : str or None
             The chunk that was waited for, if that is known.
         """
-        keys = set() if self._loading is None else self._loading.hanging_keys
-        keys |= set() if lost_key is None else {lost_key}
-        self._all_hung = self._all_hung or not keys or bool(self._hung_keys)
-        self._hung_keys |= keys
-        planned, token = self._planned, (id(self), self._attempt)
-        if planned is not None or self._loading is None:
-            # A thread is left behind that plans, or reads.
-            self.home.hung.add(token)
-            if planned is not None:
-                planned.on_closed = partial(self.home.hung.discard, token)
+        self.prompt_plan.give_up(lost_key)
         if self._writer is None:
             # The other one is written to by a thread that may come back.
             self.report = replace(self.report, warnings=[*self.report.warnings], seconds={**self.report.seconds})
@@ -374,15 +281,12 @@ class ServedRequest:
 
     def begin_anew(self) -> None:
         """Give back what it holds and go back to planning; its answer goes on after the tokens that were sent."""
-        with self._publishing:
-            self._attempt += 1
-        self._loading = None
-        self._close_planned()
+        self.prompt_plan.close()
         self._close_fusion()
         self._release_kv()
-        self._end_slice()
+        self._span.end_slice()
         if self.state is RequestState.DECODING:
-            self._enter_stage("prefill")
+            self._span.enter("prefill")
         self.state = RequestState.WAITING
 
     def part(self, max_rows: int | None) -> RaggedPart:
@@ -391,8 +295,7 @@ class ServedRequest:
         That is the last one, or all that were sent before the request began anew.
         """
         if self._fusion is not None:
-            if self._slice_span is None:
-                self._slice_span = self._span.start("fuse", self._stage)
+            self._span.begin_slice()
             return self._fusion.next_slice(max_rows)
         cache, device = self._prompt_kv.cache, self.home.context.loaded.device
         ids = torch.tensor(self._answer.token_ids[cache.length - self.prompt_tokens :], device=device)
@@ -404,7 +307,7 @@ class ServedRequest:
         if self._fusion is not None:
             now_s = time.perf_counter()
             self.report.spend("fuse", now_s - seconds, now_s)
-            self._end_slice()
+            self._span.end_slice()
             prompt = self._fusion.computed(logits)
             if prompt is not None:
                 self.take(prompt)
@@ -420,10 +323,7 @@ class ServedRequest:
         try:
             # What an error has spoilt is of no use to others.
             if error is None or isinstance(error, (RequestCancelledError, DeadlineError)):
-                if self.provisional:
-                    self._leave_to_successor()
-                else:
-                    self._leave()
+                self._leave()
         finally:
             try:
                 self._give_back()
@@ -452,40 +352,33 @@ class ServedRequest:
             self.kv_nbytes = self.report.own_kv_bytes = fused.cache.nbytes
 
     def _leave(self) -> None:
-        """Leave to later requests what is complete of the prompt and the answer."""
+        """Leave to later requests what is complete of the prompt and the answer.
+
+        What nobody has asked is left to nobody, but for what the prompt in its place begins with too.
+        """
         if self._fused is not None:
             cache, kept = self._fused.cache, self._fused.kept
             if isinstance(cache, ViewCache):
                 # Its prompt was left before its chunks were shared.
                 return
-            answer = [] if self._writer is None else self._writer.token_ids[: cache.length - len(kept.ids)]
-            self.home.keep(kept.with_answer(answer), cache)
+            if self._writer is not None:
+                kept = kept.with_answer(self._writer.token_ids[: cache.length - len(kept.ids)])
         elif self._fusion is not None:
             cache, kept = self._fusion.complete
+        else:
+            return
+        if self.provisional:
+            kept = kept.common_with(self.successor_ids)
+        if kept.ids:
             self.home.keep(kept, cache)
 
-    def _leave_to_successor(self) -> None:
-        """Leave what the right prompt begins with too; what nobody asked for is left to nobody."""
-        found = None
-        if self._held is not None:
-            found = self._held.cache, self._held.kept
-        elif self._fusion is not None:
-            found = self._fusion.complete
-        if found is not None and len(self.successor_ids):
-            self.home.keep(found[1].common_with(self.successor_ids), found[0])
-
     def _give_back(self) -> None:
-        with self._publishing:
-            self._attempt += 1
-        self._close_planned()
+        self.prompt_plan.close()
         self._close_fusion()
-        text = None if self._fused is None else self._fused.text
+        text = None if self._fused is None or self.provisional else self._fused.text
         self._release_kv()
         if text is not None:
             self.home.answered(text)
-        self._end_slice()
-        if self._stage is not None:
-            self._stage.end()
         self._span.end(self.report.to_dict())
 
     @property
@@ -502,19 +395,16 @@ class ServedRequest:
 
     def take(self, prompt: FusedPrompt) -> None:
         """Go on with a complete prompt: send its first token, and decode; a provisional one is held."""
-        if self.provisional:
-            self._held, self.state = prompt, RequestState.HELD
-            return
-        count, self._count_uses = self._count_uses, None
-        if count is not None:
-            self._is_counted = True
-            count()
         self._fused = prompt
+        if self.provisional:
+            self.state = RequestState.HELD
+            return
+        self.prompt_plan.count()
         if self._fusion is not None:
             self.report.read_s += self._fusion.read_s
         if self._writer is not None:
             # It began anew, and has sent a part of its answer before.
-            self._enter_stage("decode")
+            self._span.enter("decode")
             self.state, self.report.own_kv_bytes, self.report.shared_kv_bytes = RequestState.DECODING, self.kv_nbytes, 0
             self._close_fusion()
             return
@@ -527,7 +417,7 @@ class ServedRequest:
 
     def _begin_decoding(self) -> None:
         self.state = RequestState.DECODING
-        self._enter_stage("decode")
+        self._span.enter("decode")
         if self.terms.expected:
             self.handle.on_report = self._judge
         cache, self.report.own_kv_bytes = self._prompt_kv.cache, self.kv_nbytes
@@ -538,13 +428,7 @@ class ServedRequest:
     def _write(self, logits: Tensor) -> None:
         piece = self._answer.write(logits)
         self.failures = 0
-        now_s, count = time.perf_counter(), len(self._answer.token_ids)
-        if count == 1:
-            self._first_token_s = now_s
-        else:
-            self.report.seconds["step"] = (now_s - self._first_token_s) / (count - 1)
         if piece.finish_reason is not None:
-            self.report.spend("decode", self._first_token_s, now_s)
             # Given back before the caller learns that it is over.
             try:
                 self.end()
@@ -562,27 +446,10 @@ class ServedRequest:
         except StoreError as error:
             report.warnings.append(f"nothing was found out about chunks that were not reused: {error}")
 
-    def _enter_stage(self, name: str) -> None:
-        if self._stage is not None:
-            self._stage.end()
-        self._stage = self._span.start(name)
-
     def _release_kv(self) -> None:
-        held, self._held = self._held, None
         fused, self._fused = self._fused, None
-        for prompt in (held, fused):
-            if prompt is not None:
-                prompt.cache.release()
-
-    def _end_slice(self) -> None:
-        span, self._slice_span = self._slice_span, None
-        if span is not None:
-            span.end()
-
-    def _close_planned(self) -> None:
-        planned, self._planned = self._planned, None
-        if planned is not None:
-            planned.close()
+        if fused is not None:
+            fused.cache.release()
 
     def _close_fusion(self) -> None:
         fusion, self._fusion = self._fusion, None
