@@ -123,7 +123,7 @@ def queue(engine: FusedKVEngine, prompts: list[str], max_tokens: int, repeats: i
 
     loop, reader = loop_of(engine.model), CountingReader()
     engine.store.read_with(reader)
-    loop.scheduler.loads_ahead = False
+    loop.scheduler.loading.loads_ahead = False
     run()
     nbytes = reader.nbytes
     fast_s = min(run() for _ in range(repeats))
@@ -131,9 +131,9 @@ def queue(engine: FusedKVEngine, prompts: list[str], max_tokens: int, repeats: i
     found: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(repeats):
         for ahead, seconds in found.items():
-            loop.scheduler.loads_ahead = ahead
+            loop.scheduler.loading.loads_ahead = ahead
             seconds.append(run())
-    loop.scheduler.loads_ahead = True
+    loop.scheduler.loading.loads_ahead = True
     ahead_s, due_s = min(found[True]), min(found[False])
     return {
         "requests": len(prompts),

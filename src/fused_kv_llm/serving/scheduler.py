@@ -1,9 +1,8 @@
-"""The scheduler: which requests' chunks are loaded, who is let in, and whose rows the next step computes."""
+"""The scheduler: who is loaded and let in, and whose rows the next step computes."""
 
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -13,8 +12,8 @@ from fused_kv_llm.model import ModelLock, RaggedError
 from fused_kv_llm.online import STUCK_S, FusedPrompt
 
 from .home import RequestHome
-from .means import MOST_PLANNED, Means, RealMeans
-from .prompt_plan import AbandonedPlanError
+from .loading import LoadingRequests
+from .means import Means, RealMeans
 from .recovery import NextTry, Recovery
 from .running_kv import RunningKV
 from .served_request import RequestState, ServedRequest
@@ -26,9 +25,6 @@ _T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)
 
-# Chunks of so many requests are found, opened and loaded while others are computed; those whose disk does not answer
-# come on top, up to a limit.
-_PLANNED_AHEAD = 4
 # A prompt is computed beside answers for so many times as long as their next tokens take: answers flow more evenly with
 # less. With more, those that wait are answered sooner, and sooner together, which takes less time in all.
 _SHARE_OF_ANSWERS = 1.25
@@ -56,9 +52,8 @@ class Scheduler:
     Attributes
     ----------
     means : Means
-    loads_ahead : bool
-        Whether what queued requests need is loaded while others are computed; off for measurements only.
     waiting : WaitingRequests
+    loading : LoadingRequests
     recovery : Recovery
         Decides which requests are tried again.
     """
@@ -73,14 +68,11 @@ class Scheduler:
     ) -> None:
         self.means = means or RealMeans()
         self.recovery = Recovery()
-        self._lock, self._post, self._on_end, self._may_drop = lock, post, on_end, may_drop
-        self.loads_ahead, self.waiting, self._measures = True, WaitingRequests(), False
-        # Each with what tells its present planning from those that were given up.
-        self._loading: dict[ServedRequest, object] = {}
-        self._given_up: dict[ServedRequest, BaseException] = {}
-        self._ready: deque[ServedRequest] = deque()
+        self._lock, self._on_end, self._may_drop = lock, on_end, may_drop
+        self.waiting = WaitingRequests()
+        self.loading = LoadingRequests(self.means, post, self._planned)
         self._running: list[ServedRequest] = []
-        self._kv = RunningKV(self._running, self._ready)
+        self._kv = RunningKV(self._running, self.loading.ready)
 
     def rest(self) -> None:
         """End the threads that help; the next request starts them again."""
@@ -88,7 +80,7 @@ class Scheduler:
 
     def requests(self) -> list[ServedRequest]:
         """Return those that have not ended."""
-        return [*self.waiting, *self._loading, *self._ready, *self._running]
+        return [*self.waiting, *self.loading, *self._running]
 
     @property
     def is_serving(self) -> bool:
@@ -102,7 +94,7 @@ class Scheduler:
             return True
         if self._next_with_room() is not None:
             return True
-        return len(self.waiting) > 0 and self._may_plan()
+        return len(self.waiting) > 0 and self.loading.has_place
 
     @property
     def is_fusing(self) -> bool:
@@ -112,7 +104,7 @@ class Scheduler:
     @property
     def is_loading(self) -> bool:
         """Whether a request waits or is loaded."""
-        return bool(self._loading or self.waiting or self._ready)
+        return bool(self.loading or self.waiting)
 
     @property
     def is_decoding(self) -> bool:
@@ -124,10 +116,10 @@ class Scheduler:
 
     def patience_s(self) -> float:
         """Return after how many seconds it is to look again, though nobody has told it anything."""
-        waiting = (request.deadline_s for request in self.requests() if request not in self._given_up)
+        waiting = (one.deadline_s for one in self.requests() if not self.loading.is_given_up(one))
         soonest_s = min(waiting, default=float("inf"))
         # Nobody says that a disk does not answer.
-        most_s = STUCK_S if self._loading or self._ready else float("inf")
+        most_s = STUCK_S if self.loading else float("inf")
         return max(0.0, min(most_s, soonest_s - self.means.now_s()))
 
     def step(self) -> None:
@@ -156,23 +148,20 @@ class Scheduler:
         for request in self.requests():
             if request.deadline_s <= now_s and request.provisional:
                 self.drop(request)
-            elif request.deadline_s <= now_s and request not in self._given_up:
+            elif request.deadline_s <= now_s and not self.loading.is_given_up(request):
                 waited = f"{request.terms.timeout_s} s (timeout_s)"
                 self.give_up(request, DeadlineError(f"The request was not answered within {waited}; it was "
                                                      f"{request.state.value} then."))  # fmt: skip
 
     def _give_up_hung(self) -> None:
         """Go on without stored KV that does not come; the threads that wait for it are left to themselves."""
-        for request in [*self._loading, *self._ready]:
-            if not (request.prompt_plan.is_stuck and request.prompt_plan.is_hung):
-                continue
-            if self._loading.pop(request, None) is not None:
-                self.means.replace_planner()
-            error = self._given_up.pop(request, None)
-            if error is None:
-                self._go_on_without(request)
-            else:
-                self._end(request, error)
+        for request in self.loading:
+            if request.prompt_plan.is_stuck and request.prompt_plan.is_hung:
+                error = self.loading.abandon(request)
+                if error is None:
+                    self._go_on_without(request)
+                else:
+                    self._end(request, error)
 
     def _go_on_without(self, request: ServedRequest, lost_key: str | None = None) -> None:
         """Have a request planned again without chunks that do not come."""
@@ -188,7 +177,7 @@ class Scheduler:
         provisional = [request for request in self.requests() if request.provisional]
         if not provisional or all(request.provisional for request in self.requests()):
             return
-        waiting = next((request for request in self._ready if not request.provisional), None)
+        waiting = next((request for request in self.loading.ready if not request.provisional), None)
         is_tight = waiting is not None and not self._has_room(waiting)
         for request in provisional:
             if is_tight or request.state is not RequestState.HELD:
@@ -197,73 +186,21 @@ class Scheduler:
     def _plan_ahead(self) -> None:
         """Have the next requests' chunks found, opened and loaded."""
         self.means.loader.look()
-        while self._may_plan():
+        while self.loading.has_place:
             request = self.waiting.take()
             if request is None:
                 return
             self._guarded(request, self._load, request)
-        self._measure_next()
-
-    def _measure_next(self) -> None:
-        """Have it found out how much of a queued prompt is cached, of one after another."""
-        request = None if self._measures else self.waiting.unmeasured()
-        if request is not None:
-            self.means.plan(self._measure, request)
-            self._measures = True
-
-    def _measure(self, request: ServedRequest) -> None:
-        try:
-            request.measure()
-        except Exception as error:
-            # It is told when its turn comes.
-            _log.debug("A queued prompt could not be measured: %s", error)
-        finally:
-            self._post(self._measured)
-
-    def _measured(self) -> None:
-        self._measures = False
-
-    def _may_plan(self) -> bool:
-        """Whether one more request may be opened and loaded ahead."""
-        ahead = [*self._loading, *self._ready]
-        if len(ahead) >= MOST_PLANNED or sum(request.kv_nbytes for request in ahead) > _most_bytes(ahead):
-            return False
-        return sum(not request.prompt_plan.is_stuck for request in ahead) < _PLANNED_AHEAD
+        unmeasured = None if self.loading.is_measuring else self.waiting.unmeasured()
+        if unmeasured is not None:
+            self.loading.measure(unmeasured)
 
     def _load(self, request: ServedRequest) -> None:
-        ahead = bool(self._running or self._loading or self._ready)
-        request.prompt_plan.asked_s = self.means.now_s()
-        request.state = RequestState.LOADING
-        self._loading[request] = planning = object()
-        self.means.plan(self._plan, request, ahead, planning)
+        self.loading.add(request, ahead=bool(self._running or self.loading))
 
-    def _plan(self, request: ServedRequest, ahead: bool, planning: object) -> None:
-        error = None
-        try:
-            if self._loading.get(request) is not planning:
-                raise AbandonedPlanError
-            request.plan(self.means.loader if self.loads_ahead else None, self._wake, ahead=ahead)
-        except AbandonedPlanError:
-            self.means.planner_came_back()
-            return
-        except BaseException as found:
-            error = found
-        self._post(partial(self._planned, request, error, planning))
-
-    def _wake(self) -> None:
-        """Have the loop look again."""
-        self._post(lambda: None)
-
-    def _planned(self, request: ServedRequest, error: BaseException | None, planning: object) -> None:
-        if self._loading.get(request) is not planning:
-            # It was given up just when it came back.
-            self.means.planner_came_back()
-            return
-        del self._loading[request]
-        error = self._given_up.pop(request, error)
+    def _planned(self, request: ServedRequest, error: BaseException | None) -> None:
         if error is None:
             self.waiting.charge(request, request.prompt_tokens)
-            self._ready.append(request)
         else:
             self._failed(request, error)
 
@@ -272,7 +209,7 @@ class Scheduler:
         request = self._next_with_room()
         if request is None or self._is_any(RequestState.FUSING):
             return None
-        self._ready.remove(request)
+        self.loading.remove(request)
         self._running.append(request)
         self._attempt(request, self._begin, request)
         return request
@@ -280,7 +217,7 @@ class Scheduler:
     def _next_with_room(self) -> ServedRequest | None:
         """Return the next request that is loaded, if it can begin beside those that run."""
         alone = not self._running
-        request = next((request for request in self._ready if request.prompt_plan.may_begin(alone=alone)), None)
+        request = self.loading.next(alone=alone)
         if request is None or alone:
             return request
         return request if self._has_room(request) else None
@@ -388,20 +325,25 @@ class Scheduler:
             self._begin_anew(request)
 
     def _begin_anew(self, request: ServedRequest, how: Callable[[], None] | None = None) -> None:
-        for held in (self._ready, self._running):
-            if request in held:
-                held.remove(request)
+        """Have a request loaded again, after what `how` does; :meth:`.ServedRequest.begin_anew` if it is None."""
+        self._take_out(request)
         self._guarded(request, how or request.begin_anew)
         if not request.is_done:
             self._guarded(request, self._load, request)
+
+    def _take_out(self, request: ServedRequest) -> None:
+        """Take a request out of the stage that it is in."""
+        self.waiting.remove(request)
+        self.loading.remove(request)
+        if request in self._running:
+            self._running.remove(request)
 
     def lose_device(self, home: RequestHome) -> None:
         """Begin all over with the requests of an engine whose KV was on a device that lost it."""
         self.recovery.counts.lost_devices += 1
         home.forget_device()
-        for request in [*self._loading, *self._ready, *self._running]:
-            if request.home is home and request not in self._given_up:
-                self._loading.pop(request, None)
+        for request in [*self.loading, *self._running]:
+            if request.home is home and not self.loading.is_given_up(request):
                 self.recovery.note(request)
                 self._begin_anew(request)
 
@@ -411,12 +353,8 @@ class Scheduler:
             _log.warning("What a request held could not be given back: %s", error)
         if request.is_done or not isinstance(error, ChunkDamagedError):
             self._end(request, error)
-            return
-        if request in self._running:
-            self._running.remove(request)
-        self._guarded(request, request.plan_again, error)
-        if not request.is_done:
-            self._guarded(request, self._load, request)
+        else:
+            self._begin_anew(request, partial(request.plan_again, error))
 
     def go_on(self, request: ServedRequest, *how: Any) -> None:
         """Answer a provisional request, which was confirmed; see :meth:`.ServedRequest.go_on`."""
@@ -430,19 +368,12 @@ class Scheduler:
 
     def give_up(self, request: ServedRequest, error: BaseException) -> None:
         """End a request with an error, at once or when its chunks are open."""
-        if request in self._loading:
-            # Its chunks are being opened by another thread.
-            self._given_up[request] = error
-        elif not request.is_done:
-            self.waiting.remove(request)
+        # While its chunks are being opened, another thread has it.
+        if not request.is_done and not self.loading.give_up(request, error):
             self._end(request, error)
 
     def _end(self, request: ServedRequest, error: BaseException | None = None) -> None:
-        self._loading.pop(request, None)
-        self.waiting.remove(request)
-        for held in (self._ready, self._running):
-            if request in held:
-                held.remove(request)
+        self._take_out(request)
         try:
             request.end(error)
         except Exception as failure:
@@ -450,7 +381,3 @@ class Scheduler:
             _log.warning("What a request held could not be given back: %s", failure)
         finally:
             self._on_end(request)
-
-
-def _most_bytes(ahead: Sequence[ServedRequest]) -> float:
-    return min((request.home.limits.pool_bytes for request in ahead), default=float("inf"))
