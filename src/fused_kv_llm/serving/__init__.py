@@ -6,9 +6,10 @@ from .handle import PieceStream, RequestHandle
 from .home import RequestHome
 from .hung_reads import HungReads
 from .limits import Limits, limits_of
+from .loops import loop_of
 from .recovery import RecoveryCounts
 from .served_request import RequestState, ServedRequest
-from .step_loop import StepLoop, loop_of
+from .step_loop import StepLoop
 from .terms import Terms
 
 __all__ = [

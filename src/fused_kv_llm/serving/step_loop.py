@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +9,6 @@ from contextlib import nullcontext
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -21,7 +18,7 @@ from fused_kv_llm.errors import (
     QueueFullError,
     RequestCancelledError,
 )
-from fused_kv_llm.model import ModelLock, StoppedError, lock_of
+from fused_kv_llm.model import ModelLock, StoppedError
 from fused_kv_llm.thread_pool import release_openmp_workers
 
 from .handle import RequestHandle
@@ -30,7 +27,7 @@ from .ingestion_pieces import IngestionPieces, Piece
 from .scheduler import Scheduler
 from .served_request import ServedRequest
 
-__all__ = ["StepLoop", "loop_of"]
+__all__ = ["StepLoop"]
 
 T = TypeVar("T")
 
@@ -58,11 +55,12 @@ class StepLoop:
 
     def __init__(self, lock: ModelLock) -> None:
         self._lock = lock
-        self._guard = threading.Lock()
-        self._begin_anew()
+        self.begin_anew()
 
-    def _begin_anew(self) -> None:
+    def begin_anew(self) -> None:
         """Forget everything; a forked process has none of its parent's threads and answers none of its requests."""
+        # A thread that is missing now may have held the one before.
+        self._guard = threading.Lock()
         # Reentrant: the collector may drop a stream, and so cancel its request, anywhere.
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self.scheduler = Scheduler(self._lock, self._inbox.put, self._ended, self._may_drop)
@@ -336,34 +334,3 @@ class StepLoop:
         with self._guard:
             self._requests.discard(request)
             self._provisional.discard(request)
-
-
-_loops: WeakKeyDictionary[Any, StepLoop] = WeakKeyDictionary()
-_finding = threading.Lock()
-
-
-def loop_of(model: Any) -> StepLoop:
-    """Return the step loop of a transformers model; engines that share its weights share it."""
-    with _finding:
-        if model not in _loops:
-            _loops[model] = StepLoop(lock_of(model))
-        return _loops[model]
-
-
-def _after_fork() -> None:
-    """Begin anew in a forked process, where the thread is missing that may have held what guards a loop."""
-    global _finding  # noqa: PLW0603 - a lock that was held cannot be let go here
-    _finding = threading.Lock()
-    for loop in list(_loops.values()):
-        loop._guard = threading.Lock()
-        loop._begin_anew()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
-
-
-@atexit.register
-def _close_all() -> None:
-    for loop in list(_loops.values()):
-        loop.close()
