@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import pkgutil
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -147,6 +148,13 @@ def test_every_import_of_ours_exists() -> None:
 def test_every_room_has_a_floor() -> None:
     rooms = {_room(module) for module in _modules()} - {"fused_kv_llm"}
     assert rooms == set(FLOOR)
+
+
+def test_the_design_has_every_room_on_its_floor() -> None:
+    rows = re.findall(r"^\| (\d+) \| (.+?) \|", (ROOT / "docs/design.md").read_text(encoding="utf-8"), re.MULTILINE)
+    told = {(room, int(number)) for number, rooms in rows for room in re.findall(r"`(\w+)`", rooms)}
+    frameworks = {"langchain_fused_kv", "llama_index_fused_kv"}
+    assert told == {(room, number) for room, number in FLOOR.items() if number and room not in frameworks}
 
 
 def test_imports_go_down() -> None:
