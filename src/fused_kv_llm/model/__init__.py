@@ -10,6 +10,7 @@ from .cache_pool import CachePool
 from .decoder_stack import may_pause
 from .embedded import EMBEDDED_MODELS, embedded_model_folder
 from .forward import PrefixKV, compute_prefix, forward_kv, forward_rows, pause_at
+from .forward_pass import ForwardPass, KVPass, LayerFiller
 from .geometry import Geometry, KVShape, Rotation
 from .loading import LoadedModel, choose_device, choose_dtype, load_model
 from .lock import ModelLock, lock_of
@@ -17,7 +18,7 @@ from .narrowing import NarrowingPass
 from .numbers import check_numbers
 from .owner import ModelOwner, StoppedError
 from .packed import PackedChunk, prefill_packed
-from .pass_context import ForwardPass, KVPass, LayerFiller, StopForwardError
+from .pass_context import StopForwardError
 from .pausing import PausedError
 from .ragged import RaggedError, forward_ragged
 from .ragged_part import RaggedPart

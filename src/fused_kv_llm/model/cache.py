@@ -9,8 +9,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from fused_kv_llm.model.cache_pool import CachePool
+from fused_kv_llm.model.forward_pass import ForwardPass
 from fused_kv_llm.model.geometry import Geometry, KVShape
-from fused_kv_llm.model.pass_context import ForwardPass, LayerPass, required_pass
+from fused_kv_llm.model.pass_context import LayerPass, required_pass
 
 __all__ = ["BatchCache", "FusedCache", "PassLayer"]
 

@@ -13,8 +13,8 @@ from fused_kv_llm.model.cache import FusedCache
 from fused_kv_llm.model.cache_pool import CachePool
 from fused_kv_llm.model.cpu_layers import attach_cpu_layers, detach_cpu_layers
 from fused_kv_llm.model.deviation import by_layer, worst
+from fused_kv_llm.model.forward_pass import ForwardPass
 from fused_kv_llm.model.geometry import Geometry
-from fused_kv_llm.model.pass_context import ForwardPass
 from fused_kv_llm.model.seam import run_model
 
 __all__ = ["attach_checked"]

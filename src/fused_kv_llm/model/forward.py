@@ -11,10 +11,10 @@ from transformers.cache_utils import Cache
 from fused_kv_llm.model.attention import check_attached
 from fused_kv_llm.model.cache import BatchCache
 from fused_kv_llm.model.decoder_stack import may_pause
+from fused_kv_llm.model.forward_pass import ForwardPass, KVPass
 from fused_kv_llm.model.loading import LoadedModel
 from fused_kv_llm.model.narrowing import NarrowingPass
 from fused_kv_llm.model.numbers import check_logits
-from fused_kv_llm.model.pass_context import ForwardPass, KVPass
 from fused_kv_llm.model.pausing import Pausing
 from fused_kv_llm.model.seam import run_decoder, run_model
 

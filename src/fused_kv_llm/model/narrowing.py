@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from fused_kv_kernels import RowPlan
-from fused_kv_llm.model.pass_context import ForwardPass, LayerFiller, current_pass
+from fused_kv_llm.model.forward_pass import ForwardPass, LayerFiller
+from fused_kv_llm.model.pass_context import current_pass
 from fused_kv_llm.model.seam import decoder_layers
 
 __all__ = ["NarrowingPass", "attach_narrowing", "narrow_rows"]

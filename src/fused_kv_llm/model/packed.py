@@ -18,11 +18,12 @@ from fused_kv_llm.model.attention_rule import AttentionRule
 from fused_kv_llm.model.cache import BatchCache, FusedCache
 from fused_kv_llm.model.cache_pool import CachePool
 from fused_kv_llm.model.forward import PrefixKV, forward_kv
+from fused_kv_llm.model.forward_pass import KVPass
 from fused_kv_llm.model.geometry import Geometry
 from fused_kv_llm.model.loading import LoadedModel
 from fused_kv_llm.model.mask import MaskRule
 from fused_kv_llm.model.numbers import check_numbers
-from fused_kv_llm.model.pass_context import KVPass, StopForwardError
+from fused_kv_llm.model.pass_context import StopForwardError
 
 __all__ = ["PackedChunk", "prefill_packed"]
 

@@ -8,7 +8,7 @@ from enum import IntEnum
 from torch import Tensor
 
 from fused_kv_llm.model.cache import FusedCache
-from fused_kv_llm.model.pass_context import ForwardPass
+from fused_kv_llm.model.forward_pass import ForwardPass
 from fused_kv_llm.model.view_cache import ViewCache
 
 __all__ = ["PartKind", "RaggedPart"]

@@ -16,8 +16,8 @@ from fused_kv_llm.model.cache import FusedCache
 from fused_kv_llm.model.cache_pool import CachePool
 from fused_kv_llm.model.deviation import Deviation, by_layer, worst
 from fused_kv_llm.model.forward import forward_rows
+from fused_kv_llm.model.forward_pass import ForwardPass
 from fused_kv_llm.model.loading import LoadedModel
-from fused_kv_llm.model.pass_context import ForwardPass
 
 __all__ = ["compare_reference", "compute_reference", "measure_noise"]
 

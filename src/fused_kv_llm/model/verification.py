@@ -22,10 +22,10 @@ from fused_kv_llm.model.cache import BatchCache, FusedCache
 from fused_kv_llm.model.cache_pool import CachePool
 from fused_kv_llm.model.context_length import context_length
 from fused_kv_llm.model.deviation import deviation, tolerance
+from fused_kv_llm.model.forward_pass import ForwardPass
 from fused_kv_llm.model.geometry import Geometry, KVShape, Rotation
 from fused_kv_llm.model.mask import MaskRule
 from fused_kv_llm.model.numbers import check_logits
-from fused_kv_llm.model.pass_context import ForwardPass
 from fused_kv_llm.model.rotation_probe import ProbedKV, find_rotations
 from fused_kv_llm.model.seam import run_model
 
