@@ -37,11 +37,11 @@ from fused_kv_llm.online import (
     reader_threads,
 )
 from fused_kv_llm.prompt import Prompt
-from fused_kv_llm.report import FusionReport, Outcome, Verdict, stage_span
+from fused_kv_llm.report import FusionReport, Outcome, stage_span
 from fused_kv_llm.selectors import View, variant_selector
 from fused_kv_llm.serving import HungReads, Limits, RecoveryCounts, RequestHandle, ServedRequest, Terms, loop_of
 from fused_kv_llm.thread_pool import ThreadPool
-from fused_kv_llm.verdicts import Judge, JudgedPrompt, remedy_of
+from fused_kv_llm.verdicts import Judge, JudgedPrompt, verdict_of
 
 from .corpus import EngineCorpus
 from .parts import EngineParts
@@ -282,8 +282,8 @@ class RequestRunner:
                 self._variants.discard(error, report)
             return
         rows = list(self._store.rows([error.key]).values())
-        detail, remedy = f"Its file could not be used: {error.reason}.", remedy_of(Outcome.DAMAGED)
-        lost = [Verdict.of(row.text, Outcome.DAMAGED, detail, remedy, chunk_id=row.key) for row in rows]
+        detail = f"Its file could not be used: {error.reason}."
+        lost = [verdict_of(row.text, Outcome.DAMAGED, detail, row.key) for row in rows]
         report.verdicts = [*report.verdicts, *lost]
         self._corpus.expect(row.text for row in rows)
         self._store.discard(error.key, error.reason)

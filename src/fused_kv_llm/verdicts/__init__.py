@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .judge import Judge, JudgedPrompt
-from .remedies import remedy_of
+from .remedies import verdict_of
 from .seen import SeenChunks
 
-__all__ = ["Judge", "JudgedPrompt", "SeenChunks", "remedy_of"]
+__all__ = ["Judge", "JudgedPrompt", "SeenChunks", "verdict_of"]

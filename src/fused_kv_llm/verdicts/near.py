@@ -9,7 +9,7 @@ from fused_kv_llm.prompt import NearMatch, SearchedText, difference
 from fused_kv_llm.report import Outcome, Verdict
 from fused_kv_llm.store import ChunkRow
 
-from .remedies import remedy_of
+from .remedies import verdict_of
 
 __all__ = ["NearText"]
 
@@ -56,4 +56,4 @@ class NearText:
 
     def _verdict(self, text: str, detail: str, key: str | None) -> Verdict:
         diff = difference(self.text, self.match.found)
-        return Verdict.of(text, self._outcome, detail, remedy_of(self._outcome), diff=diff, chunk_id=key)
+        return verdict_of(text, self._outcome, detail, key, diff=diff)

@@ -1,10 +1,12 @@
-"""What helps a chunk that was not reused."""
+"""Verdicts, each with what helps a chunk that was not reused."""
 
 from __future__ import annotations
 
-from fused_kv_llm.report import Outcome
+from typing import Any
 
-__all__ = ["remedy_of"]
+from fused_kv_llm.report import Outcome, Verdict
+
+__all__ = ["verdict_of"]
 
 _REMEDIES = {
     Outcome.RECOMPUTED: "Ask with a lower recompute_ratio.",
@@ -26,6 +28,18 @@ _REMEDIES = {
 }
 
 
-def remedy_of(outcome: Outcome) -> str:
-    """Return what helps; empty where nothing has to be done."""
-    return _REMEDIES.get(outcome, "")
+def verdict_of(text: str, outcome: Outcome, detail: str, key: str | None = None, **more: Any) -> Verdict:
+    """Return a verdict on a chunk with what helps, if something has to be done.
+
+    Parameters
+    ----------
+    text : str
+        Of the whole chunk.
+    outcome : Outcome
+    detail : str
+    key : str or None
+        The chunk's, where one is known.
+    more
+        Further fields of the verdict.
+    """
+    return Verdict.of(text, outcome, detail, _REMEDIES.get(outcome, ""), chunk_id=key, **more)

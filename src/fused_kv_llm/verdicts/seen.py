@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from fused_kv_llm.report import FusionReport, Outcome, Verdict
 
-from .remedies import remedy_of
+from .remedies import verdict_of
 
 __all__ = ["SeenChunks"]
 
@@ -36,7 +36,7 @@ class SeenChunks:
     def failed(self, key: str, text: str, outcome: Outcome, detail: str) -> None:
         """Note why a chunk that was found is computed; what is reused of it at another place counts more."""
         self._texts[key] = text
-        self._failed[key] = Verdict.of(text, outcome, detail, remedy_of(outcome), chunk_id=key)
+        self._failed[key] = verdict_of(text, outcome, detail, key)
 
     def finish(self) -> dict[str, Verdict]:
         """Put the verdicts into the report, beside what became of chunks in earlier plans; return them by text."""
@@ -45,7 +45,7 @@ class SeenChunks:
         for key, text in self._texts.items():
             tokens = self._tokens.get(key, 0)
             if tokens or key not in self._failed:
-                seen[text] = Verdict.of(text, outcome, "", remedy_of(outcome), chunk_id=key, tokens=tokens)
+                seen[text] = verdict_of(text, outcome, "", key, tokens=tokens)
             else:
                 seen[text] = self._failed[key]
         self._report.verdicts = [*_earlier(self._report.verdicts, self._texts), *seen.values()]
