@@ -70,7 +70,7 @@ def engine_option(name: str) -> Any:
     return Annotated[
         kind,
         typer.Option(
-            *_flags(name, note, kind),
+            *_flags(name, note),
             help=" ".join((field.description or "").replace("``", "").split()),
             envvar=note.variable,
             parser=parser,
@@ -79,7 +79,7 @@ def engine_option(name: str) -> Any:
     ]
 
 
-def _flags(name: str, note: Option, kind: Any) -> tuple[str, ...]:
+def _flags(name: str, note: Option) -> tuple[str, ...]:
     """Return the flags where they are not those that typer makes of the name."""
     return () if note.short_flag is None else (f"--{name.replace('_', '-')}", note.short_flag)
 

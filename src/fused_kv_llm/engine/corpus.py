@@ -100,7 +100,7 @@ class EngineCorpus:
         self._background = BackgroundWork(self._ingestor, self._preprocessor, self._builder)
 
     def adopt_from(self, prefixes: PrefixTree, parts: EngineParts) -> None:
-        """Have new chunks whose KV answered prompts have left taken from there, not computed again."""
+        """Take the KV of new chunks from the tree of answered prompts, where it is there, instead of computing it."""
         if prefixes.max_bytes > 0:
             self._ingestor.alternative = AlternativePath(prefixes, parts.loaded, parts.prefix)
 

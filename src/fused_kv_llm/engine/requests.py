@@ -215,7 +215,7 @@ class RequestRunner:
         return self._plan(prompt, recipe, report, counted=counted, skip=skip)
 
     def uses_of(self, request: Request, report: FusionReport) -> Callable[[], None]:
-        """Return what counts the uses of a planned request's chunks, once it turns out to be one."""
+        """Return a function that counts the uses of a request's chunks, for when the request is confirmed."""
         tiers = {chunk.stored.key: chunk.stored.tier for chunk in request.chunks}
         missed, keep = report.chunks_missed, partial(self.keep_variants, request)
 

@@ -37,7 +37,7 @@ class ChunkPage:
         self._shifted: dict[Hashable, SharedChunk] = {}
 
     def seen(self) -> SharedChunk:
-        """Return it for a request that adds no shift; with a shift if there is one, which then has no weight."""
+        """Return the chunk for a request that adds no shift: any version will do, since its shift gets weight 0."""
         return next(iter(self._shifted.values()), self._plain)
 
     def seen_with(self, version: Hashable, read: Callable[[], Shifts]) -> SharedChunk:

@@ -30,7 +30,7 @@ class PrefixEviction(Protocol):
         """Learn that a request has computed a node, with `new` tokens in all behind `cached` ones."""
 
     def kept(self, node: PrefixNode) -> None:
-        """Learn that a request which has found a node before leaves its KV."""
+        """Learn that a request which had found a node has ended and leaves its KV."""
 
     def uses(self, node: PrefixNode) -> int:
         """Return how many requests have used a node."""

@@ -161,7 +161,7 @@ class PrefixLevels:
         self.nbytes, self.leaves, self._away, self._hot = 0, set(), set(root.below()), set()
 
     def make_room(self, nbytes: int) -> int:
-        """Move leaves off the device until so many bytes fit, if they ever can; return how many do."""
+        """Move leaves off the device until `nbytes` more fit, as far as that goes; return the bytes that are free."""
         stuck: set[PrefixNode] = set()
         while self.nbytes + nbytes > self.max_bytes:
             free = (one for one in self.leaves if not one.pins and one not in stuck)
@@ -173,7 +173,7 @@ class PrefixLevels:
         return self.max_bytes - self.nbytes
 
     def _fits_behind(self, parent: PrefixNode | None, nbytes: int) -> bool:
-        """Make room for a node whose parent, perhaps a leaf of the device now, has to stay there."""
+        """Make room for a child of a node that has to stay on the device; return whether there is enough."""
         if parent is None:
             return False
         parent.pins += 1

@@ -19,7 +19,7 @@ _MOVING = {torch.float32: 0.02, torch.float16: 0.1, torch.bfloat16: 0.2}
 
 
 class Deviation(NamedTuple):
-    """The layer that is furthest beyond what is tolerated."""
+    """The layer whose deviation exceeds its tolerance by most."""
 
     layer: int
     deviation: float

@@ -35,7 +35,7 @@ class MaskRule:
         self._function = function
 
     def __getitem__(self, rows: object) -> MaskRule:
-        """Return itself: a model that goes on with some of its rows cuts their mask out, and positions say the rest."""
+        """Return itself: a model that goes on with some of its rows cuts its mask; this one goes by positions."""
         return self
 
     def sees(self, rows: Tensor, keys: Tensor) -> Tensor:

@@ -140,7 +140,7 @@ class NeighbourGraph:
                 raise MissingExtraError(package, "similar")
 
     def may_have_neighbours(self, key: str) -> bool:
-        """Whether a chunk is not one of which the caller's own graph says that it has none."""
+        """Whether a chunk can have neighbours; not if the caller's own graph lists it without any."""
         with self._lock:
             return self._given.get(key) != ()
 

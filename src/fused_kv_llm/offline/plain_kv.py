@@ -1,4 +1,4 @@
-"""KV of chunks right after the header, kept while the chunks that they stand before are prefilled."""
+"""A cache of chunks' plain KV, used while other chunks are prefilled behind them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["PlainKVCache"]
 
 
 class PlainKVCache:
-    """Least recently used first out, by bytes.
+    """Keeps the plain KV that was used last, up to a number of bytes.
 
     Parameters
     ----------

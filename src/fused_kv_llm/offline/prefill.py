@@ -149,7 +149,7 @@ class Ingestor:
         return report.chunks_adopted
 
     def _adopt_all(self, new: Sequence[PendingChunk], report: IngestReport) -> list[PendingChunk]:
-        """Store what the alternative path leads to, and return the other chunks."""
+        """Store the chunks whose KV the alternative path finds, and return the others."""
         rest = []
         for chunk in new:
             kv = None if self.alternative is None else self.alternative.find(chunk.token_ids)

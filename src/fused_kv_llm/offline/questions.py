@@ -1,4 +1,4 @@
-"""Questions that a corpus can be asked for want of others, and the chunks that belong to a question."""
+"""Makes questions from a corpus where a caller has none, and finds the chunks for a question."""
 
 from __future__ import annotations
 

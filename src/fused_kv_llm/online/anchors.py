@@ -149,7 +149,7 @@ def read_anchors(
 
 
 def _from_the_chunk(chunk: PlacedChunk, anchors: Anchors, layers: tuple[int, ...]) -> tuple[dict[str, Tensor], int]:
-    """Return what the sidecar would have, and the bytes that were read for it."""
+    """Make the tensors of a sidecar that is missing from the chunk's KV; return them and the bytes that were read."""
     chosen = anchor_positions(sink_scores(chunk.stored.num_tokens), anchors.ratio)
     keys, values = chunk.stored.read_layers(0, max(layers) + 1)
     side = {
@@ -162,7 +162,7 @@ def _from_the_chunk(chunk: PlacedChunk, anchors: Anchors, layers: tuple[int, ...
 
 
 def _in_the_prompt(side: dict[str, Tensor], chunk: PlacedChunk) -> dict[str, Tensor]:
-    """Return what of a sidecar stands in the prompt, at the anchors' positions there."""
+    """Leave out the anchors of tokens that do not stand in the prompt; the others get their positions there."""
     segment, count = chunk.segment, chunk.num_tokens
     positions = side["positions"].long() - segment.chunk_start
     if count < chunk.stored.num_tokens:

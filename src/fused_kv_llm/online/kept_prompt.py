@@ -62,12 +62,12 @@ class KeptPrompt:
     since: int | None
 
     def common_with(self, ids: Sequence[int]) -> KeptPrompt:
-        """Return what another prompt begins with too, as far as it may be kept."""
+        """Return the part for the tokens that another prompt begins with too, see :meth:`up_to`."""
         same = next((at for at, (one, other) in enumerate(zip(self.ids, ids, strict=False)) if one != other), None)
         return self.up_to(min(len(self.ids), len(ids)) if same is None else same)
 
     def up_to(self, count: int) -> KeptPrompt:
-        """Return what its first tokens are, as far as they may be kept without the others."""
+        """Return the part for the first `count` tokens, without runs that hold only as a whole and go on."""
         # Up to the first run that cannot be parted: those behind it would begin with its tokens.
         whole = takewhile(lambda run: not run.whole or run.stop <= count, self.runs)
         return KeptPrompt(self.ids[:count], [PrefixRun(min(run.stop, count), *run[1:]) for run in whole], self.since)
@@ -81,7 +81,7 @@ class KeptPrompt:
 
 
 def fused_recipe(recipe: Recipe, loaded: LoadedModel, shift_name: str | None) -> FusedRecipe | None:
-    """Return under what fused KV of a recipe is kept and found.
+    """Return the key under which fused KV of a recipe is kept and looked up.
 
     Returns
     -------

@@ -129,7 +129,7 @@ class QuestionProbe:
 
 
 def _of_whole_layers(kv: RequestKV, view: View, available: Tensor) -> _Keys:
-    """Return what gives the available keys of a layer out of all that is stored of it."""
+    """Return a function that gives a layer's available keys after its whole stored KV was put in place."""
 
     def keys(layer_idx: int, visible: Tensor) -> Tensor:
         if view.full_context:
@@ -143,7 +143,7 @@ def _of_whole_layers(kv: RequestKV, view: View, available: Tensor) -> _Keys:
 
 
 def _of_sidecars(scored: Tensor, view: View, to: Tensor, at: Tensor) -> _Keys:
-    """Return what gives the available keys of a layer: prefix and chunks are there, the question's rows are added."""
+    """Return a function that gives a layer's available keys: those from sidecars, with the question's rows added."""
 
     def keys(layer_idx: int, visible: Tensor) -> Tensor:
         heads, _, dim = visible.shape

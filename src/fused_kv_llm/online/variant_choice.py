@@ -139,7 +139,7 @@ def report_variants(request: Request, alpha: float, selected: Tensor) -> list[di
 
 
 def _segment_covered(chunk: PlacedChunk, record: VariantRecord) -> Segment | None:
-    """Return what of the chunk's segment a variant covers; None if that is too little to be worth it."""
+    """Return the part of a chunk's segment that a variant has KV for; None if it is too short to be useful."""
     segment, (first, last) = chunk.segment, record.covered
     begin = max(segment.chunk_start, first)
     end = min(segment.chunk_start + segment.num_tokens, last)

@@ -1,4 +1,4 @@
-"""Where a text stands in a prompt although not character for character, and what was done to it on the way.
+"""Finds a text that a prompt has in another form, and tells what was changed.
 
 Everything here is bounded: a few hundred searches for short strings, each linear in the prompt, and a comparison of a
 few dozen pieces. A hostile prompt costs time in proportion to its length.
@@ -125,7 +125,7 @@ class SearchedText:
         return (max(starts) - min(starts)) // step + 1
 
     def _original(self, start: int, stop: int) -> str:
-        """Return what makes a span of the squeezed text, with its white space."""
+        """Return the original of a span of the squeezed text, white space included."""
         done, begin = 0, None
         for word in _WORD.finditer(self.text):
             size = word.end() - word.start()

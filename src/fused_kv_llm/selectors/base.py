@@ -87,7 +87,10 @@ class TransferringSelector(Selector, Protocol):
 
 @runtime_checkable
 class ScoringSelector(Selector, Protocol):
-    """A selector that says by what it ranks chunk tokens; one whose view compares KV has to, so that the best go on."""
+    """A selector that gives every chunk token a score.
+
+    Selectors whose view compares KV in the first layers have to: the tokens that score best go on to the next layer.
+    """
 
     def score(self, probe: Probe) -> Tensor:
         """Return float32 ``[C]``, higher for tokens to be recomputed, from what is known so far."""

@@ -51,7 +51,7 @@ class RequestHome(Protocol):
         """
 
     def uses_of(self, request: Request, report: FusionReport) -> Callable[[], None]:
-        """Return what counts the uses of a planned request's chunks, once it turns out to be one."""
+        """Return a function that counts the uses of a request's chunks, for when the request is confirmed."""
 
     def keep_variants(self, request: Request) -> None:
         """Have the chunks of a prompt kept as they are in it, later and in the background."""
@@ -72,4 +72,4 @@ class RequestHome(Protocol):
         """Forget what was on the device only."""
 
     def answered(self, prompt_text: str) -> None:
-        """Learn that a prompt is being answered no more."""
+        """Note that the request for a prompt has ended, with its whole answer or without."""

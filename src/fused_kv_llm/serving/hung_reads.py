@@ -1,4 +1,4 @@
-"""Reads that were given up since they did not come back in time: how many there are says whether a disk is dead."""
+"""Loadings that were given up because they hung; if there are many, the disk is taken for dead."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _PLANNED_AHEAD = 4
 
 
 class _Planning:
-    """One planning of a request; another object tells the next one from it.
+    """One planning of a request; the request may be planned again before this one comes back.
 
     Attributes
     ----------
@@ -51,6 +51,8 @@ class LoadingRequests:
         Those that are planned, in the order in which they began to be loaded.
     loads_ahead : bool
         Whether what they need is loaded while others are computed; off for measurements only.
+    is_measuring : bool
+        Whether :meth:`measure` has not come back yet.
     """
 
     def __init__(
@@ -150,7 +152,7 @@ class LoadingRequests:
         return planning is not None and planning.error is not None
 
     def abandon(self, request: ServedRequest) -> BaseException | None:
-        """Take out a request that does not come; return what it was to end with when it comes."""
+        """Take out a request whose loading hangs; return the error that it was to end with, if there is one."""
         planning = self._plannings.get(request)
         self.remove(request)
         if planning is None:
@@ -161,7 +163,7 @@ class LoadingRequests:
     # -- those that wait -------------------------------------------------------------------------------------
 
     def measure(self, request: ServedRequest) -> None:
-        """Have it found out how much of a queued prompt is cached, of one after another."""
+        """Have a thread find out how much of a queued prompt is cached; one prompt at a time, see `is_measuring`."""
         self._means.plan(self._measure, request)
         self.is_measuring = True
 

@@ -61,7 +61,7 @@ class RunningKV:
         return held > _ROOMY * most or held + following > most
 
     def _saves(self, request: ServedRequest, sharing: Sharing) -> bool:
-        """Whether less is held, once those that wait share these pages too, and no more than may be until then."""
+        """Whether sharing saves memory once waiting requests use the pages too, and fits into the pool until then."""
         saved, pages = request.kv_nbytes - sharing.own_nbytes, sharing.new_pages()
         users = Counter(key for one in self._ready for key in one.chunk_keys)
         in_the_end = sum(nbytes / (1 + users[key]) for key, nbytes in pages.items())

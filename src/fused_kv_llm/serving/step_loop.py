@@ -244,7 +244,7 @@ class StepLoop:
                 self._inbox.put(partial(self.scheduler.lose_device, home))
 
     def give_up_waiting(self, error: BaseException) -> None:
-        """Give up the requests that nothing was computed of; may be called from a signal's handler."""
+        """Give up the requests that have not begun; a signal's handler may call it."""
 
         def give_up() -> None:
             for request in self.scheduler.requests():

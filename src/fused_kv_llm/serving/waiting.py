@@ -56,7 +56,7 @@ class WaitingRequests:
         return None
 
     def _before(self, first: ServedRequest) -> ServedRequest:
-        """Return which of a tenant's requests goes before the one that came first, and let it."""
+        """Return the request that goes first of those with its tenant and priority; count whom it overtakes."""
         peers = [one for one in self._requests if _group(one) == _group(first)]
         request = first
         if first.overtaken < first.home.limits.reorder_window:

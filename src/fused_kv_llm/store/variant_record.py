@@ -98,7 +98,7 @@ class VariantRecord:
 
     @classmethod
     def of_tensors(cls, stored: Mapping[str, Tensor]) -> VariantRecord | None:
-        """Return what :meth:`tensors` was of; None if it was of something else."""
+        """Read a record from the tensors that :meth:`tensors` returned; None if they are something else."""
         try:
             prefix, place = stored["prefix"], stored["place"].tolist()
             tokens, inter = stored["prefix_tokens"], stored["inter"]

@@ -1,4 +1,4 @@
-"""What tells a file from whatever else has stood, or will stand, in its place."""
+"""The version of a file, which no earlier or later file in the same place has."""
 
 from __future__ import annotations
 
