@@ -202,7 +202,7 @@ class Scheduler:
         if error is None:
             self.waiting.charge(request, request.prompt_tokens)
         else:
-            self._failed(request, error)
+            self._retry_or_end(request, error)
 
     def _let_in(self) -> ServedRequest | None:
         """Begin the next request that is loaded if there is room and no other is being fused; return it."""
@@ -264,11 +264,11 @@ class Scheduler:
                 found = self.means.forward(requests[0].home.context.loaded, parts)
         except RaggedError as error:
             # The others' rows are computed again with the next step.
-            self._failed(requests[error.index], error.cause)
+            self._retry_or_end(requests[error.index], error.cause)
             return
         except BaseException as error:
             if len(chosen) == 1:
-                self._failed(requests[0], error)
+                self._retry_or_end(requests[0], error)
             else:
                 self._compute_singly(chosen)
             return
@@ -296,7 +296,7 @@ class Scheduler:
         try:
             run(*args)
         except BaseException as error:
-            self._fail(request, error)
+            self._replan_or_end(request, error)
         else:
             if request.is_done:
                 self._end(request)
@@ -306,13 +306,13 @@ class Scheduler:
         try:
             return run(*args)
         except BaseException as error:
-            self._failed(request, error)
+            self._retry_or_end(request, error)
             return None
 
-    def _failed(self, request: ServedRequest, error: BaseException) -> None:
-        """Go on with a request that could not be computed, or planned, or end it."""
+    def _retry_or_end(self, request: ServedRequest, error: BaseException) -> None:
+        """Try a request again that could not be computed, or planned; end it if that is no use."""
         if isinstance(error, ChunkDamagedError) or request.is_done:
-            self._fail(request, error)
+            self._replan_or_end(request, error)
             return
         if isinstance(error, ReadTimeoutError):
             self._go_on_without(request, error.key)
@@ -347,7 +347,8 @@ class Scheduler:
                 self.recovery.note(request)
                 self._begin_anew(request)
 
-    def _fail(self, request: ServedRequest, error: BaseException) -> None:
+    def _replan_or_end(self, request: ServedRequest, error: BaseException) -> None:
+        """Plan a request again without a damaged chunk; end it if something else went wrong."""
         if request.is_done:
             # Its caller has the answer already.
             _log.warning("What a request held could not be given back: %s", error)

@@ -67,8 +67,8 @@ class ServedRequest:
     ----------
     provisional : bool
         Whether it still is.
-    is_confirmed, is_dropped : bool
-        Whether a provisional request is to go on, or is given up; never both. The step loop's guard is held to set one.
+    is_dropped : bool
+        Whether a provisional request is given up, and cannot be confirmed. The step loop's guard is held to set it.
     expires_s : float
         ``time.perf_counter()`` at which a provisional request is dropped.
     successor_ids : sequence of int
@@ -107,7 +107,7 @@ class ServedRequest:
         provisional: bool = False,
     ) -> None:
         self.home, self.terms = home, terms
-        self.provisional, self.is_confirmed, self.is_dropped = provisional, False, False
+        self.provisional, self.is_dropped = provisional, False
         self.expires_s = float("inf")
         self.successor_ids: Sequence[int] = ()
         self.state = RequestState.WAITING

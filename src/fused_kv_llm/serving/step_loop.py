@@ -68,7 +68,7 @@ class StepLoop:
         self._thread: threading.Thread | None = None
         self._closing: list[tuple[RequestHome | None, threading.Event]] = []
         self._requests = set[ServedRequest]()
-        # Those of them that nobody has asked yet.
+        # Those of them that nobody has asked yet; one that is confirmed leaves it at once.
         self._provisional = set[ServedRequest]()
 
     # -- for callers' threads --------------------------------------------------------------------------------
@@ -168,7 +168,6 @@ class StepLoop:
         with self._guard:
             if request.is_dropped or request.handle.done:
                 return False
-            request.is_confirmed = True
             self._provisional.discard(request)
             self._inbox.put(partial(self.scheduler.go_on, request, *how))
             return True
@@ -195,7 +194,7 @@ class StepLoop:
 
     def _may_drop(self, request: ServedRequest) -> bool:
         with self._guard:
-            request.is_dropped = not request.is_confirmed
+            request.is_dropped = request in self._provisional
             return request.is_dropped
 
     def _start(self) -> None:
