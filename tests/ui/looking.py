@@ -24,8 +24,11 @@ def is_wider_than_window(page: Any) -> bool:
     return bool(page.evaluate(f"{parts}.some(one => one.scrollWidth > one.clientWidth + 1)"))
 
 
-def photographed(page: Any, name: str) -> None:
-    """Keep pictures of a view at every width, light and dark, where FUSED_KV_PICTURES names a folder."""
+def photographed(page: Any, name: str, shown: Any = None) -> None:
+    """Keep pictures of a view at every width, light and dark, where FUSED_KV_PICTURES names a folder.
+
+    With a locator for `shown` each is scrolled until that stands at the top.
+    """
     folder = os.environ.get("FUSED_KV_PICTURES")
     if not folder:
         return
@@ -35,6 +38,8 @@ def photographed(page: Any, name: str) -> None:
         page.emulate_media(color_scheme=scheme)
         for size, (width, height) in SIZES.items():
             page.set_viewport_size({"width": width, "height": height})
+            if shown is not None:
+                shown.evaluate("element => element.scrollIntoView()")
             page.screenshot(path=f"{folder}/ui-{name}-{size}-{scheme}.png")
     page.emulate_media(color_scheme="light")
     page.set_viewport_size(before)
