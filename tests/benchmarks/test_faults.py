@@ -17,7 +17,7 @@ FULL = Generation("", [1, 3], "length", FOUND)
 
 
 def ended(report: FusionReport, *token_ids: int) -> RequestHandle:
-    handle = RequestHandle(lambda: None)
+    handle = RequestHandle(lambda: None, FusionReport())
     for token in token_ids[:-1]:
         handle.put(Piece("", token))
     handle.put(Piece("", token_ids[-1], "length", report))
@@ -25,7 +25,7 @@ def ended(report: FusionReport, *token_ids: int) -> RequestHandle:
 
 
 def failed(error: Exception) -> RequestHandle:
-    handle = RequestHandle(lambda: None)
+    handle = RequestHandle(lambda: None, FusionReport())
     handle.put(error)
     return handle
 

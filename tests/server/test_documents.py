@@ -67,7 +67,9 @@ def test_an_upload_is_ingested_by_a_job(one: httpx.Client) -> None:
     found = one.get(f"/v1/documents/{made['id']}").json()
     assert (found["name"], found["metadata"], found["ready"]) == ("Fleet", {"year": 2024, "tags": ["ü"]}, True)
     assert [chunk["text"] for chunk in found["chunks"]] == SHORT[:3]
-    assert all(chunk["stored"] and chunk["tokens"] > 10 for chunk in found["chunks"])
+    assert all(chunk["stored"] and chunk["tokens"] > 10 and chunk["bytes"] > 1000 for chunk in found["chunks"])
+    assert found["tokens"] == sum(chunk["tokens"] for chunk in found["chunks"])
+    assert found["stored_bytes"] == sum(chunk["bytes"] for chunk in found["chunks"])
     told = events(one.get(f"/v1/jobs/{made['job_id']}/events").text)
     assert [event["state"] for event in told] == ["done"]
 
@@ -92,6 +94,23 @@ def test_lists_have_pages(one: httpx.Client) -> None:
     assert ([found["id"] for found in rest["data"]], rest["has_more"]) == (ids[2:], False)
     jobs = one.get("/v1/jobs", params={"limit": 100}).json()["data"]
     assert [job["document_id"] for job in jobs][-3:] == ids
+
+
+def test_documents_are_found_by_their_names(one: httpx.Client) -> None:
+    ids = {name: ingested(one, f"{SHORT[7]} {name}", name=name) for name in ("Überfahrt.txt", "100%_ferry", "ferry")}
+
+    def found(search: str) -> list[str]:
+        return [one["name"] for one in pages(search)]
+
+    def pages(search: str) -> list[dict[str, Any]]:
+        return one.get("/v1/documents", params={"search": search, "limit": 100}).json()["data"]
+
+    assert found("überFAHRT") == ["Überfahrt.txt"]
+    # Nothing of it is a wildcard.
+    assert found("100%_") == ["100%_ferry"]
+    assert found("1%y") == []
+    assert found("FERRY") == ["100%_ferry", "ferry"]
+    assert found(ids["ferry"][:20]) == ["ferry"]
 
 
 def test_deleting_takes_the_kv_that_nobody_else_has(one: httpx.Client, app: FastAPI) -> None:

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 from server.running import running
+from waiting import wait_until
 
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.errors import ConfigError
@@ -47,6 +48,18 @@ def test_a_tenant_over_its_quota_is_refused_and_others_are_answered(
         text = client.get("/metrics", headers={"authorization": f"Bearer {KEYS['two']}"}).text
     what = next(iter(quota)).partition("_")[0]
     assert f'fused_kv:over_quota_requests_total{{quota="{what}",tenant="one"}} {refused}.0' in text
+
+
+def test_what_a_client_leaves_counts_as_far_as_it_came(engine: FusedKVEngine) -> None:
+    """Nobody gets answers for nothing by leaving before their end."""
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1800, "stream": True}
+    config = ServerConfig(model_name="tiny", quotas={"default": {"tokens_per_minute": 10}})
+    with running(create_app(engine, config)) as url, httpx.Client(base_url=url, timeout=60) as client:
+        with client.stream("POST", "/v1/chat/completions", json=body) as response:
+            assert response.status_code == 200
+            next(line for line in response.iter_lines() if '"content":' in line)
+        wait_until(lambda: client.get("/v1/operations").json()["open"] == 0)
+        assert client.post("/v1/chat/completions", json=body | {"max_tokens": 1}).status_code == 429
 
 
 def test_what_was_spent_comes_back_with_time() -> None:

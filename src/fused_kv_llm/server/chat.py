@@ -102,12 +102,10 @@ async def _respond(
         entered.push(using.__exit__)
         choices = await run_in_threadpool(submit, engine, recording)
         recording.handles = [choice.handle for choice in choices]
-        for choice in choices:
-            # Nobody leaves a generator that was never begun.
-            entered.callback(choice.handle.cancel)
+        entered.callback(_leave, state, tenant, choices)
         if state.padding.is_on:
             await run_in_threadpool(_pad, state, engine, choices, asked_s)
-        parts = recording.watched(_counted(state, tenant, interleaved(choices)), len(choices))
+        parts = recording.watched(_counted(state, interleaved(choices)), len(choices))
         entered.push_async_callback(parts.aclose)
         answers = answers_of(engine)
         answers.call(recording.id)
@@ -117,6 +115,13 @@ async def _respond(
         first = await unless_client_leaves(http, anext(parts))
         usage = request.stream_options is not None and request.stream_options.include_usage
         return EventResponse(_chunks(answers, choices, first, parts, usage=usage), entered.pop_all())
+
+
+def _leave(state: ServerState, tenant: str, choices: Sequence[Choice]) -> None:
+    """End the answers, which may never have been begun to be taken, and count what was computed of them."""
+    for choice in choices:
+        choice.handle.cancel()
+        state.quotas.spend(tenant, choice.handle.report.prompt_tokens + choice.handle.report.completion_tokens)
 
 
 def _pad(state: ServerState, engine: FusedKVEngine, choices: Sequence[Choice], asked_s: float) -> None:
@@ -131,12 +136,11 @@ def _pad(state: ServerState, engine: FusedKVEngine, choices: Sequence[Choice], a
             choice.begins = asked_s, period_s
 
 
-async def _counted(state: ServerState, tenant: str, parts: AsyncGenerator[AnswerPart]) -> AsyncGenerator[AnswerPart]:
+async def _counted(state: ServerState, parts: AsyncGenerator[AnswerPart]) -> AsyncGenerator[AnswerPart]:
     async with aclosing(parts):
         async for part in parts:
             if part.report is not None:
                 state.metrics.answered(part.report, part.finish_reason or "stop")
-                state.quotas.spend(tenant, part.report.prompt_tokens + part.report.completion_tokens)
             yield part
 
 

@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from fused_kv_llm.report import lexical_support
 
 from .document_routes import Owned
+from .document_schemas import CheckedText
+from .schemas import answers_with
 from .state import state_of
 
 __all__ = ["router"]
@@ -64,7 +66,7 @@ def support(given: _Answered) -> SupportOfAnswer:
     return SupportOfAnswer.model_validate(asdict(lexical_support(given.answer, given.chunks)))
 
 
-@router.post("/v1/documents/check")
+@router.post("/v1/documents/check", responses=answers_with(CheckedText))
 async def check(http: Request, owner: Owned, given: _Text) -> dict[str, Any]:
     """Say whether a text would be reused in a prompt that contains it; nothing of what other tenants have is told."""
     state = state_of(http)

@@ -16,10 +16,12 @@ from starlette.datastructures import FormData, UploadFile
 from fused_kv_llm.store import ChunkRow, ChunkStanding
 
 from .desk import OpenLibrary
+from .document_schemas import DeletedDocument, DocumentDetail, DocumentObject, DocumentPage, StartedDocument
 from .guard import tenant_of
 from .library_schema import Chunk, Document, Job, Owner
 from .reading import UPLOAD_SUFFIXES
 from .refusals import RefusedError
+from .schemas import answers_with
 from .state import state_of
 
 __all__ = ["UPLOAD_BODY", "After", "Limit", "Owned", "found_document", "given_upload", "page", "router", "told"]
@@ -38,6 +40,7 @@ def _owner(http: Request, tenant: Annotated[str | None, Query(min_length=1, max_
 Owned = Annotated[Owner, Depends(_owner)]
 Limit = Annotated[int, Query(ge=1, le=100)]
 After = Annotated[str | None, Query(max_length=64)]
+Search = Annotated[str | None, Query(min_length=1, max_length=_NAME_CHARS)]
 
 
 class _About(BaseModel):
@@ -83,7 +86,7 @@ class _Upload(NamedTuple):
     content: bytes
 
 
-@router.post("/v1/documents", status_code=202, openapi_extra=UPLOAD_BODY)
+@router.post("/v1/documents", status_code=202, openapi_extra=UPLOAD_BODY, responses=answers_with(StartedDocument, 202))
 async def upload(http: Request, owner: Owned) -> dict[str, Any]:
     """Take a document, as a form's file or as JSON with a text; it is ingested by a job."""
     state = state_of(http)
@@ -105,15 +108,18 @@ async def upload(http: Request, owner: Owned) -> dict[str, Any]:
     return await run_in_threadpool(added)
 
 
-@router.get("/v1/documents")
-def documents(http: Request, owner: Owned, limit: Limit = 20, after: After = None) -> dict[str, Any]:
-    """List documents, the oldest first."""
+@router.get("/v1/documents", responses=answers_with(DocumentPage))
+def documents(
+    http: Request, owner: Owned, limit: Limit = 20, after: After = None, search: Search = None
+) -> dict[str, Any]:
+    """List documents, the oldest first; with `search` those whose name or id has this in it, in either case."""
     with state_of(http).documents.open(owner) as opened:
         holders = opened.engine.store.pin_holders()
-        return page(opened.library.documents(limit + 1, after), limit, lambda one: {"pinned": one.id in holders})
+        found = opened.library.documents(limit + 1, after, search)
+        return page(found, limit, lambda one: {"pinned": one.id in holders})
 
 
-@router.get("/v1/documents/{id_}")
+@router.get("/v1/documents/{id_}", responses=answers_with(DocumentDetail))
 async def document(http: Request, owner: Owned, id_: str) -> dict[str, Any]:
     """Return a document with its chunks."""
 
@@ -127,12 +133,14 @@ async def document(http: Request, owner: Owned, id_: str) -> dict[str, Any]:
                 _chunk(chunk, rows.get(key or ""), standings.get(key or ""))
                 for chunk, key in zip(chunks, keys, strict=True)
             ]
+            about["tokens"] = sum(len(row.token_ids) for row in rows.values())
+            about["stored_bytes"] = sum(row.nbytes for row in rows.values())
             return about
 
     return await run_in_threadpool(found)
 
 
-@router.patch("/v1/documents/{id_}")
+@router.patch("/v1/documents/{id_}", responses=answers_with(DocumentObject))
 def change(http: Request, owner: Owned, id_: str, wanted: _Lifetime) -> dict[str, Any]:
     """Say until when a document is kept; null keeps it."""
     with state_of(http).documents.open(owner) as opened:
@@ -141,7 +149,7 @@ def change(http: Request, owner: Owned, id_: str, wanted: _Lifetime) -> dict[str
         return changed
 
 
-@router.delete("/v1/documents/{id_}")
+@router.delete("/v1/documents/{id_}", responses=answers_with(DeletedDocument))
 async def delete(http: Request, owner: Owned, id_: str) -> dict[str, Any]:
     """Delete a document, its chunks, and the KV that no other document of the tenant has."""
     desk = state_of(http).documents
@@ -186,6 +194,7 @@ def _chunk(chunk: Chunk, row: ChunkRow | None, standing: ChunkStanding | None) -
     """Return a chunk as clients see it; its KV may have gone between two looks at the store."""
     found: dict[str, Any] = {"chunk": chunk.number, "text": chunk.text, "stored": row is not None}
     found["tokens"] = None if row is None else len(row.token_ids)
+    found["bytes"] = None if row is None else row.nbytes
     found["tier"] = None if standing is None else standing.tier
     found["uses"] = 0 if standing is None else standing.uses
     found["last_used_at"] = None if standing is None or not standing.uses else int(standing.used_s)

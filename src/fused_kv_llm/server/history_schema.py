@@ -72,7 +72,7 @@ class RequestRecord:
     selector : str or None
     recompute_ratio : float or None
     prompt_tokens, completion_tokens, prefix_tokens, reused_tokens, recomputed_tokens, fresh_tokens : int or None
-        None where the answer did not come to its end.
+        None where the prompt was not computed; of an answer that was left as far as it came.
     ttft_s, latency_s : float or None
     saved_s : float or None
         None where it is not known.

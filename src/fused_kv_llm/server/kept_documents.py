@@ -8,7 +8,9 @@ from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 
 from .document_routes import Owned, found_document, told
+from .document_schemas import DocumentObject, StartedDocument, WarmedDocument
 from .refusals import RefusedError
+from .schemas import answers_with
 from .state import state_of
 
 __all__ = ["router"]
@@ -16,7 +18,7 @@ __all__ = ["router"]
 router = APIRouter()
 
 
-@router.post("/v1/documents/{id_}/pin")
+@router.post("/v1/documents/{id_}/pin", responses=answers_with(DocumentObject))
 async def pin(http: Request, owner: Owned, id_: str) -> dict[str, Any]:
     """Keep the KV of a document's chunks from being evicted; it can be deleted, and expire, all the same."""
 
@@ -31,7 +33,7 @@ async def pin(http: Request, owner: Owned, id_: str) -> dict[str, Any]:
     return await run_in_threadpool(pinned)
 
 
-@router.post("/v1/documents/{id_}/unpin")
+@router.post("/v1/documents/{id_}/unpin", responses=answers_with(DocumentObject))
 async def unpin(http: Request, owner: Owned, id_: str) -> dict[str, Any]:
     """Let a document's KV be evicted again, unless another document that has it too is pinned."""
 
@@ -44,7 +46,7 @@ async def unpin(http: Request, owner: Owned, id_: str) -> dict[str, Any]:
     return await run_in_threadpool(unpinned)
 
 
-@router.post("/v1/documents/{id_}/warm")
+@router.post("/v1/documents/{id_}/warm", responses=answers_with(WarmedDocument))
 async def warm(http: Request, owner: Owned, id_: str) -> dict[str, Any]:
     """Begin to load the KV of a document's chunks into memory."""
 
@@ -57,7 +59,7 @@ async def warm(http: Request, owner: Owned, id_: str) -> dict[str, Any]:
     return await run_in_threadpool(warmed)
 
 
-@router.post("/v1/documents/{id_}/refresh", status_code=202)
+@router.post("/v1/documents/{id_}/refresh", status_code=202, responses=answers_with(StartedDocument, 202))
 async def refresh(http: Request, owner: Owned, id_: str) -> dict[str, Any]:
     """Store again, by a job, what KV of a document was evicted or damaged, or belonged to another model."""
     state = state_of(http)

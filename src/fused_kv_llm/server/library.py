@@ -57,6 +57,8 @@ class Library:
         self._connection = sqlite3.connect(path or ":memory:", check_same_thread=False, isolation_level=None)
         if path is not None:
             path.chmod(0o600)
+        # SQLite's own lower() knows ASCII only.
+        self._connection.create_function("casefold", 1, str.casefold, deterministic=True)
         for statement in ("PRAGMA journal_mode=WAL", "PRAGMA foreign_keys=ON", *LIBRARY_SCHEMA):
             self._connection.execute(statement)
         marks = ",".join("?" * len(ENDED))
@@ -97,11 +99,15 @@ class Library:
             row = self._connection.execute(f"{_DOCUMENT} WHERE id = ? AND {_ALIVE}", (id_, self._clock())).fetchone()
         return None if row is None else Document(*row)
 
-    def documents(self, limit: int, after: str | None = None) -> list[Document]:
-        """Return documents in the order in which they came, from behind one on."""
-        query = f"{_DOCUMENT} WHERE number > coalesce((SELECT number FROM documents WHERE id = ?), 0) AND {_ALIVE}"
+    def documents(self, limit: int, after: str | None = None, search: str | None = None) -> list[Document]:
+        """Return documents in the order in which they came, from behind one on, with this in their name or id."""
+        query = f"""{_DOCUMENT} WHERE number > coalesce((SELECT number FROM documents WHERE id = :after), 0)
+            AND (expires_s IS NULL OR expires_s > :now_s)
+            AND (:search IS NULL OR instr(casefold(name || ' ' || id), :search)) ORDER BY number LIMIT :limit"""
+        wanted = None if search is None else search.casefold()
         with self._mutex:
-            rows = self._connection.execute(f"{query} ORDER BY number LIMIT ?", (after, self._clock(), limit))
+            values = {"after": after, "now_s": self._clock(), "search": wanted, "limit": limit}
+            rows = self._connection.execute(query, values)
             return [Document(*row) for row in rows]
 
     def document_bytes(self) -> int:

@@ -8,6 +8,7 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from fused_kv_llm.report import FusionReport
@@ -50,7 +51,7 @@ class Recording:
     handles : list of RequestHandle
         Of its answers, once they were submitted.
     reports : dict of int to FusionReport
-        Of the answers that came to their end.
+        Of the answers that came to their end; when the request has ended, of all that had begun.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Recording:
         self._request, self._endpoint, self._name, self.tenant = request, endpoint, request_id, tenant
         self._body_bytes = body_bytes
         self._created_s, self._started_s = time.time(), time.perf_counter()
-        self._wanted, self._text = 1, list[str]()
+        self._wanted, self._is_complete, self._text = 1, False, list[str]()
         self._calls: list[dict[str, Any]] = []
         self._error: BaseException | None = None
         self._latency_s = 0.0
@@ -91,20 +92,25 @@ class Recording:
         """Note that the request has ended, and with what."""
         self._latency_s = time.perf_counter() - self._started_s
         self._error = self._error or error
+        self._is_complete = len(self.reports) == self._wanted
+        for index, handle in enumerate(self.handles):
+            # The engine may not have noticed yet that nobody wants the answer any more.
+            if index not in self.reports and handle.report.prompt_tokens:
+                self.reports[index] = replace(handle.report)
 
     @property
     def status(self) -> RequestStatus:
         """What became of the request."""
         refusal = self._refusal()
         if refusal is None:
-            return "ok" if len(self.reports) == self._wanted else "cancelled"
+            return "ok" if self._is_complete else "cancelled"
         if refusal.status == CLIENT_LEFT:
             return "cancelled"
         return "refused" if refusal.status < 500 or refusal.status in (501, 503) else "failed"
 
     @property
     def prompts(self) -> list[FusionReport]:
-        """A report for each prompt that was answered; several answers have one prompt."""
+        """A report for each prompt that was computed; several answers have one prompt."""
         each = 1 if self._request is None else self._request.n or 1
         return [report for index, report in sorted(self.reports.items()) if index % each == 0]
 

@@ -25,15 +25,18 @@ class RequestHandle:
     ----------
     cancel : callable
         Has the engine drop the request at its next step. It may be called anywhere, also by the collector.
+    report : FusionReport
 
     Attributes
     ----------
+    report : FusionReport
+        What is known of the request so far, which the engine goes on with; the last piece has it complete.
     on_report : callable or None
         Completes the report, once, in a thread of whoever takes the last piece.
     """
 
-    def __init__(self, cancel: Callable[[], None]) -> None:
-        self._cancel = cancel
+    def __init__(self, cancel: Callable[[], None], report: FusionReport) -> None:
+        self._cancel, self.report = cancel, report
         # Reentrant, unlike a condition: the collector may drop a stream while this thread is inside it.
         self._items: SimpleQueue[Piece | BaseException] = SimpleQueue()
         self._wake: Callable[[], None] | None = None

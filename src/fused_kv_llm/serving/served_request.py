@@ -112,8 +112,8 @@ class ServedRequest:
         self.successor_ids: Sequence[int] = ()
         self.state = RequestState.WAITING
         self.arrived_s = time.perf_counter()
-        self.handle = RequestHandle(lambda: on_cancel(self))
         self.report = FusionReport(recompute_ratio=recipe.ratio, selector=recipe.selector.name, called_s=self.arrived_s)
+        self.handle = RequestHandle(lambda: on_cancel(self), self.report)
         self.prompt_plan = PromptPlan(home, prompt, recipe)
         self._recipe, self._config, self._constraint = recipe, config, constraint
         self.max_tokens, self.prompt_tokens, self.kv_nbytes, self._capacity = config.max_tokens, 0, 0, 0
@@ -277,6 +277,7 @@ class ServedRequest:
         if self._writer is None:
             # The other one is written to by a thread that may come back.
             self.report = replace(self.report, warnings=[*self.report.warnings], seconds={**self.report.seconds})
+            self.handle.report = self.report
         self.begin_anew()
 
     def begin_anew(self) -> None:

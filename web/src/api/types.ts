@@ -117,58 +117,10 @@ export interface Trace {
 
 export type WebSettings = components["schemas"]["WebSettings"];
 
-export type JobState =
-  | "queued"
-  | "parsing"
-  | "chunking"
-  | "prefilling"
-  | "embedding"
-  | "done"
-  | "failed"
-  | "cancelled"
-  | "interrupted";
-
-export interface Job {
-  id: string;
-  document_id: string;
-  state: JobState;
-  done: number;
-  total: number;
-  error: string | null;
-  created_at: number;
-  changed_at: number;
-}
-
-export interface DocumentRow {
-  id: string;
-  name: string;
-  type: string;
-  metadata: Record<string, unknown>;
-  bytes: number;
-  created_at: number;
-  expires_at: number | null;
-  ready: boolean;
-  chunks: number;
-  pinned?: boolean;
-  tokens?: number | null;
-  source?: string | null;
-}
-
-export interface ChunkRow {
-  chunk: number;
-  text: string;
-  stored: boolean;
-  tokens: number | null;
-  tier: string | null;
-  uses: number;
-  last_used_at: number | null;
-  bytes?: number | null;
-  stale?: boolean | null;
-  neighbours?: string[] | number | null;
-}
-
-export interface DocumentDetail extends Omit<DocumentRow, "chunks"> {
-  chunks: ChunkRow[];
-}
-
+export type Job = components["schemas"]["JobObject"];
+export type JobState = Job["state"];
+export type DocumentRow = components["schemas"]["DocumentObject"];
+export type StartedDocument = components["schemas"]["StartedDocument"];
+export type ChunkRow = components["schemas"]["StoredChunk"];
+export type DocumentDetail = components["schemas"]["DocumentDetail"];
 export type Estimate = components["schemas"]["Estimate"];

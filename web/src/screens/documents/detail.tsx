@@ -2,7 +2,7 @@
 import { useState } from "preact/hooks";
 
 import { ask, wordsOf } from "../../api/client";
-import type { ChunkRow, DocumentDetail, DocumentRow } from "../../api/types";
+import type { ChunkRow, DocumentDetail, StartedDocument } from "../../api/types";
 import { Badge, Busy, Button, Dialog, Notice, Panel, Stat } from "../../components/base";
 import { useResource } from "../../components/resource";
 import { bytes, count, moment, plural } from "../../format";
@@ -55,7 +55,7 @@ function Actions({ about, path, act }: ActionProps) {
     return `${plural(warmed.loading, "chunk")} on the way into memory${missing}`;
   };
   const refresh = async () => {
-    begun(await post<DocumentRow & { job_id: string }>("refresh"));
+    begun(await post<StartedDocument>("refresh"));
     return "What is missing is stored again; see Ingestion";
   };
   const pin = about.pinned ? "unpin" : "pin";

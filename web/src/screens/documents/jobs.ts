@@ -2,7 +2,7 @@
 import { signal } from "@preact/signals";
 
 import { ask, askStream, isAbort, wordsOf } from "../../api/client";
-import type { DocumentRow, Job, List } from "../../api/types";
+import type { DocumentRow, Job, List, StartedDocument } from "../../api/types";
 import { settings } from "../../server";
 
 export interface Watched {
@@ -92,16 +92,16 @@ export function dismiss(watched: Watched): void {
 export async function upload(file: File): Promise<Job> {
   const form = new FormData();
   form.append("file", file);
-  return begun(await ask<DocumentRow & { job_id: string }>("/v1/documents", { body: form }));
+  return begun(await ask<StartedDocument>("/v1/documents", { body: form }));
 }
 
 /** Upload a text and watch its job; throws ApiError. */
 export async function uploadText(name: string, text: string): Promise<Job> {
-  return begun(await ask<DocumentRow & { job_id: string }>("/v1/documents", { body: { name, text } }));
+  return begun(await ask<StartedDocument>("/v1/documents", { body: { name, text } }));
 }
 
 /** Watch the job that an answer of the server names. */
-export function begun(made: DocumentRow & { job_id: string }): Job {
+export function begun(made: StartedDocument): Job {
   const now = Date.now() / 1000;
   const job: Job = {
     id: made.job_id,
