@@ -153,7 +153,7 @@ export interface paths {
         };
         /**
          * Documents
-         * @description List documents, the oldest first.
+         * @description List documents, the oldest first; with `search` those whose name or id has this in it, in either case.
          */
         get: operations["documents_v1_documents_get"];
         put?: never;
@@ -784,6 +784,27 @@ export interface components {
             service_tier?: ("auto" | "default") | null;
         };
         /**
+         * CheckedText
+         * @description Whether a text would be reused, and if not, why.
+         */
+        CheckedText: {
+            /** Text */
+            text: string;
+            outcome: components["schemas"]["Outcome"];
+            /** Detail */
+            detail: string;
+            /** Remedy */
+            remedy: string;
+            /** Diff */
+            diff: string;
+            /** Chunk Id */
+            chunk_id: string | null;
+            /** Tokens */
+            tokens: number;
+            /** Score */
+            score: number | null;
+        };
+        /**
          * CompareRequest
          * @description A conversation, and the ways in which its answer is wanted.
          */
@@ -918,6 +939,111 @@ export interface components {
             best_of?: 1 | null;
             /** Suffix */
             suffix?: "" | null;
+        };
+        /**
+         * DeletedDocument
+         * @description A document that was deleted.
+         */
+        DeletedDocument: {
+            /** Id */
+            id: string;
+            /**
+             * Object
+             * @constant
+             */
+            object: "document.deleted";
+            /**
+             * Deleted
+             * @constant
+             */
+            deleted: true;
+        };
+        /**
+         * DocumentDetail
+         * @description A document with its chunks.
+         */
+        DocumentDetail: {
+            /** Id */
+            id: string;
+            /**
+             * Object
+             * @constant
+             */
+            object: "document";
+            /** Name */
+            name: string;
+            /** Type */
+            type: string;
+            /** Metadata */
+            metadata: {
+                [key: string]: unknown;
+            };
+            /** Bytes */
+            bytes: number;
+            /** Created At */
+            created_at: number;
+            /** Expires At */
+            expires_at: number | null;
+            /** Ready */
+            ready: boolean;
+            /** Pinned */
+            pinned: boolean;
+            /** Tokens */
+            tokens: number;
+            /** Stored Bytes */
+            stored_bytes: number;
+            /** Chunks */
+            chunks: components["schemas"]["StoredChunk"][];
+        };
+        /**
+         * DocumentObject
+         * @description A document.
+         */
+        DocumentObject: {
+            /** Id */
+            id: string;
+            /**
+             * Object
+             * @constant
+             */
+            object: "document";
+            /** Name */
+            name: string;
+            /** Type */
+            type: string;
+            /** Metadata */
+            metadata: {
+                [key: string]: unknown;
+            };
+            /** Bytes */
+            bytes: number;
+            /** Created At */
+            created_at: number;
+            /** Expires At */
+            expires_at: number | null;
+            /** Ready */
+            ready: boolean;
+            /** Pinned */
+            pinned: boolean;
+            /** Chunks */
+            chunks: number;
+        };
+        /**
+         * DocumentPage
+         * @description A page of documents.
+         */
+        DocumentPage: {
+            /**
+             * Object
+             * @constant
+             */
+            object: "list";
+            /** Data */
+            data: components["schemas"]["DocumentObject"][];
+            /** Has More */
+            has_more: boolean;
+            /** Last Id */
+            last_id: string | null;
         };
         /**
          * ErrorAnswer
@@ -1176,6 +1302,63 @@ export interface components {
             k: number;
         };
         /**
+         * StartedDocument
+         * @description A document, and the job that ingests it.
+         */
+        StartedDocument: {
+            /** Id */
+            id: string;
+            /**
+             * Object
+             * @constant
+             */
+            object: "document";
+            /** Name */
+            name: string;
+            /** Type */
+            type: string;
+            /** Metadata */
+            metadata: {
+                [key: string]: unknown;
+            };
+            /** Bytes */
+            bytes: number;
+            /** Created At */
+            created_at: number;
+            /** Expires At */
+            expires_at: number | null;
+            /** Ready */
+            ready: boolean;
+            /** Pinned */
+            pinned: boolean;
+            /** Chunks */
+            chunks: number;
+            /** Job Id */
+            job_id: string;
+        };
+        /**
+         * StoredChunk
+         * @description A chunk of a document, and where its KV is.
+         */
+        StoredChunk: {
+            /** Chunk */
+            chunk: number;
+            /** Text */
+            text: string;
+            /** Stored */
+            stored: boolean;
+            /** Tokens */
+            tokens: number | null;
+            /** Bytes */
+            bytes: number | null;
+            /** Tier */
+            tier: ("memory" | "disk" | "remote") | null;
+            /** Uses */
+            uses: number;
+            /** Last Used At */
+            last_used_at: number | null;
+        };
+        /**
          * StreamOptions
          * @description What a stream has besides the answer.
          */
@@ -1282,6 +1465,18 @@ export interface components {
         Version: {
             /** Version */
             version: string;
+        };
+        /**
+         * WarmedDocument
+         * @description How many chunks are loaded, and how many cannot be.
+         */
+        WarmedDocument: {
+            /** Id */
+            id: string;
+            /** Loading */
+            loading: number;
+            /** Not Stored */
+            not_stored: number;
         };
         /**
          * WebSettings
@@ -1571,9 +1766,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": {
-                        [key: string]: unknown;
-                    };
+                    "application/json": components["schemas"]["CheckedText"];
                 };
             };
             /** @description Client Error */
@@ -1758,6 +1951,7 @@ export interface operations {
             query?: {
                 limit?: number;
                 after?: string | null;
+                search?: string | null;
                 tenant?: string | null;
             };
             header?: never;
@@ -1772,9 +1966,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": {
-                        [key: string]: unknown;
-                    };
+                    "application/json": components["schemas"]["DocumentPage"];
                 };
             };
             /** @description Client Error */
@@ -1849,9 +2041,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": {
-                        [key: string]: unknown;
-                    };
+                    "application/json": components["schemas"]["StartedDocument"];
                 };
             };
             /** @description Client Error */
@@ -1893,9 +2083,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": {
-                        [key: string]: unknown;
-                    };
+                    "application/json": components["schemas"]["DocumentDetail"];
                 };
             };
             /** @description Client Error */
@@ -1937,9 +2125,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": {
-                        [key: string]: unknown;
-                    };
+                    "application/json": components["schemas"]["DeletedDocument"];
                 };
             };
             /** @description Client Error */
@@ -1985,9 +2171,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": {
-                        [key: string]: unknown;
-                    };
+                    "application/json": components["schemas"]["DocumentObject"];
                 };
             };
             /** @description Client Error */
@@ -2456,9 +2640,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": {
-                        [key: string]: unknown;
-                    };
+                    "application/json": components["schemas"]["DocumentObject"];
                 };
             };
             /** @description Client Error */
@@ -2500,9 +2682,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": {
-                        [key: string]: unknown;
-                    };
+                    "application/json": components["schemas"]["DocumentObject"];
                 };
             };
             /** @description Client Error */
@@ -2544,9 +2724,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": {
-                        [key: string]: unknown;
-                    };
+                    "application/json": components["schemas"]["WarmedDocument"];
                 };
             };
             /** @description Client Error */
@@ -2588,9 +2766,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": {
-                        [key: string]: unknown;
-                    };
+                    "application/json": components["schemas"]["StartedDocument"];
                 };
             };
             /** @description Client Error */

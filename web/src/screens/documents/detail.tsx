@@ -149,7 +149,6 @@ function ChunkItem({ row }: { row: ChunkRow }) {
       <div class="row small">
         <b>#{row.chunk}</b>
         {row.stored ? <Badge tone="good">{row.tier ?? "stored"}</Badge> : <Badge tone="warn">not stored</Badge>}
-        {row.stale && <Badge tone="warn">stale</Badge>}
         <span class="muted">
           {row.tokens != null && `${count(row.tokens)} tokens · `}
           {row.bytes != null && `${bytes(row.bytes)} · `}

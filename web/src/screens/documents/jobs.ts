@@ -104,6 +104,7 @@ export async function uploadText(name: string, text: string): Promise<Job> {
 export function begun(made: StartedDocument): Job {
   const now = Date.now() / 1000;
   const job: Job = {
+    object: "job",
     id: made.job_id,
     document_id: made.id,
     state: "queued",
