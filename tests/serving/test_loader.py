@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 
 import pytest
 from waiting import wait_until
 
 from fused_kv_llm.online import LayerRead, LoadAhead
+from fused_kv_llm.serving.helper_threads import HelperThreads
 from fused_kv_llm.serving.loader import Loader
 from fused_kv_llm.serving.read_queue import ReadQueue
 
@@ -158,3 +160,15 @@ def test_a_reader_that_does_not_come_back_is_replaced() -> None:
     job = queue.take()
     assert job is not None
     assert job[0] is third
+
+
+def test_a_thread_that_waits_keeps_nothing_of_its_last_job() -> None:
+    class Engine:
+        pass
+
+    threads, engine = HelperThreads(1, "test-keeps-nothing"), Engine()
+    seen = weakref.ref(engine)
+    threads.submit(lambda engine: None, engine)
+    del engine
+    wait_until(lambda: seen() is None)
+    threads.close()

@@ -82,14 +82,26 @@ class _Crew:
 
     def work(self) -> None:
         """Do what there is to do until the end; called by each thread."""
-        while (job := self._next()) is not None:
-            try:
-                job()
-            except BaseException as error:
-                # Even one that is told to end: jobs may wait behind it for which nobody would start another thread.
-                _log.warning("A job of a helper thread has failed: %r", error)
+        while self._work_once():
+            continue
         with self.changed:
             self._threads -= 1
+
+    def _work_once(self) -> bool:
+        """Wait for a job and do it; False at the end.
+
+        A function, so that a thread that waits for the next one keeps nothing of the last one alive, such as an engine
+        that was closed.
+        """
+        job = self._next()
+        if job is None:
+            return False
+        try:
+            job()
+        except BaseException as error:
+            # Even one that is told to end: jobs may wait behind it for which nobody would start another thread.
+            _log.warning("A job of a helper thread has failed: %r", error)
+        return True
 
     def end(self) -> None:
         """Drop what has not begun, and wait for the threads that have nothing to do."""
