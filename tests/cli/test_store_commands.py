@@ -284,3 +284,29 @@ def test_a_store_that_is_not_there(tmp_path, command):
     result = run(*command, "--kv-dir", tmp_path / "kv", code=1)
     assert "There is no KV store" in result.output
     assert not (tmp_path / "kv").exists()
+
+
+def test_pins(kv_dir):
+    keys = [chunk.key for chunk in CHUNKS[:2]]
+    assert "2 chunks are pinned for the [law]" in run("pin", *keys, "--for", "the [law]", "--kv-dir", kv_dir).output
+    run("pin", keys[0], "--for", "me", "--kv-dir", kv_dir)
+    run("evict", "--to", "0", "--kv-dir", kv_dir, code=1)
+    with KVStore(kv_dir, read_only=True) as store:
+        assert store.pinned([chunk.key for chunk in CHUNKS]) == set(keys)
+        assert all(store.rows([key]) for key in keys)
+        nbytes = store.stats().tiers["disk"][1]
+    found = json.loads(run("pins", "--kv-dir", kv_dir, "--json").output)
+    assert (found["holders"], found["pinned_bytes"] > 0) == (["me", "the [law]"], True)
+    assert found["pinned_bytes"] <= nbytes
+    assert "the [law]" in run("pins", "--kv-dir", kv_dir).output
+
+    run("unpin", "--for", "the [law]", "--kv-dir", kv_dir)
+    with KVStore(kv_dir, read_only=True) as store:
+        assert store.pinned(keys) == {keys[0]}
+    assert "fused-kv store pins" in run("unpin", "--for", "nobody", "--kv-dir", kv_dir, code=1).output
+    run("unpin", "--for", "me", "--kv-dir", kv_dir)
+    run("evict", "--to", "0", "--kv-dir", kv_dir)
+
+
+def test_pins_take_keys_only(kv_dir):
+    assert "64 hexadecimal digits" in run("pin", "xyz", "--for", "me", "--kv-dir", kv_dir, code=1).output

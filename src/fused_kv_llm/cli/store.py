@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fused_kv_llm.cli.options import takes_engine_options
+from fused_kv_llm.cli.pins import add_pin_commands
 from fused_kv_llm.cli.terminal import FriendlyGroup, doing, err, out
 from fused_kv_llm.errors import ConfigError, CorpusError, IndexDamagedError
 
@@ -152,6 +153,9 @@ def _open(kv_dir: Path, *, read_only: bool = False, **options: Any) -> KVStore:
     if not (kv_dir.expanduser() / "index.sqlite").is_file():
         raise CorpusError(f"There is no KV store in {str(kv_dir)!r}")
     return KVStore(kv_dir, read_only=read_only, **options)
+
+
+add_pin_commands(store_app, _open)
 
 
 def _check(kv_dir: Path, *, fix: bool, take_other_keys: bool) -> CheckReport:
