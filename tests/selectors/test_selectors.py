@@ -52,17 +52,21 @@ def test_budget_order_membership_determinism(name: str, lengths: list[int], rati
     selector = resolve_selector(name)
     chosen = selector.select(probe, budget)
     assert chosen.dtype == torch.int64
-    assert chosen.shape[0] == (0 if name == "full_reuse" else budget)
+    most = {"full_reuse": 0, "boundary": sum(lengths[1:])}.get(name, budget)
+    assert chosen.shape[0] == min(budget, most)
     assert chosen.tolist() == sorted(set(chosen.tolist()))
     assert set(chosen.tolist()) <= set(probe.positions.tolist())
     assert torch.equal(chosen, selector.select(probe, budget))
 
 
-def test_boundary_takes_the_first_tokens_of_every_chunk() -> None:
+def test_boundary_takes_the_first_tokens_of_every_chunk_but_the_first() -> None:
+    """The first chunk begins the context as its KV does (EPIC): nothing of it is recomputed."""
     probe = make_probe([4, 2, 4])
-    assert resolve_selector("boundary").select(probe, 6).tolist() == [5, 6, 12, 13, 17, 18]
-    # Token 2 exists in the first and the last chunk only; the earlier chunk goes first.
-    assert resolve_selector("boundary").select(probe, 7).tolist() == [5, 6, 7, 12, 13, 17, 18]
+    assert resolve_selector("boundary").select(probe, 4).tolist() == [12, 13, 17, 18]
+    # Of equal places the earlier chunk goes first.
+    assert resolve_selector("boundary").select(probe, 3).tolist() == [12, 13, 17]
+    assert resolve_selector("boundary").select(probe, 9).tolist() == [12, 13, 17, 18, 19, 20]
+    assert resolve_selector("boundary").select(make_probe([4]), 2).tolist() == []
 
 
 def test_query_attention_is_a_global_top_k() -> None:

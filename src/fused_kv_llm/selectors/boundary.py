@@ -1,4 +1,4 @@
-"""Boundary selection: the first tokens of every chunk (EPIC's LegoLink, as QCFuse section 2.2 describes it)."""
+"""Boundary selection: the first tokens of every chunk but the first (EPIC's LegoLink, Hu et al. 2024)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ class Boundary:
     """Takes token 0 of every chunk, then token 1 of every chunk, and so on until the budget is spent.
 
     The first tokens of a chunk were prefilled as if they began the context and attract attention as sinks;
-    recomputing them repairs that. It looks at no question and needs no probe.
+    recomputing them repairs that. The prompt's first chunk does begin the context, behind the header alone, so nothing
+    of it is recomputed; a budget larger than all other chunks is not spent. EPIC takes a fixed number of tokens of each
+    chunk, here the budget says how many. It looks at no question and needs no probe.
     """
 
     name: ClassVar[str] = "boundary"
@@ -29,5 +31,6 @@ class Boundary:
         return View()
 
     def select(self, probe: Probe, budget: int) -> Tensor:
-        """Return the `budget` positions nearest to their chunk's beginning."""
-        return top_positions(probe.positions, -probe.offset.float(), budget)
+        """Return the `budget` positions nearest to their chunk's beginning, none of the first chunk."""
+        later = probe.chunk_index > 0
+        return top_positions(probe.positions[later], -probe.offset[later].float(), budget)
