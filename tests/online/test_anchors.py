@@ -21,6 +21,7 @@ from fused_kv_llm.report import FusionReport
 from fused_kv_llm.selectors import Anchors, QueryAttention, View
 from fused_kv_llm.selectors.anchors import anchor_positions, knorm_scores, sidecar_name, sink_scores
 from fused_kv_llm.selectors.profiles import critical_layers, save_profile
+from fused_kv_llm.selectors.views import AnchorRule
 
 from .reference_fusion import finish, project, recompute_rows, stitched_kv
 
@@ -252,3 +253,21 @@ def test_critical_layers_of_a_profile_and_without_one(
     assert critical_layers("known", 30) == ((3, 9, 17), True)
     _, report = engine.prefill(rag_prompt(SHORT[:5]), recompute_ratio=0.3, selector="qcfuse")
     assert any("were not profiled" in warning for warning in report.warnings)
+
+
+@pytest.mark.parametrize(("rule", "sign"), [("knorm", -1.0), ("knorm_high", 1.0)])
+def test_norms_rank_by_either_sign(engine: FusedKVEngine, rule: AnchorRule, sign: float) -> None:
+    """The lowest norms draw attention (Devoto et al.); QCFuse's demonstration keeps the highest."""
+    anchors = Anchors(rule, 0.25)
+    engine.build_anchors(SHORT[:1], selector=QueryAttention(f"by_{rule}", layers=LAYERS, anchors=anchors))
+    key = engine.chunk_id(SHORT[0])
+    assert key is not None
+    side = engine.store.sidecars.read(key, sidecar_name(anchors, LAYERS))
+    stored = engine.store.open(key, engine.token_ids(SHORT[0]), counted=False)
+    assert side is not None
+    assert stored is not None
+    with stored:
+        keys = stored.read_layers(0, stored.num_layers)[0].double()
+    norms = (keys**2).sum(-1).sqrt().mean((0, 1))
+    count = -(-norms.shape[0] // 4)
+    assert side["positions"].tolist() == sorted((sign * norms).topk(count).indices.tolist())

@@ -157,8 +157,9 @@ class AnchorBuilder:
         """Return float32 ``[tokens]``: the rule's ranking of a chunk's tokens."""
         if anchors.rule == "sink":
             return sink_scores(stored.num_tokens)
-        if anchors.rule == "knorm":
-            return knorm_scores(stored.read_layers(0, stored.num_layers)[0])
+        if anchors.rule in ("knorm", "knorm_high"):
+            lowest_first = knorm_scores(stored.read_layers(0, stored.num_layers)[0])
+            return lowest_first if anchors.rule == "knorm" else -lowest_first
         ids = [*self._encode(_REPEAT), *token_ids]
 
         def compute() -> Tensor:

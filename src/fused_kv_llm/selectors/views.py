@@ -9,7 +9,7 @@ from fused_kv_llm.errors import ConfigError
 
 __all__ = ["AnchorRule", "Anchors", "FirstLayersView", "View"]
 
-AnchorRule = Literal["kvzip", "knorm", "sink"]
+AnchorRule = Literal["kvzip", "knorm", "knorm_high", "sink"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +18,9 @@ class Anchors:
 
     Parameters
     ----------
-    rule : {"kvzip", "knorm", "sink"}
-        How they are ranked, see :mod:`fused_kv_llm.offline.anchors`.
+    rule : {"kvzip", "knorm", "knorm_high", "sink"}
+        How they are ranked, see :mod:`fused_kv_llm.offline.anchors`; ``knorm`` by the lowest key norms (Devoto et al.
+        2024), ``knorm_high`` by the highest, as phase 1 of QCFuse's demonstration has it.
     ratio : float
         Share of a chunk's tokens, rounded up, in (0, 1].
 
