@@ -20,6 +20,7 @@ if not os.environ.get("FUSED_KV_UI"):
     collect_ignore_glob = ["test_*.py"]
 
 HANDBOOK = ("01-fleet.txt", "03-fares.txt", "12-history.txt")
+WAIT_MS = 20_000
 QUESTION = "How many passengers can the Aldebaran carry?"
 
 
@@ -48,8 +49,10 @@ def ui_url(ui_engine: Any) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import expect, sync_playwright
 
+    # As long as a page's own: the machine may be busy.
+    expect.set_options(timeout=WAIT_MS)
     found = shutil.which("chromium") or pytest.fail("There is no chromium here: apt-get install chromium")
     with sync_playwright() as playwright:
         made = playwright.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
@@ -73,11 +76,13 @@ def open_page(browser: Any, ui_url: str) -> Iterator[Any]:
         page = context.new_page()
         asked: list[str] = []
         wrong: list[str] = []
-        page.expected_errors, page.ui_url = [], ui_url
+        page.expected_errors, page.ui_url, page.choosers = [], ui_url, []
+        # From the beginning: of a dialog that opens while the browser is only being asked, nobody is told.
+        page.on("filechooser", lambda chooser: page.choosers.append(chooser))  # noqa: PLW0108 - no builtins
         page.on("request", lambda request: asked.append(request.url))
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
-        page.set_default_timeout(20_000)
+        page.set_default_timeout(WAIT_MS)
         page.goto(path if path == "about:blank" else f"{ui_url}/{path}")
         opened.append((page, asked, wrong))
         return page

@@ -24,6 +24,15 @@ def is_wider_than_window(page: Any) -> bool:
     return bool(page.evaluate(f"{parts}.some(one => one.scrollWidth > one.clientWidth + 1)"))
 
 
+def choose_files(page: Any, files: Any) -> None:
+    """Give files to the dialog that the page has opened, or is about to."""
+    for _ in range(400):
+        if page.choosers:
+            break
+        page.wait_for_timeout(50)
+    page.choosers.pop().set_files(files)
+
+
 def photographed(page: Any, name: str, shown: Any = None) -> None:
     """Keep pictures of a view at every width, light and dark, where FUSED_KV_PICTURES names a folder.
 

@@ -10,6 +10,7 @@ import httpx
 import pytest
 from playwright.sync_api import expect
 from ui.conftest import QUESTION
+from ui.looking import choose_files
 
 OWN_FILE = (
     "The lighthouse of Corrin Head was automated in 1987. Its lamp flashes twice every fifteen seconds and is seen at "
@@ -46,9 +47,8 @@ def test_which_tokens_were_computed_again_and_what_was_saved(open_page: Any) -> 
 def test_a_file_of_ones_own_is_reused(open_page: Any, api: httpx.Client) -> None:
     page = open_page("")
     page.get_by_role("link", name="Documents", exact=True).click()
-    with page.expect_file_chooser() as chooser:
-        page.get_by_text("Drop files here, or choose them").click()
-    chooser.value.set_files({"name": "lighthouse.txt", "mimeType": "text/plain", "buffer": OWN_FILE.encode()})
+    page.get_by_text("Drop files here, or choose them").click()
+    choose_files(page, {"name": "lighthouse.txt", "mimeType": "text/plain", "buffer": OWN_FILE.encode()})
     page.get_by_role("button", name="Upload 1 file").click()
     row = page.get_by_role("region", name="Documents").get_by_role("row").filter(has_text="lighthouse.txt")
     expect(row.get_by_text("ready", exact=True)).to_be_visible(timeout=60_000)

@@ -11,6 +11,7 @@ from playwright.sync_api import expect
 from ui import synthetic
 from ui.conftest import QUESTION
 from ui.keys import Keys
+from ui.looking import choose_files
 
 
 @pytest.fixture
@@ -120,15 +121,14 @@ def test_documents(open_page: Any, ui_engine: Any, api: httpx.Client) -> None:
     keys = Keys(page)
     files = page.get_by_label("Files to add")
     with ui_engine.model_lock:
-        keys.to(files)
-        with page.expect_file_chooser() as chooser:
-            keys.press("Space")
+        keys.space(files)
         texts = [f"Pier {number} has a kiosk that sells number {number} of the magazine. " * 5 for number in (1, 2)]
-        chooser.value.set_files(
+        choose_files(
+            page,
             [
                 {"name": f"kiosk-{number}.txt", "mimeType": "text/plain", "buffer": text.encode()}
                 for number, text in enumerate(texts)
-            ]
+            ],
         )
         expect(page.get_by_label("Chosen files")).to_contain_text("1 chunk (1 new)")
         keys.enter(role(page, "button", "Upload 2 files"))

@@ -11,6 +11,7 @@ from ui.conftest import QUESTION
 
 # The paint of every token that is shown, by its place in the map.
 PAINTS = "() => [...document.querySelectorAll('.prompt-body > span')].map(one => Number(one.className.slice(1)))"
+PAINTED = "() => [...document.querySelectorAll('.prompt-body')].every(one => one.querySelector('span[class]'))"
 # Keeps every caption of the replay, also of steps that nobody looks at in time.
 WATCH = """() => {
   const output = document.querySelector('.slider output');
@@ -34,6 +35,8 @@ def request_page(open_page: Any, ui_engine: Any) -> Any:
         page.get_by_role("button", name=QUESTION).click()
         page.get_by_role("link", name="Details of this request").click(timeout=60_000)
         expect(page.locator(".prompt-map .in-chunk").first).to_be_visible()
+        # Tokens are painted once they are seen to be near the window, which may be frames later.
+        page.wait_for_function(PAINTED)
         return page
 
     return opened
