@@ -6,7 +6,9 @@
 Every data file has one question a line: ``id, question, answers, passages [{id, title, text}], gold_passage_ids``.
 For every question a full prefill is computed once; every method answers the same prompt, and the distribution over
 the next token at every position of the gold answer is compared with full prefill's (KL, top-1 agreement).
-``--answers 24`` also generates and scores F1, EM, containment and ROUGE-L; ``--recall`` also selects at 10%.
+The gold answer's probability is the geometric mean over its tokens. ``--answers 24`` also generates and scores F1, EM,
+containment, ROUGE-L against full prefill's answer, and the share of an answer's words that its passages hold
+(support); ``--recall`` also selects at 10%.
 
 Records are appended question by question beside the result (``*.records.jsonl``): the same command goes on where it
 was stopped and computes only what is missing. Remove the records after changing a selector. ``--shard 0/2`` and

@@ -13,6 +13,7 @@ from torch.nn.functional import kl_div, log_softmax
 from fused_kv_llm import FusedKVEngine, FusionReport
 from fused_kv_llm.decoding import end_token_ids
 from fused_kv_llm.online import FusedPrompt
+from fused_kv_llm.report import lexical_support
 from fused_kv_llm.tuning.layer_profile import answer_token_positions
 
 from .methods import FULL, Method
@@ -52,6 +53,8 @@ class QuestionRun:
     ----------
     log_probs : Tensor
         float32 ``[len(gold answer), vocabulary]``, before each token of the teacher-forced gold answer.
+    gold_probability : float
+        Geometric mean of the probabilities of its tokens.
     ttft_s : float
     report : FusionReport
     answer : str
@@ -59,6 +62,7 @@ class QuestionRun:
     """
 
     log_probs: Tensor
+    gold_probability: float
     ttft_s: float
     report: FusionReport
     answer: str
@@ -81,7 +85,9 @@ def run(engine: FusedKVEngine, question: Question, settings: Settings, **options
         answer = _generate(engine, fused, settings.answer_tokens) if settings.answer_tokens else ""
     finally:
         fused.cache.release()
-    return QuestionRun(log_softmax(logits, dim=-1), ttft_s, report, answer)
+    log_probs = log_softmax(logits, dim=-1)
+    of_gold = log_probs.gather(1, torch.tensor(gold, device=log_probs.device)[:, None])
+    return QuestionRun(log_probs, float(of_gold.mean().exp()), ttft_s, report, answer)
 
 
 def _generate(engine: FusedKVEngine, fused: FusedPrompt, max_tokens: int) -> str:
@@ -146,14 +152,19 @@ def _record(got: QuestionRun, full: QuestionRun, question: Question, settings: S
     record: dict[str, Any] = {
         "kl": float(kl_div(got.log_probs, full.log_probs, log_target=True, reduction="none").sum(-1).mean()),
         "top1_agreement": float((got.log_probs.argmax(-1) == full.log_probs.argmax(-1)).float().mean()),
+        "gold_probability": got.gold_probability,
         "ttft_s": got.ttft_s,
         "probe_s": report.seconds.get("probe", 0.0) + report.seconds.get("select", 0.0),
         "prompt_tokens": report.prompt_tokens,
         "recomputed_tokens": report.recomputed_tokens,
+        "selection_bytes": report.selection_bytes,
         "selection_share": report.selection_bytes / max(1, sum(report.bytes_loaded.values())),
         "chunks_found": report.chunks_found,
     }
+    if (expected := getattr(report, "expected_divergence", None)) is not None:
+        record["expected_divergence"] = float(expected)
     if settings.answer_tokens:
         record["answer"] = got.answer
+        record["support"] = lexical_support(got.answer, question.passages).share
         record.update(answer_scores(got.answer, question.answers, full.answer))
     return record

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from .methods import BASELINE, FULL, Method
 
-__all__ = ["bootstrap", "markdown_table", "summarise"]
+__all__ = ["bootstrap", "markdown_table", "rank_correlation", "summarise"]
 
 _MEANS = (
-    "kl", "top1_agreement", "ttft_s", "probe_s", "selection_share",
-    "f1", "em", "contains", "answer_recall", "rouge_l", "recall_10",
+    "kl", "top1_agreement", "gold_probability", "ttft_s", "probe_s", "selection_bytes", "selection_share",
+    "f1", "em", "contains", "answer_recall", "rouge_l", "support", "recall_10",
 )  # fmt: skip
 _ROUNDS = 2000
 _Values = NDArray[np.float64]
@@ -38,11 +38,26 @@ def bootstrap(values: Sequence[float], baseline: Sequence[float], kind: str, see
     return [float(low), float(high)]
 
 
+def rank_correlation(values: Sequence[float], others: Sequence[float]) -> float | None:
+    """Return Spearman's correlation, equal values sharing their mean rank; None where one side does not vary."""
+    ranks = [_ranks(np.asarray(part, dtype=np.float64)) for part in (values, others)]
+    if any(np.ptp(part) == 0 for part in ranks):
+        return None
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def _ranks(values: _Values) -> _Values:
+    _, group, counts = np.unique(values, return_inverse=True, return_counts=True)
+    means: _Values = np.cumsum(counts) - (counts - 1) / 2
+    return means[group]
+
+
 def summarise(records: dict[tuple[str, str], dict[str, Any]], questions: Sequence[str]) -> list[dict[str, Any]]:
     """Return one row a method over the questions that every method has answered.
 
     ``recovered`` is the share of full reuse's KL (chunks without preprocessing) that a method wins back;
-    ``normalised_f1`` is FusionRAG eq. 11, 0 at full reuse and 1 at full prefill.
+    ``normalised_f1`` is FusionRAG eq. 11, 0 at full reuse and 1 at full prefill; ``expected_rank_correlation`` is
+    Spearman's between the divergence that the report expects and the KL, where reports have one.
     """
     keys = {method for _, method in records}
     complete = [q for q in questions if all((q, key) in records for key in keys)]
@@ -63,6 +78,9 @@ def summarise(records: dict[tuple[str, str], dict[str, Any]], questions: Sequenc
             present = [float(r[name]) for r in mine if r.get(name) is not None]
             if present:
                 row[name] = float(np.mean(present))
+        row["kl_p95"] = float(np.percentile(_of(mine, "kl"), 95))
+        if all("expected_divergence" in r for r in mine):
+            row["expected_rank_correlation"] = rank_correlation(_of(mine, "expected_divergence"), _of(mine, "kl"))
         # Question by question: one that was interrupted by whatever else ran would outweigh all others in a mean.
         row["probe_share"] = float(np.median([r["probe_s"] / r["ttft_s"] for r in mine]))
         row["ttft_median_s"] = float(np.median([r["ttft_s"] for r in mine]))
@@ -94,20 +112,25 @@ _COLUMNS = {
     "preprocessing": ("preprocessing", "{}"),
     "ratio": ("ratio", "{:g}"),
     "kl": ("KL", "{:.4f}"),
+    "kl_p95": ("KL, p95", "{:.3f}"),
     "recovered": ("recovered", "{:.1%}"),
     "recovered_95": ("95 %", "{0[0]:.1%} to {0[1]:.1%}"),
     "top1_agreement": ("top-1", "{:.1%}"),
+    "gold_probability": ("P(gold)", "{:.4f}"),
     "f1": ("F1", "{:.3f}"),
     "f1_minus_full_95": ("F1 - full, 95 %", "{0[0]:+.3f} to {0[1]:+.3f}"),
     "normalised_f1": ("norm. F1", "{:.2f}"),
     "em": ("EM", "{:.3f}"),
     "contains": ("contained", "{:.3f}"),
     "answer_recall": ("answers found", "{:.3f}"),
-    "rouge_l": ("ROUGE-L", "{:.3f}"),
+    "rouge_l": ("ROUGE-L to full", "{:.3f}"),
+    "support": ("support", "{:.3f}"),
+    "expected_rank_correlation": ("expected KL, rank corr.", "{:.2f}"),
     "recall_10": ("recall@10%", "{:.1%}"),
     "ttft_median_s": ("TTFT s", "{:.3f}"),
     "probe_share": ("probe of TTFT", "{:.1%}"),
     "selection_share": ("KV read first", "{:.1%}"),
+    "selection_bytes": ("bytes read first", "{:,.0f}"),
 }
 
 

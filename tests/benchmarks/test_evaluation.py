@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from corpus import SHORT
 from evaluation.measure import Settings, measure
 from evaluation.methods import BASELINE, FULL, Method, methods_of
@@ -14,10 +16,11 @@ from evaluation.metrics import answer_scores, f1, normalise, recall, rouge_l
 from evaluation.questions import Question, read_corpus, read_questions
 from evaluation.records import RecordFile, read_records
 from evaluation.ruler import TASKS, Task, make_ruler
-from evaluation.summary import bootstrap, markdown_table, summarise
+from evaluation.summary import bootstrap, markdown_table, rank_correlation, summarise
 from models import smollm2_tokenizer, tiny_model
 
 from fused_kv_llm import FusedKVEngine
+from fused_kv_llm.report import lexical_support
 
 
 def test_squad_normalisation() -> None:
@@ -53,6 +56,13 @@ def test_bootstrap_pairs_questions() -> None:
     low, high = bootstrap([0.0, 1.0] * 50, [0.0] * 100, "mean")
     assert 0.35 < low < 0.45
     assert 0.55 < high < 0.65
+
+
+def test_rank_correlation_shares_ranks_among_equal_values() -> None:
+    assert rank_correlation([1, 2, 3, 4], [1, 4, 9, 100]) == pytest.approx(1.0)
+    # Ranks 1.5, 1.5, 3 against 1, 2, 3: 1.5 / sqrt(1.5 * 2).
+    assert rank_correlation([5, 5, 7], [1, 2, 3]) == pytest.approx(1.5 / np.sqrt(3.0))
+    assert rank_correlation([1, 1, 1], [1, 2, 3]) is None
 
 
 def test_methods_share_one_full_reuse_at_ratio_zero() -> None:
@@ -125,6 +135,12 @@ def test_measuring_and_summing_up(tmp_path: Path) -> None:
         for question in questions:
             measured = measure({"none": engine}, question, methods, Settings(answer_tokens=4, recall=True))
             records.update({(question.id, method.key): record for method, record in measured.items()})
+        gold = engine.token_ids("many of them")
+        forced, _ = engine.prefill(questions[0].prompt("plain"), recompute_ratio=1.0, max_tokens=len(gold) + 1)
+        chances = [forced.logits.log_softmax(-1)[gold[0]]]
+        for token, following in pairwise(gold):
+            chances.append(forced.append(engine.loaded, [token])[-1].log_softmax(-1)[following])
+        forced.cache.release()
         plain = engine.generate(questions[0].prompt("plain"), recompute_ratio=1.0, max_tokens=4).text
     assert all(record["chunks_found"] == 3 for record in records.values())
     rows = {row["selector"]: row for row in summarise(records, ["q0", "q1", "q2"])}
@@ -135,6 +151,17 @@ def test_measuring_and_summing_up(tmp_path: Path) -> None:
     # The gold answer's rows were overwritten: generating is unaffected by having scored it.
     assert records["q0", FULL.key]["answer"] == plain.strip().splitlines()[0].strip()
     assert records["q0", BASELINE.key]["recomputed_tokens"] == 0
+    by_steps = float(torch.stack(chances).mean().exp())
+    assert records["q0", FULL.key]["gold_probability"] == pytest.approx(by_steps, rel=1e-4)
+    assert records["q0", "random/none/0.5"]["selection_bytes"] == 0
+    for (name, _), record in records.items():
+        passages = next(question.passages for question in questions if question.id == name)
+        assert record["support"] == lexical_support(record["answer"], passages).share
+    worst = max(records[f"q{i}", BASELINE.key]["kl"] for i in range(3))
+    assert rows["full_reuse"]["kl"] < rows["full_reuse"]["kl_p95"] <= worst
+    expected = {pair: {**record, "expected_divergence": 2 * record["kl"]} for pair, record in records.items()}
+    by_rank = {row["selector"]: row.get("expected_rank_correlation") for row in summarise(expected, ["q0", "q1", "q2"])}
+    assert by_rank == {"full_prefill": None, "full_reuse": pytest.approx(1.0), "random": pytest.approx(1.0)}
     assert "| random | none | 0.5 |" in markdown_table(list(rows.values()))
 
 
