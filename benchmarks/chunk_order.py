@@ -23,9 +23,10 @@ from typing import Any
 
 import torch
 from environment import environment
-from evaluation.measure import Settings, run
+from evaluation.measure import run
 from evaluation.metrics import answer_scores
 from evaluation.questions import Question, read_questions
+from evaluation.setting import Setting
 from torch.nn.functional import kl_div
 
 from fused_kv_llm import FusedKVEngine
@@ -54,7 +55,10 @@ def ask(engine: FusedKVEngine, question: Question, ratio: float, values: _Values
 
 def judge(engine: FusedKVEngine, given: Question, other: Question, values: dict[str, _Values]) -> None:
     """Add what full prefill answers and thinks of the gold answer, in both orders; trees have no part in it."""
-    settings, gold = Settings(FRAME, ANSWER_TOKENS), torch.tensor(engine.token_ids(given.answers[0]))[:, None]
+    settings, gold = (
+        Setting(FRAME, answer_tokens=ANSWER_TOKENS),
+        torch.tensor(engine.token_ids(given.answers[0]))[:, None],
+    )
     full = run(engine, given, settings, recompute_ratio=1.0)
     for name, question in (("given", given), ("ordered", other)):
         found = full if name == "given" else run(engine, question, settings, recompute_ratio=1.0)

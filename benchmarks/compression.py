@@ -24,10 +24,11 @@ from typing import Any
 import numpy as np
 import torch
 from environment import environment
-from evaluation.measure import Settings, measure
+from evaluation.measure import measure
 from evaluation.methods import FULL, Method
 from evaluation.questions import Question, read_corpus, read_questions
 from evaluation.records import RecordFile, read_records, settings_digest
+from evaluation.setting import Setting
 from evaluation.summary import bootstrap
 from quality import neighbours_in
 from rich.progress import track
@@ -214,7 +215,7 @@ def one_question(engines: dict[str, FusedKVEngine], question: Question, methods:
     """Return the record of every storage dtype and ratio; full prefill runs once."""
     fake = {"none": engines["float32"], **engines}
     todo = [Method(m.selector, name, m.ratio) for name in STORAGE_DTYPES for m in methods]
-    measured = measure(fake, question, todo, Settings())
+    measured = measure(fake, question, todo, Setting())
     return {
         FULL.key if method == FULL else f"{method.preprocessing}/{method.ratio:g}": record
         for method, record in measured.items()

@@ -22,25 +22,23 @@ import json
 import sys
 import tempfile
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from environment import environment
-from evaluation.measure import Settings, measure
 from evaluation.methods import FULL, Method, methods_of
 from evaluation.picture import draw
-from evaluation.questions import FRAMES, Question, read_corpus, read_questions
-from evaluation.records import RecordFile, read_records, settings_digest
+from evaluation.questions import FRAMES, PARTS
+from evaluation.records import RecordFile
+from evaluation.run import Bench, missing, open_bench
+from evaluation.setting import Setting
 from evaluation.summary import markdown_table, summarise
-from filelock import FileLock
 from gemma import model_source
-from rich.progress import track
 
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.config import DEFAULT_PREPROCESSING, DEFAULT_SELECTOR
-from fused_kv_llm.model import LoadedModel, load_model
-from fused_kv_llm.offline import SentenceEmbedder
-from fused_kv_llm.offline.neighbours import find_neighbours
+from fused_kv_llm.model import load_model
 
 
 def parse() -> argparse.Namespace:
@@ -48,11 +46,13 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, nargs="+", required=True, help="question files")
     parser.add_argument("--questions", type=int, default=60, help="first questions of every file; 0 takes all")
-    parser.add_argument("--passages", type=int, default=5)
+    parser.add_argument("--passages", type=int, default=5, help="chunks of a prompt")
     parser.add_argument("--selectors", nargs="+", default=[DEFAULT_SELECTOR])
     parser.add_argument("--preprocessing", nargs="+", default=[DEFAULT_PREPROCESSING])
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.15])
     parser.add_argument("--corpus", choices=("all", "used"), default="all", help="passages neighbours are drawn from")
+    parser.add_argument("--chunk-tokens", type=int, default=0, help="join an article's passages to about so many")
+    parser.add_argument("--part", choices=PARTS, default="all", help="dev: without the held-back third of questions")
     parser.add_argument("--frame", choices=FRAMES, default="plain", help="wording of the prompt around the passages")
     parser.add_argument("--order", choices=("shuffled", "file"), default="shuffled", help="of a prompt's passages")
     parser.add_argument("--answers", type=int, default=0, metavar="TOKENS", help="longest answer to generate; 0: none")
@@ -66,64 +66,25 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def open_engines(
-    stack: ExitStack, loaded: LoadedModel, kv_dir: Path, preprocessings: list[str]
-) -> dict[str, FusedKVEngine]:
-    """Return one engine a preprocessing, all with the same model."""
-    engines = {}
-    for name in dict.fromkeys(["none", *preprocessings]):
-        engines[name] = stack.enter_context(
-            FusedKVEngine(loaded, kv_dir=kv_dir, store_misses=False, preprocessing=name)
-        )
-    return engines
-
-
-def neighbours_in(corpus: list[str], used: list[str], count: int, kv_dir: Path) -> dict[str, tuple[str, ...]]:
-    """Return the most similar passages of a set's corpus, as an ingestion of the whole of it would find them."""
-    texts = list(dict.fromkeys(text.strip() for text in used))
-    return find_neighbours(texts, corpus, count, SentenceEmbedder(), kv_dir / "vectors.sqlite")
-
-
-def ingest(
-    engines: dict[str, FusedKVEngine], kv_dir: Path, path: Path, questions: list[Question], args: argparse.Namespace
-) -> None:
-    """Store the KV of a set's passages; processes that share the questions take turns."""
-    used = list(dict.fromkeys(text for question in questions for text in question.passages))
-    corpus = list(dict.fromkeys(text.strip() for text in (read_corpus(path) if args.corpus == "all" else used)))
-    with FileLock(kv_dir / "quality.lock"):
-        for name, engine in engines.items():
-            # Neighbours come from the whole corpus of the set; KV is made of the passages that stand in prompts.
-            near = None if name == "none" else neighbours_in(corpus, used, engine.config.num_neighbours, kv_dir)
-            print(f"{path.stem}, {name}: {engine.build_kv_cache(used, neighbours=near, preprocess='wait').summary()}")
-            for selector in args.selectors:
-                engine.build_anchors(used, selector=selector)
-
-
-def run_set(
-    engines: dict[str, FusedKVEngine], path: Path, methods: list[Method], args: argparse.Namespace, kv_dir: Path
-) -> dict[str, Any]:
-    """Measure what is missing of one data set and return its result."""
-    questions = read_questions(path, args.questions, args.passages, args.order)
-    engine = engines["none"]
-    digest = settings_digest(
-        data=path.stem, model=engine.model_fingerprint, dtype=engine.dtype, frame=args.frame,
-        passages=args.passages, corpus=args.corpus, answers=args.answers, recall=args.recall, order=args.order,
+def setting_of(args: argparse.Namespace) -> Setting:
+    """Return how the questions are asked."""
+    return Setting(
+        frame=args.frame, passages=args.passages, order=args.order, chunk_tokens=args.chunk_tokens, part=args.part,
+        corpus=args.corpus, answer_tokens=args.answers, recall=args.recall,
     )  # fmt: skip
+
+
+def run_set(bench: Bench, path: Path, methods: list[Method], args: argparse.Namespace) -> dict[str, Any]:
+    """Measure what is missing of one data set and return its result."""
+    setting = setting_of(args)
+    questions = setting.questions(path, args.questions, bench.engine)
     shard, shards = (int(part) for part in args.shard.split("/"))
-    records = read_records(args.out, digest)
-    wanted = [FULL, *methods]
-    missing = {q.id: [m for m in wanted if (q.id, m.key) not in records] for q in questions[shard::shards]}
-    if any(missing.values()):
-        ingest(engines, kv_dir, path, questions, args)
-    settings = Settings(args.frame, args.answers, args.recall)
-    out = RecordFile(args.out, digest, (shard, shards))
-    for question in track([q for q in questions if missing.get(q.id)], description=path.stem):
-        todo = [method for method in missing[question.id] if method != FULL]
-        measured = measure(engines, question, todo, settings)
-        out.append(question.id, {method.key: record for method, record in measured.items()})
-    records = read_records(args.out, digest)
-    keys = {method.key for method in wanted}
-    chosen = {pair: record for pair, record in records.items() if pair[1] in keys}
+    out = RecordFile(args.out, setting.digest(path.stem, bench.engine), (shard, shards))
+    if missing(out, mine := questions[shard::shards], methods):
+        bench.ingest(path, questions, setting, args.selectors)
+        bench.measure(mine, methods, setting, out)
+    keys = {method.key for method in (FULL, *methods)}
+    chosen = {pair: record for pair, record in out.read().items() if pair[1] in keys}
     return {"data": path.stem, "rows": summarise(chosen, [q.id for q in questions])}
 
 
@@ -131,7 +92,7 @@ def write_results(results: list[dict[str, Any]], engine: FusedKVEngine, args: ar
     """Write JSON, markdown and PNG beside each other, and print the tables."""
     head = {
         "environment": environment(), "model": args.model, "dtype": engine.dtype, "device": engine.device,
-        "frame": args.frame, "passages": args.passages, "corpus": args.corpus,
+        **asdict(setting_of(args)),
     }  # fmt: skip
     args.out.write_text(json.dumps({**head, "results": results}, indent=1) + "\n", encoding="utf-8")
     about = f"{args.model}, {engine.dtype}, {args.passages} passages, prompt frame `{args.frame}`"
@@ -151,13 +112,12 @@ def main() -> None:
     args = parse()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     kv_dir = args.kv_dir or Path(tempfile.mkdtemp(prefix="fused-kv-quality-"))
-    kv_dir.mkdir(parents=True, exist_ok=True)
     methods = methods_of(args.selectors, args.preprocessing, args.ratios)
     with ExitStack() as stack:
         loaded = load_model(model_source(args.model), dtype=args.dtype, device=args.device)
-        engines = open_engines(stack, loaded, kv_dir, args.preprocessing)
-        results = [run_set(engines, path, methods, args, kv_dir) for path in args.data]
-        write_results(results, engines["none"], args)
+        bench = open_bench(stack, loaded, kv_dir, args.preprocessing)
+        results = [run_set(bench, path, methods, args) for path in args.data]
+        write_results(results, bench.engine, args)
 
 
 if __name__ == "__main__":

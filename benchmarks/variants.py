@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from environment import environment
-from evaluation.measure import QuestionRun, Settings, run
+from evaluation.measure import QuestionRun, run
 from evaluation.questions import Question, read_questions
+from evaluation.setting import Setting
 from evaluation.summary import bootstrap
 from rich.progress import track
 from torch.nn.functional import kl_div
@@ -36,7 +37,7 @@ from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.model import LoadedModel, load_model
 from fused_kv_llm.selectors import CacheFix
 
-_SETTINGS = Settings()
+_SETTINGS = Setting()
 # The overhead says how much is recomputed; 1 would be full prefill.
 _MOST = 0.99
 _FIFTEEN = {"recompute_ratio": 0.15}

@@ -19,30 +19,12 @@ from fused_kv_llm.tuning.layer_profile import answer_token_positions
 from .methods import FULL, Method
 from .metrics import answer_scores, recall
 from .questions import Question
+from .setting import Setting
 
-__all__ = ["QuestionRun", "Settings", "measure"]
+__all__ = ["QuestionRun", "measure"]
 
 _RECALL_RATIO = 0.1
 _Options = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """How questions are asked.
-
-    Parameters
-    ----------
-    frame : str
-        Wording around the passages.
-    answer_tokens : int
-        Tokens to generate for F1 and its kin; 0 measures fidelity only.
-    recall : bool
-        Whether to select once more at 10% for the recall of gold-answer tokens.
-    """
-
-    frame: str = "plain"
-    answer_tokens: int = 0
-    recall: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +50,12 @@ class QuestionRun:
     answer: str
 
 
-def run(engine: FusedKVEngine, question: Question, settings: Settings, **options: Any) -> QuestionRun:
+def run(engine: FusedKVEngine, question: Question, setting: Setting, **options: Any) -> QuestionRun:
     """Prefill a prompt once; score the gold answer and generate from the same KV."""
     gold = engine.token_ids(question.answers[0])
-    room = max(len(gold), settings.answer_tokens) + 1
+    room = max(len(gold), setting.answer_tokens) + 1
     started = time.perf_counter()
-    fused, report = engine.prefill(question.prompt(settings.frame), max_tokens=room, **options)
+    fused, report = engine.prefill(question.prompt(setting.frame), max_tokens=room, **options)
     ttft_s = time.perf_counter() - started
     try:
         length = fused.cache.length
@@ -82,7 +64,7 @@ def run(engine: FusedKVEngine, question: Question, settings: Settings, **options
             logits = torch.cat((logits, fused.append(engine.loaded, gold[:-1])))
             # Back to the end of the prompt: the rows of the gold answer are overwritten from here on.
             fused.cache.length = length
-        answer = _generate(engine, fused, settings.answer_tokens) if settings.answer_tokens else ""
+        answer = _generate(engine, fused, setting.answer_tokens) if setting.answer_tokens else ""
     finally:
         fused.cache.release()
     log_probs = log_softmax(logits, dim=-1)
@@ -106,8 +88,8 @@ def _generate(engine: FusedKVEngine, fused: FusedPrompt, max_tokens: int) -> str
     return lines[0].strip() if lines else ""
 
 
-def _recall(engine: FusedKVEngine, question: Question, settings: Settings, options: _Options) -> float | None:
-    prompt = question.prompt(settings.frame)
+def _recall(engine: FusedKVEngine, question: Question, setting: Setting, options: _Options) -> float | None:
+    prompt = question.prompt(setting.frame)
     encoded = engine.renderer.encode(rendered := engine.renderer.render(prompt))
     begin = rendered.text.index(prompt)
     context_end = begin + prompt.rindex(question.passages[-1]) + len(question.passages[-1])
@@ -120,7 +102,7 @@ def _recall(engine: FusedKVEngine, question: Question, settings: Settings, optio
 
 
 def measure(
-    engines: dict[str, FusedKVEngine], question: Question, methods: list[Method], settings: Settings
+    engines: dict[str, FusedKVEngine], question: Question, methods: list[Method], setting: Setting
 ) -> dict[Method, dict[str, Any]]:
     """Return the record of every method; full prefill runs once, first, and is one of them.
 
@@ -129,25 +111,25 @@ def measure(
     engines : dict of str to FusedKVEngine
         By preprocessing; they share one model.
     """
-    full = run(engines["none"], question, settings, recompute_ratio=1.0)
-    records = {FULL: _record(full, full, question, settings)}
+    full = run(engines["none"], question, setting, recompute_ratio=1.0)
+    records = {FULL: _record(full, full, question, setting)}
     warm: set[str] = set()
     for method in methods:
         engine = engines[method.preprocessing]
         options: _Options = {"recompute_ratio": method.ratio, "selector": method.selector}
         if method.preprocessing not in warm:
             # Chunk KV in the memory tier for every method alike: the first one would pay the disk for all.
-            engine.prefill(question.prompt(settings.frame), recompute_ratio=0.0)[0].cache.release()
+            engine.prefill(question.prompt(setting.frame), recompute_ratio=0.0)[0].cache.release()
             warm.add(method.preprocessing)
-        got = run(engine, question, settings, **options)
-        record = _record(got, full, question, settings)
-        if settings.recall and method.ratio > 0:
-            record["recall_10"] = _recall(engine, question, settings, options)
+        got = run(engine, question, setting, **options)
+        record = _record(got, full, question, setting)
+        if setting.recall and method.ratio > 0:
+            record["recall_10"] = _recall(engine, question, setting, options)
         records[method] = record
     return records
 
 
-def _record(got: QuestionRun, full: QuestionRun, question: Question, settings: Settings) -> dict[str, Any]:
+def _record(got: QuestionRun, full: QuestionRun, question: Question, setting: Setting) -> dict[str, Any]:
     report = got.report
     record: dict[str, Any] = {
         "kl": float(kl_div(got.log_probs, full.log_probs, log_target=True, reduction="none").sum(-1).mean()),
@@ -163,7 +145,7 @@ def _record(got: QuestionRun, full: QuestionRun, question: Question, settings: S
     }
     if (expected := getattr(report, "expected_divergence", None)) is not None:
         record["expected_divergence"] = float(expected)
-    if settings.answer_tokens:
+    if setting.answer_tokens:
         record["answer"] = got.answer
         record["support"] = lexical_support(got.answer, question.passages).share
         record.update(answer_scores(got.answer, question.answers, full.answer))

@@ -49,13 +49,18 @@ class RecordFile:
 
     def __init__(self, out: Path, digest: str, shard: tuple[int, int]) -> None:
         part = "" if shard[1] == 1 else f".{shard[0]}of{shard[1]}"
+        self.digest = digest
+        self._out = out
         self._path = out.parent / f"{out.stem}.records{part}.jsonl"
-        self._digest = digest
+
+    def read(self) -> Records:
+        """Return the records of these settings, those of the other parts of the run among them."""
+        return read_records(self._out, self.digest)
 
     def append(self, question: str, records: dict[str, dict[str, Any]]) -> None:
         """Write one question's records at once."""
         lines = [
-            json.dumps({"settings": self._digest, "question": question, "method": method, **record})
+            json.dumps({"settings": self.digest, "question": question, "method": method, **record})
             for method, record in records.items()
         ]
         # A line that a crash cut off must not swallow the next one.

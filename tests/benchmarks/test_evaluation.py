@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 from corpus import SHORT
-from evaluation.measure import Settings, measure
+from evaluation.articles import join_articles
+from evaluation.measure import measure
 from evaluation.methods import BASELINE, FULL, Method, methods_of
 from evaluation.metrics import answer_scores, f1, normalise, recall, rouge_l
 from evaluation.questions import Question, read_corpus, read_questions
 from evaluation.records import RecordFile, read_records
 from evaluation.ruler import TASKS, Task, make_ruler
+from evaluation.setting import Setting
 from evaluation.summary import bootstrap, markdown_table, rank_correlation, summarise
 from models import smollm2_tokenizer, tiny_model
 
@@ -105,6 +107,33 @@ def test_questions_hold_the_gold_passage_and_keep_their_order(tmp_path: Path) ->
     assert read_corpus(tmp_path / "set.jsonl") == SHORT[:4]
 
 
+def test_a_third_of_the_questions_is_held_back_and_parts_share_no_prompt(tmp_path: Path) -> None:
+    line = {"question": "Why?", "answers": ["so"], "passages": [], "gold_passage_ids": []}
+    (tmp_path / "set.jsonl").write_text("\n".join(json.dumps({"id": f"q{i}", **line}) for i in range(300)))
+    held, dev = (read_questions(tmp_path / "set.jsonl", 0, 5, part=part) for part in ("held", "dev"))
+    assert 70 < len(held) < 130
+    assert {q.id for q in held}.isdisjoint(q.id for q in dev)
+    assert len(held) + len(dev) == 300
+    assert read_questions(tmp_path / "set.jsonl", 7, 5, part="held") == held[:7]
+
+
+def test_passages_of_one_article_are_joined_to_about_so_many_tokens(tmp_path: Path) -> None:
+    passages = [
+        {"id": f"{title}{i}", "title": title, "text": f"{title}{i} " + "word " * (words - 1)}
+        for title, sizes in {"b": (40, 40, 40), "a": (40, 90, 200), "": (10, 10)}.items()
+        for i, words in enumerate(sizes)
+    ]
+    record = {"id": "q", "question": "?", "answers": ["x"], "passages": passages[::-1], "gold_passage_ids": ["b2"]}
+    (tmp_path / "set.jsonl").write_text(json.dumps(record))
+    chunks = join_articles(tmp_path / "set.jsonl", 100, lambda text: len(text.split()))
+    groups = {tuple(part.split()[0] for part in chunk.split("\n\n")) for chunk in chunks.values()}
+    # 40 and half of 90 lie within 100, and so do 80 and half of 40; what has no title is not joined.
+    assert groups == {("b0", "b1", "b2"), ("a0", "a1"), ("a2",), ("0",), ("1",)}
+    question = read_questions(tmp_path / "set.jsonl", 1, 2, chunks=chunks)[0]
+    assert chunks["b2"] in question.passages
+    assert len(set(question.passages)) == 2
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_ruler_hides_what_it_asks_for(task: Task) -> None:
     questions = make_ruler(task, 3, words=300, passages=5, needles=4, seed=1)
@@ -133,7 +162,7 @@ def test_measuring_and_summing_up(tmp_path: Path) -> None:
     with FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, store_misses=False) as engine:
         engine.build_kv_cache(SHORT[:6], progress=False)
         for question in questions:
-            measured = measure({"none": engine}, question, methods, Settings(answer_tokens=4, recall=True))
+            measured = measure({"none": engine}, question, methods, Setting(answer_tokens=4, recall=True))
             records.update({(question.id, method.key): record for method, record in measured.items()})
         gold = engine.token_ids("many of them")
         forced, _ = engine.prefill(questions[0].prompt("plain"), recompute_ratio=1.0, max_tokens=len(gold) + 1)
