@@ -28,9 +28,9 @@ from evaluation.measure import measure
 from evaluation.methods import FULL, Method
 from evaluation.questions import Question, read_corpus, read_questions
 from evaluation.records import RecordFile, read_records, settings_digest
+from evaluation.run import neighbours_in
 from evaluation.setting import Setting
 from evaluation.summary import bootstrap
-from quality import neighbours_in
 from rich.progress import track
 from ttft import build_prompt
 

@@ -23,7 +23,7 @@ from .questions import Question
 from .records import RecordFile
 from .setting import Setting
 
-__all__ = ["Bench", "missing", "open_bench"]
+__all__ = ["Bench", "missing", "neighbours_in", "open_bench"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +61,13 @@ class Bench:
         with FileLock(self.kv_dir / "quality.lock"):
             for name, engine in self.engines.items():
                 # Neighbours come from the whole corpus of the set; KV is made of the chunks that stand in prompts.
-                near = None if name == "none" else self._neighbours(path, used, setting, engine)
+                corpus = [] if name == "none" else setting.neighbour_texts(path, used, engine)
+                near = neighbours_in(corpus, used, engine.config.num_neighbours, self.kv_dir) if corpus else None
                 reports[name] = engine.build_kv_cache(used, neighbours=near, preprocess="wait")
                 print(f"{path.stem}, {name}: {reports[name].summary()}")
                 for selector in selectors:
                     engine.build_anchors(used, selector=selector)
         return reports
-
-    def _neighbours(
-        self, path: Path, used: list[str], setting: Setting, engine: FusedKVEngine
-    ) -> dict[str, tuple[str, ...]]:
-        texts = list(dict.fromkeys(text.strip() for text in used))
-        corpus = setting.neighbour_texts(path, used, engine)
-        count = engine.config.num_neighbours
-        return find_neighbours(texts, corpus, count, SentenceEmbedder(), self.kv_dir / "vectors.sqlite")
 
     def measure(
         self,
@@ -98,6 +91,12 @@ class Bench:
                 return
             measured = measure(self.engines, question, [method for method in todo if method != FULL], setting)
             out.append(question.id, {method.key: record for method, record in measured.items()})
+
+
+def neighbours_in(corpus: list[str], used: list[str], count: int, kv_dir: Path) -> dict[str, tuple[str, ...]]:
+    """Return the most similar chunks of a set's corpus, as an ingestion of the whole of it would find them."""
+    texts = list(dict.fromkeys(text.strip() for text in used))
+    return find_neighbours(texts, corpus, count, SentenceEmbedder(), kv_dir / "vectors.sqlite")
 
 
 def missing(
