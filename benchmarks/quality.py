@@ -10,6 +10,9 @@ The gold answer's probability is the geometric mean over its tokens. ``--answers
 containment, ROUGE-L against full prefill's answer, and the share of an answer's words that its passages hold
 (support); ``--recall`` also selects at 10%.
 
+``cacheblend+transfer`` is a rule with the default's deviation transfer, ``sink_attention-transfer`` the default without
+it.
+
 Records are appended question by question beside the result (``*.records.jsonl``): the same command goes on where it
 was stopped and computes only what is missing. Remove the records after changing a selector. ``--shard 0/2`` and
 ``--shard 1/2`` share the questions between two processes; run once more without it for the table.

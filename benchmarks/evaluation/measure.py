@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +18,7 @@ from fused_kv_llm.tuning.layer_profile import answer_token_positions
 from .methods import FULL, Method
 from .metrics import answer_scores, recall
 from .questions import Question
+from .rules import prefill
 from .setting import Setting
 
 __all__ = ["QuestionRun", "measure"]
@@ -54,9 +54,7 @@ def run(engine: FusedKVEngine, question: Question, setting: Setting, **options: 
     """Prefill a prompt once; score the gold answer and generate from the same KV."""
     gold = engine.token_ids(question.answers[0])
     room = max(len(gold), setting.answer_tokens) + 1
-    started = time.perf_counter()
-    fused, report = engine.prefill(question.prompt(setting.frame), max_tokens=room, **options)
-    ttft_s = time.perf_counter() - started
+    fused, report, ttft_s = prefill(engine, question.prompt(setting.frame), max_tokens=room, **options)
     try:
         length = fused.cache.length
         logits = fused.logits[None]
@@ -96,7 +94,7 @@ def _recall(engine: FusedKVEngine, question: Question, setting: Setting, options
     wanted = answer_token_positions(rendered.text, encoded.offsets, question.answers, begin, context_end)
     if not wanted:
         return None
-    fused, _ = engine.prefill(prompt, **{**options, "recompute_ratio": _RECALL_RATIO})
+    fused, *_ = prefill(engine, prompt, **{**options, "recompute_ratio": _RECALL_RATIO})
     fused.cache.release()
     return recall(fused.selected.tolist(), wanted)
 

@@ -15,7 +15,7 @@ class Method:
     Parameters
     ----------
     selector : str
-        A key of ``SELECTORS``, or ``"full_prefill"``.
+        One of :func:`.rules.rule_of`, or ``"full_prefill"``.
     preprocessing : str
         The engine's option.
     ratio : float

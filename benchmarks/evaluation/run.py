@@ -21,6 +21,7 @@ from .measure import measure
 from .methods import FULL, Method
 from .questions import Question
 from .records import RecordFile
+from .rules import rule_of
 from .setting import Setting
 
 __all__ = ["Bench", "missing", "neighbours_in", "open_bench"]
@@ -66,7 +67,7 @@ class Bench:
                 reports[name] = engine.build_kv_cache(used, neighbours=near, preprocess="wait")
                 print(f"{path.stem}, {name}: {reports[name].summary()}")
                 for selector in selectors:
-                    engine.build_anchors(used, selector=selector)
+                    engine.build_anchors(used, selector=rule_of(selector))
         return reports
 
     def measure(
