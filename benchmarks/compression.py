@@ -68,7 +68,7 @@ def build(loaded: LoadedModel, data: Path, questions: list[Question], kv_dir: Pa
     used = list(dict.fromkeys(text for question in questions for text in question.passages))
     corpus = [text.strip() for text in read_corpus(data)]
     with FusedKVEngine(loaded, kv_dir=kv_dir / "auto", store_misses=False, prefix_cache_bytes=0) as engine:
-        near = neighbours_in(list(dict.fromkeys(corpus)), used, engine.config.num_neighbours, kv_dir)
+        near = neighbours_in(list(dict.fromkeys(corpus)), used, engine.config.neighbours, kv_dir)
         print(engine.build_kv_cache(used, neighbours=near, preprocess="wait").summary())
         keys = engine.store.keys(engine.identity)
         rows = list(engine.store.rows(keys).values())

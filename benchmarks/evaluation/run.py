@@ -63,7 +63,7 @@ class Bench:
             for name, engine in self.engines.items():
                 # Neighbours come from the whole corpus of the set; KV is made of the chunks that stand in prompts.
                 corpus = [] if name == "none" else setting.neighbour_texts(path, used, engine)
-                near = neighbours_in(corpus, used, engine.config.num_neighbours, self.kv_dir) if corpus else None
+                near = neighbours_in(corpus, used, engine.config.neighbours, self.kv_dir) if corpus else None
                 reports[name] = engine.build_kv_cache(used, neighbours=near, preprocess="wait")
                 print(f"{path.stem}, {name}: {reports[name].summary()}")
                 for selector in selectors:

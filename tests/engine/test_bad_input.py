@@ -75,7 +75,7 @@ def test_an_unknown_selector_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"preprocessing": "magic"}, "preprocessing='magic' is unknown: use 'similar' or 'none'"),
+        ({"preprocessing": "magic"}, "preprocessing='magic' is unknown: use 'similar', 'fusionrag' or 'none'"),
         ({"num_neighbours": 0}, "num_neighbours=0 is not a whole number"),
         ({"preprocessing": "similar", "embedder": object()}, "embedder=object has neither embed_documents"),
     ],

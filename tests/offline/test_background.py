@@ -124,12 +124,12 @@ def test_a_killed_pass_goes_on_where_it_was(tmp_path: Path) -> None:
         from fused_kv_llm import FusedKVEngine
         from fused_kv_llm.offline import preprocess
         preprocess.BATCH_TOKENS = 1
-        shifts = preprocess.Preprocessor._shifts
+        shifts = preprocess.Preprocessor._sides
         def slow(self, batch, *rest):
             print("batch", flush=True)
             time.sleep(0.2)
             return shifts(self, batch, *rest)
-        preprocess.Preprocessor._shifts = slow
+        preprocess.Preprocessor._sides = slow
         texts = SHORT[:12]
         graph = {{text: [other for other in texts if other != text][:3] for text in texts}}
         engine = FusedKVEngine(

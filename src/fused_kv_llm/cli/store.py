@@ -219,11 +219,12 @@ def _by_model(found: StoreStats) -> Table:
 
 
 def _not_preprocessed(totals: IdentityTotals) -> int:
-    """Return how many chunks have no context shift of the number of neighbours that most of them have one of."""
+    """Return how many chunks are not preprocessed in the way, and with the neighbours, that most of them are."""
     from fused_kv_llm.context_shift import CONTEXT_SHIFT
+    from fused_kv_llm.store import REPLACEMENT
 
-    shifts = (count for name, count in totals.sidecars.items() if name.startswith(CONTEXT_SHIFT))
-    return totals.chunks - max(shifts, default=0)
+    made = (count for name, count in totals.sidecars.items() if name.startswith((CONTEXT_SHIFT, REPLACEMENT)))
+    return totals.chunks - max(made, default=0)
 
 
 def _table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, wrap: bool) -> Table:

@@ -44,6 +44,7 @@ DEFAULT_MEMORY = "2GiB"
 DEFAULT_POLICY = "pgdsf"
 DEFAULT_PREPROCESSING: Final = "similar"
 DEFAULT_NEIGHBOURS = 9
+PUBLISHED_NEIGHBOURS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +87,13 @@ def _sharing(value: Any) -> Any:
 
 
 def _preprocessing(value: Any) -> Any:
-    if value not in ("similar", "none"):
-        raise ConfigError(f"preprocessing={value!r} is unknown: use 'similar' or 'none'")
+    if value not in ("similar", "fusionrag", "none"):
+        raise ConfigError(f"preprocessing={value!r} is unknown: use 'similar', 'fusionrag' or 'none'")
     return value
 
 
 def _neighbours(value: Any) -> Any:
-    if not is_whole(value) or value < 1:
+    if value is not None and (not is_whole(value) or value < 1):
         raise ConfigError(f"num_neighbours={value!r} is not a whole number of at least 1")
     return value
 
@@ -106,6 +107,15 @@ def _count(value: Any, info: ValidationInfo) -> Any:
 def _not_negative(value: Any, info: ValidationInfo) -> Any:
     if not is_whole(value) or value < 0:
         raise ConfigError(f"{info.field_name}={value!r} is not a whole number of at least 0")
+    return value
+
+
+def _variants(value: Any, info: ValidationInfo) -> Any:
+    if _not_negative(value, info) and info.data.get("preprocessing") == "fusionrag":
+        raise ConfigError(
+            f"variants={value!r} and preprocessing='fusionrag' both say what is used in place of a chunk's own KV: "
+            "take preprocessing='none' with variants, or variants=0"
+        )
     return value
 
 
@@ -187,18 +197,19 @@ class EngineConfig(BaseModel):
     """URL of a remote tier, ``redis://host:6379/0``, ``s3://bucket/prefix`` or ``file:///mnt/share``: evicted chunks go
     there and come back when they are needed."""
 
-    preprocessing: Annotated[Literal["similar", "none"], Option(identity=True), BeforeValidator(_preprocessing)] = (
-        Field(default=DEFAULT_PREPROCESSING, frozen=True)
-    )
+    preprocessing: Annotated[
+        Literal["similar", "fusionrag", "none"], Option(identity=True), BeforeValidator(_preprocessing)
+    ] = Field(default=DEFAULT_PREPROCESSING, frozen=True)
     """Whether chunks are preprocessed once their KV is stored: each is prefilled again after the chunks most similar to
     it (FusionRAG section 3.1). What that changes is stored beside its KV, and brings it closer to what it would be at
-    a later place in a prompt."""
+    a later place in a prompt. ``"fusionrag"`` does it as published: the KV after all neighbours at once replaces the
+    chunk's own, wherever it stands."""
 
-    num_neighbours: Annotated[int, Option(unit="chunks", identity=True), BeforeValidator(_neighbours)] = Field(
-        default=DEFAULT_NEIGHBOURS, frozen=True
+    num_neighbours: Annotated[int | None, Option(unit="chunks", identity=True), BeforeValidator(_neighbours)] = Field(
+        default=None, frozen=True
     )
-    """How many similar chunks preprocessing uses: three stand before a chunk at a time, and what they change is
-    averaged."""
+    """How many similar chunks preprocessing uses: by default 9, of which three stand before a chunk at a time, and what
+    they change is averaged; for ``"fusionrag"`` 10, which stand before it together."""
 
     embedder: Annotated[Any | None, Option(on_command_line=False)] = Field(
         default=None, frozen=True, exclude=True, repr=False
@@ -213,7 +224,7 @@ class EngineConfig(BaseModel):
     """Whether retrieved chunks that a prompt contains and the store lacks are ingested after the request, in the
     background."""
 
-    variants: Annotated[int, Option(unit="variants"), BeforeValidator(_not_negative)] = Field(default=0, frozen=True)
+    variants: Annotated[int, Option(unit="variants"), BeforeValidator(_variants)] = Field(default=0, frozen=True)
     """How many variants of a chunk are kept beside its plain KV: its KV behind the chunks that stood before it in
     earlier prompts (Cache-Craft section 3.3). They are computed in the background, by prefilling prompts once more, and
     used by the selector cache_craft_variants."""
@@ -291,6 +302,12 @@ class EngineConfig(BaseModel):
                 super().__init__(**options)
             except ValidationError as error:
                 raise _refusal(type(self), error) from error
+
+    @property
+    def neighbours(self) -> int:
+        """How many similar chunks preprocessing uses, whether chosen or by default."""
+        default = PUBLISHED_NEIGHBOURS if self.preprocessing == "fusionrag" else DEFAULT_NEIGHBOURS
+        return default if self.num_neighbours is None else self.num_neighbours
 
     @classmethod
     def _hint(cls, unknown: str) -> str:

@@ -47,7 +47,8 @@ def similarity_of(config: EngineConfig) -> Similarity | None:
     if config.preprocessing == "none":
         return None
     folder = Path(config.kv_dir).expanduser()
-    return Similarity(config.num_neighbours, as_embedder(config.embedder), folder, config.tenant)
+    replaces = config.preprocessing == "fusionrag"
+    return Similarity(config.neighbours, as_embedder(config.embedder), folder, config.tenant, replaces)
 
 
 class EngineCorpus:
@@ -93,7 +94,7 @@ class EngineCorpus:
             loaded, store, parts.identity, parts.prefix, planner, owner, self._preprocessor, self.cost
         )
         self._anchors = AnchorBuilder(loaded, store, parts.prefix, encode, owner)
-        self._store_misses, self._shift_name = store_misses, parts.shift_name
+        self._store_misses, self._preprocessed = store_misses, parts.preprocessed
         limit = None if variant_bytes is None else parse_bytes(variant_bytes, "variant_bytes")
         self.variants = Variants(store.sidecars, variants, limit) if variants else None
         self._builder = None if self.variants is None else VariantBuilder(loaded, store, self.variants, owner)
@@ -150,7 +151,7 @@ class EngineCorpus:
         keys = self.keys_of(retrieved)
         if self._store_misses and None in keys and self._adopt(retrieved, keys):
             keys = self.keys_of(retrieved)
-        sidecars = [] if self._shift_name is None else [self._shift_name]
+        sidecars = [] if self._preprocessed is None else [self._preprocessed]
         if isinstance(view, View) and view.anchors is not None:
             sidecars.append(sidecar_name(view.anchors, view.layers))
         self._store.prefetch([key for key in keys if key is not None], sidecars)

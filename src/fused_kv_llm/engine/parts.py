@@ -12,7 +12,7 @@ from fused_kv_llm.config import EngineConfig
 from fused_kv_llm.context_shift import shift_name
 from fused_kv_llm.model import LoadedModel, ModelLock, PrefixKV, compute_prefix, load_model, lock_of
 from fused_kv_llm.prompt import PromptRenderer
-from fused_kv_llm.store import KVStore
+from fused_kv_llm.store import KVStore, replacement_name
 from fused_kv_llm.thread_pool import release_openmp_workers
 
 from .reference import check_reference
@@ -41,6 +41,8 @@ class EngineParts:
         Held during every forward; that of the model, whichever engine uses it.
     shift_name : str or None
         Name of the sidecars with the context shifts that are used; None uses none.
+    replacement : str or None
+        Name of the sidecars with the KV that replaces chunks' own, see :func:`.open_replacement`; None uses none.
     """
 
     loaded: LoadedModel
@@ -52,6 +54,12 @@ class EngineParts:
     catalog: ChunkCatalog
     model_lock: ModelLock
     shift_name: str | None
+    replacement: str | None = None
+
+    @property
+    def preprocessed(self) -> str | None:
+        """Name of the sidecars that preprocessing makes; None if chunks are used as they are."""
+        return self.shift_name or self.replacement
 
     @property
     def dtype(self) -> str:
@@ -95,10 +103,11 @@ def open_parts(config: EngineConfig) -> EngineParts:
         check_reference(loaded, store, identity, lock_of(loaded.model))
         prefix = compute_prefix(loaded, tuple(renderer.header_ids))
         catalog = ChunkCatalog(store, identity)
-        shifts = shift_name(config.num_neighbours) if config.preprocessing == "similar" else None
+        shifts = shift_name(config.neighbours) if config.preprocessing == "similar" else None
+        replacement = replacement_name(config.neighbours) if config.preprocessing == "fusionrag" else None
         release_openmp_workers()
         return EngineParts(
-            loaded, store, renderer, identity, namespace, prefix, catalog, lock_of(loaded.model), shifts
+            loaded, store, renderer, identity, namespace, prefix, catalog, lock_of(loaded.model), shifts, replacement
         )  # fmt: skip
     except BaseException:
         store.close()

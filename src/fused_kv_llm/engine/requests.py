@@ -84,6 +84,7 @@ class RequestRunner:
             parts.context_length,
             parts.loaded.model_id,
             lambda text: corpus.expect([text]),
+            parts.replacement,
         )
         self.judge = Judge(
             parts.store,
@@ -216,7 +217,7 @@ class RequestRunner:
 
     def uses_of(self, request: Request, report: FusionReport) -> Callable[[], None]:
         """Return a function that counts the uses of a request's chunks, for when the request is confirmed."""
-        tiers = {chunk.stored.key: chunk.stored.tier for chunk in request.chunks}
+        tiers = {str(chunk.segment.key): chunk.stored.tier for chunk in request.chunks}
         missed, keep = report.chunks_missed, partial(self.keep_variants, request)
 
         def count() -> None:

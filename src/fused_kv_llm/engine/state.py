@@ -98,6 +98,6 @@ class EngineState:
 
     @property
     def fusion_identity(self) -> str:
-        """Digest of what fused KV depends on besides the prompt: :attr:`identity` and the context shifts in use."""
-        shifts = self._parts.shift_name
-        return self.identity if shifts is None else hashlib.sha256(f"{self.identity}:{shifts}".encode()).hexdigest()
+        """Digest of what fused KV depends on besides the prompt: :attr:`identity` and the preprocessing in use."""
+        made = self._parts.preprocessed
+        return self.identity if made is None else hashlib.sha256(f"{self.identity}:{made}".encode()).hexdigest()

@@ -40,12 +40,16 @@ class Similarity:
         Where vectors and neighbours are remembered; None remembers nothing.
     tenant : str
         Vectors are remembered for each tenant apart.
+    replaces : bool
+        Whether all neighbours stand before a chunk at once and the KV behind them replaces its own, as FusionRAG has
+        it; otherwise what a few at a time change in it is averaged.
     """
 
     count: int
     embedder: Embedder
     folder: Path | None
     tenant: str = ""
+    replaces: bool = False
 
 
 class NeighbourGraph:
@@ -65,7 +69,7 @@ class NeighbourGraph:
         self._similarity = similarity
         self._identity = identity
         self._corpus = f"{identity}:{similarity.count}:{similarity.embedder.name}"
-        self._recipe = f"{identity}:{similarity.count}"
+        self._recipe = f"{identity}:{'replaces:' if similarity.replaces else ''}{similarity.count}"
         folder = similarity.folder
         self._vectors_path = None if folder is None else folder / "vectors.sqlite"
         self._file = NeighbourFile(None if folder is None else folder / "neighbours.sqlite")

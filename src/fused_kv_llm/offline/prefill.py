@@ -166,8 +166,7 @@ class Ingestor:
         storage = str(self._loaded.dtype).removeprefix("torch.") if self._store.kv_dtype == "auto" else None
         per_token = stored_bytes_per_token(storage or self._store.kv_dtype, *shape)
         if self._preprocessor is not None:
-            # Context shifts are stored in eight bits.
-            per_token += stored_bytes_per_token("int8", *shape)
+            per_token += stored_bytes_per_token(self._preprocessor.storage, *shape)
         needed = per_token * sum(len(chunk.token_ids) for chunk in new)
         free = self._store.free_bytes(_SPARE_DISK_BYTES)
         if needed > free:

@@ -2,8 +2,9 @@
 
 FusionRAG's offline stage (section 3.1, equation 10) prefills a chunk once more, after the KV of the chunks most
 similar to it. Here that is done after several contexts of similar chunks, and what they change on average is kept in a
-sidecar (:mod:`fused_kv_llm.context_shift`). The chunk's own KV stays as it is, so a chunk can be used before this
-pass, and the pass can stop anywhere.
+sidecar (:mod:`fused_kv_llm.context_shift`). Or it is done as published: once, after all of them, and the KV is kept to
+be used in place of the chunk's own (:mod:`fused_kv_llm.store.replacement`). The chunk's own KV stays as it is, so a
+chunk can be used before this pass, and the pass can stop anywhere.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from fused_kv_llm.context_shift import context_shift, shift_name
 from fused_kv_llm.errors import ChunkDamagedError, ConfigError
 from fused_kv_llm.model import LoadedModel, ModelOwner, PackedChunk, PrefixKV, StoppedError, prefill_packed
 from fused_kv_llm.prompt import Segment
-from fused_kv_llm.store import KVStore
+from fused_kv_llm.store import KVStore, replacement_name, replacement_tensors
 
 from .batches import PendingChunk, batches, walk_neighbours
 from .corpus import CorpusPlanner
@@ -32,7 +33,7 @@ from .writer import BackgroundWriter
 __all__ = ["BATCH_TOKENS", "CONTEXT_CHUNKS", "PreprocessingPlan", "Preprocessor"]
 
 CONTEXT_CHUNKS = 3
-"""Neighbours that stand before a chunk at a time."""
+"""Neighbours that stand before a chunk at a time, where what they change is averaged."""
 
 BATCH_TOKENS = 256
 """Most tokens of one forward."""
@@ -66,7 +67,7 @@ class PreprocessingPlan:
 
 
 class Preprocessor:
-    """Computes and stores the context shifts of stored chunks; one thread at a time.
+    """Computes and stores what similar chunks change in stored ones; one thread at a time.
 
     Parameters
     ----------
@@ -97,10 +98,18 @@ class Preprocessor:
         self._planner = planner
         self._graph = NeighbourGraph(planner.identity, similarity)
         self._owner = owner
-        self._name = shift_name(similarity.count)
+        self._replaces = similarity.replaces
+        self._name = replacement_name(similarity.count) if self._replaces else shift_name(similarity.count)
+        self._context_chunks = similarity.count if self._replaces else CONTEXT_CHUNKS
         self._met: set[str] = set()
         self._unstored: dict[str, tuple[int, ...]] = {}
         self._neighbour_tokens = 0
+
+    @property
+    def storage(self) -> str:
+        """Dtype in which what preprocessing makes is stored."""
+        stored = self._dtype if self._store.kv_dtype == "auto" else self._store.kv_dtype
+        return stored if self._replaces else "int8"
 
     def prepare(self, chunks: Sequence[PendingChunk], neighbours: GivenNeighbours | None) -> None:
         """Take note of chunks that are being ingested, and of a caller's neighbours of them.
@@ -173,7 +182,7 @@ class Preprocessor:
         ----------
         plan : PreprocessingPlan
         written : callable
-            Called with every chunk whose context shift is stored, and the bytes of its file.
+            Called with every chunk whose sidecar is stored, and the bytes of its file.
         stopped : callable
             Asked before every forward; what was computed until then is kept.
 
@@ -195,8 +204,8 @@ class Preprocessor:
         plain = PlainKVCache(lambda keys: self._plain_kv(keys, plan.token_ids, stopped), _PLAIN_KV_BYTES)
 
         def write(item: tuple[PendingChunk, dict[str, Tensor]]) -> None:
-            chunk, shift = item
-            nbytes = self._write(chunk.key, shift)
+            chunk, side = item
+            nbytes = self._write(chunk.key, side)
             if nbytes is not None:
                 self._graph.preprocessed(chunk.key, plan.neighbours[chunk.key])
                 written(chunk, nbytes)
@@ -205,7 +214,7 @@ class Preprocessor:
         try:
             for batch in batches(walk_neighbours(plan.chunks), self._piece_tokens, num_tokens, budget_tokens):
                 kept = plain.get(key for chunk in batch for key in (chunk.key, *chunk.neighbours))
-                for item in zip(batch, self._shifts(batch, kept, stopped), strict=True):
+                for item in zip(batch, self._sides(batch, kept, stopped), strict=True):
                     writer.submit(item)
         finally:
             # What has been computed is written, also after a stop, so the next run goes on from there.
@@ -244,15 +253,15 @@ class Preprocessor:
     def _contexts(
         self, key: str, nearest: Sequence[str], token_ids: Mapping[str, tuple[int, ...]]
     ) -> tuple[tuple[str, ...], ...]:
-        """Return contexts of three neighbours each, as many of them as fit before the chunk, the nearest one first.
+        """Return contexts of so many neighbours as stand together and fit before the chunk, the nearest one first.
 
         That order measured closer to full prefill than the nearest one last.
         """
         contexts = []
         known = [other for other in nearest if other in token_ids]
-        for begin in range(0, len(known), CONTEXT_CHUNKS):
+        for begin in range(0, len(known), self._context_chunks):
             room, fitting = self._planner.max_tokens - len(token_ids[key]), list[str]()
-            for other in known[begin : begin + CONTEXT_CHUNKS]:
+            for other in known[begin : begin + self._context_chunks]:
                 room -= len(token_ids[other])
                 if room <= 0:
                     break
@@ -278,7 +287,7 @@ class Preprocessor:
         if stored is None:
             return None
         with stored:
-            if stored.storage != str(self._loaded.dtype).removeprefix("torch."):
+            if stored.storage != self._dtype:
                 return None
             try:
                 keys, values = stored.read_layers(0, stored.num_layers)
@@ -288,20 +297,23 @@ class Preprocessor:
             device = self._loaded.device
             return ChunkKV(keys.to(device), values.to(device), token_ids, stored.position)
 
-    def _shifts(
+    def _sides(
         self, batch: Sequence[PendingChunk], plain: Mapping[str, ChunkKV], stopped: Callable[[], bool]
     ) -> Iterator[dict[str, Tensor]]:
-        """Yield what its neighbours change in each chunk."""
-        shifted: dict[str, list[ChunkKV]] = {chunk.key: [] for chunk in batch}
+        """Yield the sidecar of each chunk: what its neighbours change in it, or its KV behind them."""
+        behind: dict[str, list[ChunkKV]] = {chunk.key: [] for chunk in batch}
         for turn in range(max(len(chunk.contexts) for chunk in batch)):
             ready = [chunk for chunk in batch if turn < len(chunk.contexts)]
             contexts = [tuple(plain[key] for key in chunk.contexts[turn]) for chunk in ready]
             packed = [PackedChunk(chunk.token_ids, context) for chunk, context in zip(ready, contexts, strict=True)]
             for chunk, kv in zip(ready, self._prefill(packed, stopped), strict=True):
-                shifted[chunk.key].append(kv)
+                behind[chunk.key].append(kv)
         for chunk in batch:
-            before, after = plain[chunk.key], shifted.pop(chunk.key)
+            before, after = plain[chunk.key], behind.pop(chunk.key)
             with torch.inference_mode():
+                if self._replaces:
+                    yield dict(replacement_tensors(after[0], self.storage))
+                    continue
                 yield context_shift((before.keys, before.values), [(kv.keys, kv.values) for kv in after])
 
     def _prefill(self, chunks: Sequence[PackedChunk], stopped: Callable[[], bool]) -> list[ChunkKV]:
@@ -314,9 +326,13 @@ class Preprocessor:
     def _piece_tokens(self) -> int:
         return self._owner.piece_tokens(BATCH_TOKENS)
 
-    def _write(self, key: str, shift: dict[str, Tensor]) -> int | None:
+    @property
+    def _dtype(self) -> str:
+        return str(self._loaded.dtype).removeprefix("torch.")
+
+    def _write(self, key: str, side: dict[str, Tensor]) -> int | None:
         try:
-            return self._store.sidecars.put(key, self._name, shift, by_rows=True)
+            return self._store.sidecars.put(key, self._name, side, by_rows=True)
         except ConfigError:
             if self._store.contains([key]):
                 raise

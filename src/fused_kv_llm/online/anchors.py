@@ -126,12 +126,13 @@ def read_anchors(
     found: list[dict[str, Tensor]] = []
     loaded: dict[str, int] = {}
     for chunk in request.chunks:
-        side = sidecars.read(chunk.stored.key, name)
+        key = str(chunk.segment.key)
+        side = sidecars.read(key, name)
         if side is None:
             missing += 1
             side, nbytes = _from_the_chunk(chunk, anchors, layers)
         else:
-            nbytes = loaded[chunk.stored.key] = sum(part.nbytes for part in side.values())
+            nbytes = loaded[key] = sum(part.nbytes for part in side.values())
         bytes_read += nbytes
         found.append(_in_the_prompt(side, chunk))
     deltas = torch.tensor([chunk.delta for chunk in request.chunks], dtype=torch.int64)

@@ -13,7 +13,7 @@ from fused_kv_llm.errors import PromptError, PromptTooLongError, StoreUnavailabl
 from fused_kv_llm.kv import PlacedChunk, PrefixMatch
 from fused_kv_llm.prompt import Encoded, Match, Prompt, PromptPlan, PromptRenderer, Segment, plan_prompt
 from fused_kv_llm.report import FusionReport, Outcome
-from fused_kv_llm.store import ChunkRow, KVStore, StoredKV
+from fused_kv_llm.store import ChunkRow, KVStore, StoredKV, open_replacement
 from fused_kv_llm.verdicts import JudgedPrompt, SeenChunks
 
 from .request import Request
@@ -96,6 +96,8 @@ class RequestPlanner:
         For messages.
     on_missing : callable
         Called with the text of every chunk whose KV should be there and is not.
+    replacement : str or None
+        Name of the KV that is used in place of chunks' own, where they have it, see :func:`.open_replacement`.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class RequestPlanner:
         context_length: int,
         model_id: str,
         on_missing: Callable[[str], None],
+        replacement: str | None = None,
     ) -> None:
         self._renderer = renderer
         self._store = store
@@ -117,6 +120,7 @@ class RequestPlanner:
         self._model_id = model_id
         self._on_missing = on_missing
         self._catalog = catalog
+        self._replacement = replacement
 
     def read(self, prompt: Prompt) -> ReadPrompt:
         """Render and tokenise a prompt.
@@ -271,12 +275,21 @@ class RequestPlanner:
         except StoreUnavailableError as error:
             _log.warning("The store cannot be used now, so a chunk is computed: %s", error)
             return None
-        if stored is None or stored.identity == self._identity:
-            return stored
+        if stored is None:
+            return None
+        if stored.identity == self._identity:
+            return stored if self._replacement is None else self._replaced(stored, self._replacement)
         # The file's checksummed header outranks the index, which could have been altered by hand.
         stored.close()
         self._store.discard(key, "its file holds the KV of another model or configuration")
         return None
+
+    def _replaced(self, stored: StoredKV, name: str) -> StoredKV:
+        try:
+            return open_replacement(self._store.sidecars, stored, name)
+        except BaseException:
+            stored.close()
+            raise
 
 
 def _note_known(seen: SeenChunks, found: _Found, prefix_tokens: int) -> None:

@@ -89,9 +89,10 @@ def stored_bytes_of(engine: FusedKVEngine, names: Iterable[str]) -> int:
 
 
 def bytes_per_token(engine: FusedKVEngine) -> int:
-    """Return the bytes that a token's KV takes in the store, with the context shift that preprocessing adds."""
+    """Return the bytes that a token's KV takes in the store, with what preprocessing adds."""
     geometry, stored = engine.loaded.geometry, engine.store.kv_dtype
     storage = str(engine.loaded.dtype).removeprefix("torch.") if stored == "auto" else stored
     shape = geometry.num_layers, *geometry.room
-    shift = 0 if engine.config.preprocessing == "none" else stored_bytes_per_token("int8", *shape)
-    return stored_bytes_per_token(storage, *shape) + shift
+    plain = stored_bytes_per_token(storage, *shape)
+    added = {"none": 0, "similar": stored_bytes_per_token("int8", *shape), "fusionrag": plain}
+    return plain + added[engine.config.preprocessing]

@@ -26,6 +26,7 @@ from fused_kv_llm.store.read import (
     ThrottledReader,
 )
 from fused_kv_llm.store.remote import public_url
+from fused_kv_llm.store.replacement import REPLACEMENT, open_replacement, replacement_name, replacement_tensors
 from fused_kv_llm.store.sidecars import Sidecars
 from fused_kv_llm.store.stats import ChunkStanding, StoreStats
 from fused_kv_llm.store.store import KVStore
@@ -36,6 +37,7 @@ from fused_kv_llm.store.variants import Variants
 __all__ = [
     "CAN_ANNOUNCE",
     "POLICIES",
+    "REPLACEMENT",
     "STORAGE_DTYPES",
     "BlockReader",
     "CheckReport",
@@ -61,8 +63,11 @@ __all__ = [
     "VariantRecord",
     "Variants",
     "check_folder_key",
+    "open_replacement",
     "public_url",
     "rebuild_index",
+    "replacement_name",
+    "replacement_tensors",
     "resolve_policy",
     "stored_bytes_per_token",
     "variant_name",
