@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .comparison import against_default
 from .methods import BASELINE, FULL, Method
 
 __all__ = ["bootstrap", "markdown_table", "rank_correlation", "summarise"]
@@ -16,6 +17,7 @@ _MEANS = (
     "kl", "top1_agreement", "gold_probability", "ttft_s", "probe_s", "selection_bytes", "selection_share",
     "f1", "em", "contains", "answer_recall", "rouge_l", "support", "recall_10",
 )  # fmt: skip
+_WITH_INTERVAL = ("gold_probability", "contains", "rouge_l")
 _ROUNDS = 2000
 _Values = NDArray[np.float64]
 
@@ -57,7 +59,8 @@ def summarise(records: dict[tuple[str, str], dict[str, Any]], questions: Sequenc
 
     ``recovered`` is the share of full reuse's KL (chunks without preprocessing) that a method wins back;
     ``normalised_f1`` is FusionRAG eq. 11, 0 at full reuse and 1 at full prefill; ``expected_rank_correlation`` is
-    Spearman's between the divergence that the report expects and the KL, where reports have one.
+    Spearman's between the divergence that the report expects and the KL, where reports have one; ``against_default``
+    compares with the default rule at the same preprocessing and ratio, see :func:`.comparison.against_default`.
     """
     keys = {method for _, method in records}
     complete = [q for q in questions if all((q, key) in records for key in keys)]
@@ -65,6 +68,7 @@ def summarise(records: dict[tuple[str, str], dict[str, Any]], questions: Sequenc
         return []
     column = {key: [records[q, key] for q in complete] for key in keys}
     base, full = column[BASELINE.key], column[FULL.key]
+    compared = against_default({Method.from_key(key): of_key for key, of_key in column.items()})
     rows = []
     for method in sorted((Method.from_key(key) for key in keys), key=lambda m: (m.preprocessing, m.ratio, m.selector)):
         mine = column[method.key]
@@ -78,6 +82,8 @@ def summarise(records: dict[tuple[str, str], dict[str, Any]], questions: Sequenc
             present = [float(r[name]) for r in mine if r.get(name) is not None]
             if present:
                 row[name] = float(np.mean(present))
+            if name in _WITH_INTERVAL and len(present) == len(mine):
+                row[f"{name}_95"] = bootstrap(present, present, "mean")
         row["kl_p95"] = float(np.percentile(_of(mine, "kl"), 95))
         if all("expected_divergence" in r for r in mine):
             row["expected_rank_correlation"] = rank_correlation(_of(mine, "expected_divergence"), _of(mine, "kl"))
@@ -88,6 +94,9 @@ def summarise(records: dict[tuple[str, str], dict[str, Any]], questions: Sequenc
         row["recovered_95"] = bootstrap(_of(mine, "kl"), _of(base, "kl"), "recovered")
         if "f1" in row:
             row.update(_f1_comparison(mine, base, full))
+        if method in compared:
+            row["against_default"] = compared[method]
+            row["kl_p_holm"] = compared[method]["kl"]["p_holm"]
         rows.append(row)
     return rows
 
@@ -115,15 +124,19 @@ _COLUMNS = {
     "kl_p95": ("KL, p95", "{:.3f}"),
     "recovered": ("recovered", "{:.1%}"),
     "recovered_95": ("95 %", "{0[0]:.1%} to {0[1]:.1%}"),
+    "kl_p_holm": ("p, KL is the default's", "{:.3f}"),
     "top1_agreement": ("top-1", "{:.1%}"),
     "gold_probability": ("P(gold)", "{:.4f}"),
+    "gold_probability_95": ("95 %", "{0[0]:.4f} to {0[1]:.4f}"),
     "f1": ("F1", "{:.3f}"),
     "f1_minus_full_95": ("F1 - full, 95 %", "{0[0]:+.3f} to {0[1]:+.3f}"),
     "normalised_f1": ("norm. F1", "{:.2f}"),
     "em": ("EM", "{:.3f}"),
     "contains": ("contained", "{:.3f}"),
+    "contains_95": ("95 %", "{0[0]:.3f} to {0[1]:.3f}"),
     "answer_recall": ("answers found", "{:.3f}"),
     "rouge_l": ("ROUGE-L to full", "{:.3f}"),
+    "rouge_l_95": ("95 %", "{0[0]:.3f} to {0[1]:.3f}"),
     "support": ("support", "{:.3f}"),
     "expected_rank_correlation": ("expected KL, rank corr.", "{:.2f}"),
     "recall_10": ("recall@10%", "{:.1%}"),

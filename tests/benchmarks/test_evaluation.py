@@ -11,6 +11,7 @@ import pytest
 import torch
 from corpus import SHORT
 from evaluation.articles import join_articles
+from evaluation.comparison import against_default, holm, paired_p
 from evaluation.measure import measure
 from evaluation.methods import BASELINE, FULL, Method, methods_of
 from evaluation.metrics import answer_scores, f1, normalise, recall, rouge_l
@@ -65,6 +66,33 @@ def test_rank_correlation_shares_ranks_among_equal_values() -> None:
     # Ranks 1.5, 1.5, 3 against 1, 2, 3: 1.5 / sqrt(1.5 * 2).
     assert rank_correlation([5, 5, 7], [1, 2, 3]) == pytest.approx(1.5 / np.sqrt(3.0))
     assert rank_correlation([1, 1, 1], [1, 2, 3]) is None
+
+
+def test_p_values_tell_a_difference_from_noise_and_are_corrected() -> None:
+    noise = np.random.default_rng(2).normal(0.0, 1.0, (60, 20))
+    shifted = noise.copy()
+    shifted[:, 0] += 1.0
+    p_values = paired_p(shifted)
+    assert p_values[0] < 0.001
+    assert (p_values[1:] < 0.05).sum() <= 3
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.6, 0.9]) == pytest.approx([1.0, 1.0])
+
+
+def test_rules_are_compared_with_the_default_beside_them() -> None:
+    default, rule, other = (Method(name, "none", 0.15) for name in ("sink_attention", "random", "fusionrag"))
+    alone = Method("random", "similar", 0.15)
+    draws = np.random.default_rng(4).uniform(0.5, 1.5, 12)
+    worse = [{"kl": 2 * value, "contains": None} for value in draws]
+    columns = {default: [{"kl": value} for value in draws], rule: worse, other: [{"kl": v} for v in draws[::-1]]}
+    found = against_default({**columns, alone: worse})
+    assert set(found) == {rule, other}
+    assert set(found[rule]) == {"kl"}
+    assert found[rule]["kl"]["difference"] == pytest.approx(draws.mean())
+    assert found[rule]["kl"]["p_holm"] == pytest.approx(2 * found[rule]["kl"]["p"])
+    assert found[rule]["kl"]["p_holm"] < 0.001
+    assert found[other]["kl"]["p_holm"] > 0.2
+    assert against_default({method: records[:9] for method, records in columns.items()}) == {}
 
 
 def test_methods_share_one_full_reuse_at_ratio_zero() -> None:
