@@ -205,11 +205,41 @@ def test_a_chunk_without_anchors_is_read_and_reported(engine: FusedKVEngine) -> 
         whole = chunk.nbytes * (max(LAYERS) + 1) // chunk.num_layers
     assert side is not None
     assert report.selection_bytes - before == whole - sum(part.nbytes for part in side.values())
-    assert [w for w in report.warnings if "1 chunks have no stored anchors" in w]
+    (warning,) = (w for w in report.warnings if "1 chunks have no stored anchors" in w)
+    assert "asked for was kvzip at 0.2, the one used for them is sink" in warning
     assert engine.build_anchors(SHORT[:5], progress=False) == 1
     assert engine.build_anchors(SHORT[:5], progress=False) == 0
     _, report = engine.prefill(rag_prompt(SHORT[:5]), recompute_ratio=0.3)
     assert report.warnings == []
+
+
+def test_a_selector_of_one_call_says_which_rule_it_had_to_use(engine: FusedKVEngine) -> None:
+    """Nothing was stored for it, and nothing is silently measured by another rule."""
+    other = QueryAttention("other", layers=LAYERS, anchors=Anchors("knorm_high", 0.4))
+    _, report = engine.prefill(rag_prompt(SHORT[:5]), recompute_ratio=0.3, selector=other)
+    (warning,) = report.warnings
+    assert "knorm_high at 0.4" in warning
+    assert "used for them is sink" in warning
+    sink = QueryAttention("sink", layers=LAYERS, anchors=Anchors("sink", 0.4))
+    _, report = engine.prefill(rag_prompt(SHORT[:5]), recompute_ratio=0.3, selector=sink)
+    assert "asked for was" not in report.warnings[0], "the rule is the one asked for, only read from whole layers"
+
+
+def test_chunks_met_in_prompts_get_the_anchors_of_the_engines_selector(tmp_path: Path) -> None:
+    with FusedKVEngine(
+        tiny_model(num_hidden_layers=5), tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, selector=MINE,
+        preprocessing="none",
+    ) as engine:  # fmt: skip
+        engine.prefetch(SHORT[:2])
+        engine.generate(rag_prompt(SHORT[:2]), max_tokens=1, recompute_ratio=0.0)
+        engine.wait_for_background(progress=False)
+        report = engine.prefill(rag_prompt(SHORT[:2]), recompute_ratio=0.3)[1]
+        assert (report.chunks_found, report.warnings) == (2, [])
+        # The KV of a chunk behind the header is taken from an answered prompt, and has anchors as well.
+        engine.generate(rag_prompt(SHORT[2:3]), max_tokens=1, recompute_ratio=1.0)
+        engine.prefetch(SHORT[2:3])
+        engine.wait_for_background(progress=False)
+        assert engine.prefill(rag_prompt(SHORT[2:3]), recompute_ratio=0.3)[1].warnings == []
 
 
 def test_a_damaged_side_file_is_a_miss(engine: FusedKVEngine) -> None:

@@ -54,6 +54,14 @@ def test_the_smallest_ratio_that_meets_the_target_is_kept(engine: FusedKVEngine,
     assert engine.generate(rag_prompt(SHORT[:3]), max_tokens=1, recompute_ratio="auto").report.recompute_ratio == want
 
 
+def test_a_selector_is_measured_with_the_anchors_that_it_asks_for(engine: FusedKVEngine) -> None:
+    """The store was filled for another selector, so it has none until then."""
+    calibrate(engine, QUESTIONS[:1], target_agreement=0.5, ratios=(0.3,), selectors=("qcfuse",), num_chunks=3)
+    assert engine.build_anchors(SHORT[:8], selector="qcfuse", progress=False) == 0
+    warnings = engine.prefill(rag_prompt(SHORT[:3]), recompute_ratio=0.3, selector="qcfuse")[1].warnings
+    assert not [warning for warning in warnings if "anchors" in warning]
+
+
 def test_full_prefill_is_chosen_when_nothing_else_is_good_enough(
     engine: FusedKVEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""``fused-kv calibrate layers``: the layers in which a model's attention finds answers."""
+"""``fused-kv calibrate layers`` and ``anchors``: where attention finds answers, and what has to stand for chunks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ __all__ = ["add_layers_command"]
 
 
 def add_layers_command(app: typer.Typer) -> None:
-    """Add the command to ``fused-kv calibrate``."""
+    """Add the commands to ``fused-kv calibrate``."""
     app.command("layers")(_layers)
+    app.command("anchors")(_anchors)
 
 
 @takes_engine_options("model", "tokenizer", "dtype", "device")
@@ -69,3 +70,60 @@ def _layers(
         table.add_row(str(count), f"{together:.1%}", str(layer), f"{profile.recall[layer]:.1%}")
     out.print(table)
     out.print(f"Critical layers {', '.join(map(str, profile.layers))}: kept in {path}", soft_wrap=True)
+
+
+@takes_engine_options("model", "tokenizer", "dtype", "device")
+def _anchors(
+    *,
+    data: Annotated[
+        Path,
+        typer.Option(help="JSON lines: question, answers[], passages[{id, text}], gold_passage_ids[]."),
+    ],
+    questions: Annotated[int, typer.Option(min=1, help="Questions to use.")] = 20,
+    skip: Annotated[int, typer.Option(min=0, help="Lines of the file to pass over first.")] = 0,
+    passages: Annotated[int, typer.Option(min=1, help="Passages in a prompt.")] = 5,
+    ratio: Annotated[
+        list[float] | None, typer.Option(help="Shares of a chunk's tokens to try; may be repeated.")
+    ] = None,
+    **options: Any,
+) -> None:
+    """Find which rule ranks a model's anchors best, and how many it needs; `qcfuse` uses them."""
+    from fused_kv_llm.engine import FusedKVEngine
+    from fused_kv_llm.selectors import save_anchors
+    from fused_kv_llm.tuning import profile_anchors, read_span_samples
+
+    samples = read_span_samples(data, questions, skip=skip, num_passages=passages)
+    quiet_libraries()
+    with (
+        tempfile.TemporaryDirectory(prefix="fused-kv-anchors-") as folder,
+        FusedKVEngine(**options, kv_dir=folder, store_misses=False) as engine,
+    ):
+        asked = track(samples, description="Questions", console=out)
+        profile = profile_anchors(engine, asked, ratios=ratio) if ratio else profile_anchors(engine, asked)
+        fingerprint, used = engine.model_fingerprint, engine.dtype
+    rules = list(dict.fromkeys(anchors.rule for anchors in profile.recall))
+    path = save_anchors(
+        fingerprint,
+        {
+            "model": options["model"],
+            "dtype": used,
+            "rule": profile.chosen.rule,
+            "ratio": profile.chosen.ratio,
+            "recall": {
+                rule: {f"{a.ratio:g}": r for a, r in profile.recall.items() if a.rule == rule} for rule in rules
+            },
+            "recall_of_full_context": profile.reference,
+            "data": data.name,
+            "samples": profile.samples,
+            "skip": skip,
+            "passages": passages,
+        },
+    )
+    title = f"Recall@10% of answer tokens, {profile.samples} questions; the whole context: {profile.reference:.1%}"
+    table = Table(title=title, title_justify="left")
+    for column in ("rule", *dict.fromkeys(f"{anchors.ratio:g}" for anchors in profile.recall)):
+        table.add_column(column, justify="left" if column == "rule" else "right")
+    for rule in rules:
+        table.add_row(rule, *(f"{recall:.1%}" for anchors, recall in profile.recall.items() if anchors.rule == rule))
+    out.print(table)
+    out.print(f"Anchors {profile.chosen.rule} at {profile.chosen.ratio:g}: kept in {path}", soft_wrap=True)

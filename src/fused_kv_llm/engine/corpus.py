@@ -61,6 +61,8 @@ class EngineCorpus:
         How the neighbours of chunks are found; None prefills every chunk by itself.
     store_misses : bool
         Whether chunks that prompts contain and the store lacks are ingested in the background.
+    view : object
+        What the engine's selector sees: chunks that are ingested in the background get the anchors that it asks for.
     variants, variant_bytes : int, int, str or None
         How many variants are kept of a chunk, and bytes of all.
 
@@ -76,6 +78,7 @@ class EngineCorpus:
         self,
         parts: EngineParts,
         similarity: Similarity | None,
+        view: object,
         *,
         store_misses: bool,
         variants: int = 0,
@@ -98,7 +101,12 @@ class EngineCorpus:
         limit = None if variant_bytes is None else parse_bytes(variant_bytes, "variant_bytes")
         self.variants = Variants(store.sidecars, variants, limit) if variants else None
         self._builder = None if self.variants is None else VariantBuilder(loaded, store, self.variants, owner)
-        self._background = BackgroundWork(self._ingestor, self._preprocessor, self._builder)
+        self._background = BackgroundWork(
+            self._ingestor,
+            self._preprocessor,
+            self._builder,
+            lambda text: self.build_anchors([text], view, progress=False),
+        )
 
     def adopt_from(self, prefixes: PrefixTree, parts: EngineParts) -> None:
         """Take the KV of new chunks from the tree of answered prompts, where it is there, instead of computing it."""
@@ -150,7 +158,9 @@ class EngineCorpus:
         retrieved = chunk_texts(texts)
         keys = self.keys_of(retrieved)
         if self._store_misses and None in keys and self._adopt(retrieved, keys):
-            keys = self.keys_of(retrieved)
+            lacked, keys = keys, self.keys_of(retrieved)
+            pairs = zip(retrieved, lacked, keys, strict=True)
+            self._background.complete(text for text, before, now in pairs if before is None and now is not None)
         sidecars = [] if self._preprocessed is None else [self._preprocessed]
         if isinstance(view, View) and view.anchors is not None:
             sidecars.append(sidecar_name(view.anchors, view.layers))
@@ -168,12 +178,7 @@ class EngineCorpus:
         return list(dict.fromkeys(row.text for row in self._catalog.all_rows()))
 
     def _adopt(self, texts: Sequence[str], keys: Sequence[str | None]) -> int:
-        adopted = self._ingestor.adopt(
-            dict.fromkeys(text for text, key in zip(texts, keys, strict=True) if key is None)
-        )
-        if adopted:
-            self._background.preprocess()
-        return adopted
+        return self._ingestor.adopt(dict.fromkeys(text for text, key in zip(texts, keys, strict=True) if key is None))
 
     # -- in the background -----------------------------------------------------------------------------------
 

@@ -6,6 +6,8 @@ from types import TracebackType
 from typing import Any, Self, overload
 
 from fused_kv_llm.config import DEFAULT_MODEL, EngineConfig
+from fused_kv_llm.online import view_of
+from fused_kv_llm.report import FusionReport
 from fused_kv_llm.selectors import resolve_selector
 from fused_kv_llm.serving import limits_of
 from fused_kv_llm.store import resolve_policy
@@ -89,6 +91,7 @@ class FusedKVEngine(ChunkMethods, PromptMethods, ExplainMethods):
             self.corpus = EngineCorpus(
                 parts,
                 similarity,
+                view_of(self._selector, self.loaded, FusionReport()),
                 store_misses=config.store_misses,
                 variants=config.variants,
                 variant_bytes=config.variant_bytes,

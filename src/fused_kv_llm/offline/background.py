@@ -6,7 +6,7 @@ import atexit
 import logging
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
@@ -65,12 +65,18 @@ class BackgroundWork:
         Does the second pass of ingestion.
     variants : VariantBuilder or None
         Keeps chunks as they are in prompts.
+    ingested : callable
+        Called with the text of every chunk once it is stored, to add what a selector needs of it.
     """
 
     def __init__(
-        self, ingestor: Ingestor, preprocessor: Preprocessor | None, variants: VariantBuilder | None = None
+        self,
+        ingestor: Ingestor,
+        preprocessor: Preprocessor | None,
+        variants: VariantBuilder | None = None,
+        ingested: Callable[[str], object] = lambda text: None,
     ) -> None:
-        self._variants = variants
+        self._variants, self._ingested = variants, ingested
         self._prompts: deque[PromptChunks] = deque(maxlen=_REMEMBERED_PROMPTS)
         self._contexts = 0
         self._similar: Iterator[PromptChunks] = iter(())
@@ -110,6 +116,13 @@ class BackgroundWork:
                 del self._expected[text]
             if present:
                 self._missing.extend(present)
+                self._start()
+
+    def complete(self, texts: Iterable[str]) -> None:
+        """Do for chunks whose KV is stored already what follows an ingestion; after `close` do nothing."""
+        with self._changed:
+            self._missing.extend(texts)
+            if self._missing:
                 self._start()
 
     def keep_variants(self, prompt: PromptChunks) -> None:
@@ -203,6 +216,7 @@ class BackgroundWork:
     def _ingest(self, text: str) -> None:
         try:
             self._ingestor.run([text], progress=False)
+            self._ingested(text)
         except Exception as error:  # whatever it is, the chunks behind it in the queue must not wait forever
             _log.warning("A chunk met in a prompt could not be ingested in the background: %s", error)
         else:

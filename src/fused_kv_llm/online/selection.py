@@ -18,6 +18,7 @@ from fused_kv_llm.selectors import (
     ScoringSelector,
     Selector,
     View,
+    anchors_of,
     budget_tokens,
     checked_selection,
     critical_layers,
@@ -52,7 +53,14 @@ def view_of(selector: Selector, loaded: LoadedModel, report: FusionReport) -> Vi
         return view
     if not loaded.geometry.attends_cache and (view.layers or view.critical):
         # Only the layers themselves turn what is cached into keys, so the question has to see all of it.
-        view = replace(view, full_context=True, anchors=None)
+        if view.anchors is not None:
+            report.warnings.append(
+                f"{loaded.model_id!r} keeps no keys that anchors could be made of: the rule asked for was "
+                f"{view.anchors.rule} at {view.anchors.ratio:g}, and the question sees the whole context instead."
+            )
+        view = replace(view, full_context=True, anchors=None, profiled=False)
+    if view.profiled:
+        view = replace(view, anchors=anchors_of(loaded.fingerprint) or view.anchors)
     if not view.critical:
         return replace(view, layers=global_layers(view.layers, loaded.geometry.global_layers))
     layers, profiled = critical_layers(loaded.fingerprint, loaded.geometry.num_layers)
@@ -146,7 +154,7 @@ class Selection:
             anchors = _read_anchors(self._view, self._context, self._request)
             self._probe = QuestionProbe(self._context.loaded, self._request, self._kv, self._view, anchors)
             if anchors is not None:
-                _count_anchors(self._report, anchors)
+                _count_anchors(self._report, anchors, self._view)
         return self._probe
 
 
@@ -169,14 +177,16 @@ def _read_anchors(view: View, context: FusionContext, request: Request) -> Chunk
     return read_anchors(request, view.anchors, view.layers, context.sidecars, context.loaded.geometry)
 
 
-def _count_anchors(report: FusionReport, anchors: ChunkAnchors) -> None:
+def _count_anchors(report: FusionReport, anchors: ChunkAnchors, view: View) -> None:
     report.selection_bytes += anchors.bytes_read
     if anchors.bytes_of_sidecars:
         report.sidecar_bytes_loaded["anchors"] = anchors.bytes_of_sidecars
-    if anchors.num_missing:
+    if anchors.num_missing and view.anchors is not None:
+        asked = f"{view.anchors.rule} at {view.anchors.ratio:g}"
+        used = "" if view.anchors.rule == "sink" else f" The rule asked for was {asked}, the one used for them is sink."
         report.warnings.append(
-            f"{anchors.num_missing} chunks have no stored anchors: their first tokens stand in, read from their KV. "
-            "FusedKVEngine.build_anchors() stores them."
+            f"{anchors.num_missing} chunks have no stored anchors ({asked}): their first tokens stand in, read from "
+            f"their KV.{used} FusedKVEngine.build_anchors(texts, selector=...) stores them."
         )
 
 

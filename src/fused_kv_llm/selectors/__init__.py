@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fused_kv_llm.errors import ConfigError
 from fused_kv_llm.selectors.anchors import anchor_positions, knorm_scores, sidecar_name, sink_scores
-from fused_kv_llm.selectors.profiles import save_profile
+from fused_kv_llm.selectors.profiles import save_anchors, save_profile
 
 from .base import Probe, ScoringSelector, Selector, TransferringSelector, checked_selection
 from .boundary import Boundary
@@ -14,7 +14,7 @@ from .cache_fix import CacheFix, VariantSelector, cache_context_impact, fix_over
 from .full_reuse import FullReuse
 from .heavy_hitters import HeavyHitters
 from .kv_deviation import CACHEBLEND, KVSHARE, KVDeviation
-from .profiles import critical_layers
+from .profiles import anchors_of, critical_layers
 from .query_attention import ALL_LAYERS, FUSIONRAG, MIDDLE_LAYERS, PROPHETKV, QCFUSE, QueryAttention
 from .random import Random
 from .sink_attention import SINK_ATTENTION_VARIANTS, SinkAttention
@@ -37,6 +37,7 @@ __all__ = [
     "VariantSelector",
     "View",
     "anchor_positions",
+    "anchors_of",
     "budget_tokens",
     "cache_context_impact",
     "checked_selection",
@@ -46,6 +47,7 @@ __all__ = [
     "knorm_scores",
     "plain_overhead",
     "resolve_selector",
+    "save_anchors",
     "save_profile",
     "sidecar_name",
     "sink_scores",

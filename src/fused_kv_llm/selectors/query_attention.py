@@ -39,6 +39,8 @@ class QueryAttention:
         Whether the question attends to the chunks' stored KV in the probe.
     anchors : Anchors or None
         Tokens of the chunks it attends to instead.
+    profiled : bool
+        Whether anchors that were profiled for the model come before these (:mod:`.profiles`).
     floor : float
         Share of its proportional part of the budget that every chunk gets in any case, in [0, 1].
 
@@ -54,6 +56,7 @@ class QueryAttention:
     full_context: bool = False
     anchors: Anchors | None = None
     floor: float = 0.0
+    profiled: bool = False
 
     def __post_init__(self) -> None:
         if not self.layers or not (isinstance(self.layers, tuple) or self.layers in _LAYERS):
@@ -79,7 +82,7 @@ class QueryAttention:
         else:
             first = max(0, num_layers // 2 - 2)
             layers = tuple(range(first, min(first + 4, num_layers)))
-        return View(layers, self.full_context, self.anchors, critical=self.layers == "critical")
+        return View(layers, self.full_context, self.anchors, self.layers == "critical", self.profiled)
 
     def select(self, probe: Probe, budget: int) -> Tensor:
         """Return the `budget` positions with the highest scores.
@@ -99,9 +102,9 @@ FUSIONRAG = QueryAttention("fusionrag", layers="last")
 PROPHETKV = QueryAttention("prophetkv", layers="all", full_context=True)
 """ProphetKV as QCFuse section 3.1 describes it: the question attends to the full context, all layers count."""
 
-QCFUSE = QueryAttention("qcfuse", layers="critical", anchors=Anchors("kvzip", 0.1))
-"""QCFuse sections 3.3 and 3.4: the question attends to 10% of every chunk, ranked by KVzip, and the model's three
-critical layers score the chunks."""
+QCFUSE = QueryAttention("qcfuse", layers="critical", anchors=Anchors("kvzip", 0.1), profiled=True)
+"""QCFuse sections 3.3 and 3.4: the question attends to 10% of every chunk, ranked by KVzip unless another rule or ratio
+was profiled for the model, and the model's three critical layers score the chunks."""
 
 MIDDLE_LAYERS = QueryAttention("middle_layers", layers="middle")
 """Four middle layers, where QCFuse section 3.3 finds most critical layers; the probe stops after them."""

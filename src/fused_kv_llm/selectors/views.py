@@ -55,12 +55,15 @@ class View:
         The question attends to these tokens instead of the whole context. Then sidecars are read, not the chunks' KV.
     critical : bool
         Whether the engine is to put the model's critical layers in for `layers`.
+    profiled : bool
+        Whether it is to put in anchors that were profiled for the model, if there are, for `anchors`.
     """
 
     layers: tuple[int, ...] = ()
     full_context: bool = False
     anchors: Anchors | None = None
     critical: bool = False
+    profiled: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,15 @@
-"""Settings found by measurement: calibrated ratios and layer profiles; the plain baseline; ways side by side."""
+"""Settings found by measurement: ratios, profiles of layers and anchors; the plain baseline; ways side by side."""
 
 from __future__ import annotations
 
+from fused_kv_llm.tuning.anchor_profile import AnchorProfile, profile_anchors
 from fused_kv_llm.tuning.baseline import full_prefill
 from fused_kv_llm.tuning.calibration import CalibrationResult, calibrate, check_calibration
 from fused_kv_llm.tuning.layer_profile import profile_layers, read_span_samples
 from fused_kv_llm.tuning.side_by_side import ComparedAnswer, SideBySide, Way
 
 __all__ = [
+    "AnchorProfile",
     "CalibrationResult",
     "ComparedAnswer",
     "SideBySide",
@@ -15,6 +17,7 @@ __all__ = [
     "calibrate",
     "check_calibration",
     "full_prefill",
+    "profile_anchors",
     "profile_layers",
     "read_span_samples",
 ]

@@ -145,12 +145,16 @@ def calibrate(
     track : callable
         Wraps the questions, for a progress bar.
 
+    Anchors that a selector asks for and the store lacks are stored first.
+
     Returns
     -------
     CalibrationResult
 
     Raises
     ------
+    StoreUnavailableError, StoreFullError
+        If anchors are missing and cannot be stored.
     CorpusError
         If the store holds nothing of this model to ask about, or a question is empty.
     ConfigError
@@ -166,6 +170,9 @@ def calibrate(
     asked = questions_from_chunks(chunks, num_questions) if questions is None else [(q, "") for q in questions]
     if not asked:
         raise CorpusError("The chunks have no sentence long enough to make a question from: give questions.")
+    for name in selectors:
+        # Without them another rule would be measured than the one that is asked for.
+        engine.build_anchors(chunks, selector=name, progress=False)
     retrieve = retriever_of(chunks, engine.store.kv_dir)
     points = [CalibrationPoint(name, ratio) for name in selectors for ratio in sorted(ratios)]
     full_s: list[float] = []

@@ -25,6 +25,7 @@ __all__ = [
     "LayerProfile",
     "SpanSample",
     "answer_token_positions",
+    "gold_positions",
     "profile_layers",
     "read_span_samples",
     "recall_by_layer",
@@ -135,6 +136,15 @@ def answer_token_positions(
     return [int(position) for position in np.flatnonzero(wanted)]
 
 
+def gold_positions(engine: FusedKVEngine, sample: SpanSample) -> list[int]:
+    """Return the positions of every token of a sample's prompt that shows a part of an answer in the passages."""
+    rendered = engine.renderer.render(sample.prompt)
+    begin = rendered.text.index(sample.prompt)
+    end = begin + len("\n\n".join(sample.passages)) + _PROMPT.index("{}")
+    offsets = engine.renderer.encode(rendered).offsets
+    return answer_token_positions(rendered.text, offsets, sample.answers, begin, end)
+
+
 def recall_by_layer(scores: Tensor, positions: Tensor, wanted: Sequence[int], ratio: float = 0.1) -> Tensor | None:
     """Return float64 ``[L]``: the share of wanted tokens among each layer's best ``floor(ratio * C)`` (eq. 13).
 
@@ -184,11 +194,7 @@ def profile_layers(
     for sample in samples:
         engine.build_kv_cache(sample.passages, preprocess="later", progress=False)
         engine.build_anchors(sample.passages, selector=everywhere, progress=False)
-        rendered = engine.renderer.render(sample.prompt)
-        encoded = engine.renderer.encode(rendered)
-        begin = rendered.text.index(sample.prompt)
-        end = begin + len("\n\n".join(sample.passages)) + _PROMPT.index("{}")
-        wanted = answer_token_positions(rendered.text, encoded.offsets, sample.answers, begin, end)
+        wanted = gold_positions(engine, sample)
         positions, scores = engine.requests.attention_by_layer(sample.prompt, View(layers, anchors=anchors))
         found = recall_by_layer(scores, positions, wanted)
         if found is not None:
