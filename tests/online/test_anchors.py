@@ -60,6 +60,13 @@ def sidecar_path(engine: FusedKVEngine, key: str, name: str) -> Path:
     return path
 
 
+def test_a_file_is_named_after_rule_ratio_and_layers() -> None:
+    assert sidecar_name(Anchors("kvzip", 0.1), (21, 22, 23)) == "anchors-kvzip-0.1-21-22-23"
+    names = {sidecar_name(Anchors("knorm_high", 0.05), range(count)) for count in (40, 80, 81)}
+    assert len(names) == 3, "whatever the number of layers"
+    assert max(map(len, names)) <= 100, "the longest name of a sidecar"
+
+
 @torch.inference_mode()
 def test_kvzip_equals_a_plain_repetition(engine: FusedKVEngine) -> None:
     text, decoder = SHORT[1], engine.model.model

@@ -17,6 +17,7 @@ from fused_kv_llm.online import Request
 from fused_kv_llm.online.first_layers import FirstLayersPass
 from fused_kv_llm.report import FusionReport
 from fused_kv_llm.selectors import CacheCraft, FirstLayersView, KVDeviation, Probe, budget_tokens, focused_chunks
+from fused_kv_llm.selectors.kv_deviation import CACHEBLEND_RELEASED
 
 from .reference_fusion import finish, project, stitched_kv
 
@@ -80,7 +81,7 @@ def narrowed(engine: FusedKVEngine, selector: KVDeviation, budget: int) -> tuple
     "selector",
     [
         KVDeviation("cacheblend"),
-        KVDeviation("once", layers=(1,), keep=(1.0,)),
+        CACHEBLEND_RELEASED,
         KVDeviation("kvshare", layers=(1,), keep=(1.0,), by_attention=True),
         KVDeviation("late", layers=(2, 4), keep=(2.0, 1.0)),
     ],

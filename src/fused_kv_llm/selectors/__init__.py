@@ -13,7 +13,7 @@ from .cache_craft import CacheCraft, focused_chunks
 from .cache_fix import CacheFix, VariantSelector, cache_context_impact, fix_overhead, plain_overhead, variant_selector
 from .full_reuse import FullReuse
 from .heavy_hitters import HeavyHitters
-from .kv_deviation import CACHEBLEND, KVSHARE, KVDeviation
+from .kv_deviation import CACHEBLEND, CACHEBLEND_RELEASED, KVSHARE, KVDeviation
 from .profiles import anchors_of, critical_layers
 from .query_attention import ALL_LAYERS, FUSIONRAG, MIDDLE_LAYERS, PROPHETKV, QCFUSE, QueryAttention
 from .random import Random
@@ -55,8 +55,8 @@ __all__ = [
 ]
 
 _ALL: tuple[Selector, ...] = (
-    FullReuse(), Random(), Boundary(), CACHEBLEND, KVSHARE, HeavyHitters(), CacheCraft(), CacheFix(),
-    FUSIONRAG, PROPHETKV, QCFUSE, MIDDLE_LAYERS, ALL_LAYERS, SinkAttention(), SINK_ATTENTION_VARIANTS,
+    FullReuse(), Random(), Boundary(), CACHEBLEND, CACHEBLEND_RELEASED, KVSHARE, HeavyHitters(), CacheCraft(),
+    CacheFix(), FUSIONRAG, PROPHETKV, QCFUSE, MIDDLE_LAYERS, ALL_LAYERS, SinkAttention(), SINK_ATTENTION_VARIANTS,
 )  # fmt: skip
 SELECTORS: dict[str, Selector] = {selector.name: selector for selector in _ALL}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 
@@ -12,10 +13,16 @@ from .views import Anchors
 
 __all__ = ["anchor_positions", "knorm_scores", "sidecar_name", "sink_scores"]
 
+_LONGEST_LIST = 60
+"""Characters of a list of layers that a file's name has room for; of a longer one its digest stands there."""
+
 
 def sidecar_name(anchors: Anchors, layers: Sequence[int]) -> str:
     """Return the name of the files that hold these anchors for these critical layers."""
-    return f"anchors-{anchors.rule}-{anchors.ratio:g}-{'-'.join(map(str, layers))}"
+    listed = "-".join(map(str, layers))
+    if len(listed) > _LONGEST_LIST:
+        listed = hashlib.sha256(listed.encode()).hexdigest()[:32]
+    return f"anchors-{anchors.rule}-{anchors.ratio:g}-{listed}"
 
 
 def anchor_positions(scores: Tensor, ratio: float) -> Tensor:

@@ -16,7 +16,7 @@ from .base import Probe, required
 from .budget import top_positions
 from .views import FirstLayersView
 
-__all__ = ["CACHEBLEND", "KVSHARE", "KVDeviation"]
+__all__ = ["CACHEBLEND", "CACHEBLEND_RELEASED", "KVSHARE", "KVDeviation"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,7 @@ class KVDeviation:
     layers : tuple of int
         Layers at which tokens are compared; those that a shallow model does not have are left out.
     keep : tuple of float
-        Tokens that go on after each of them, as multiples of the budget. The paper keeps "slightly more" than the
-        budget at first and leaves the numbers open; its released code has one comparison at layer 1.
+        Tokens that go on after each of them, as multiples of the budget.
     by_attention : bool
         Whether the deviation is scaled by the attention that the token receives in layer 0.
     """
@@ -69,8 +68,13 @@ class KVDeviation:
 
 
 CACHEBLEND = KVDeviation("cacheblend")
-"""CacheBlend with gradual narrowing over layers 1 to 3."""
+"""CacheBlend as published, by gradual filtering: "slightly more" tokens than the budget at first, fewer layer by layer.
+The paper leaves the numbers open; here it is 1.5, 1.25 and 1 times the budget after layers 1, 2 and 3."""
+
+CACHEBLEND_RELEASED = KVDeviation("cacheblend_released", layers=(1,), keep=(1.0,))
+"""CacheBlend as its code was released: one comparison, at layer 1, which takes the whole budget."""
 
 KVSHARE = KVDeviation("kvshare", layers=(1,), keep=(1.0,), by_attention=True)
-"""KVShare (Yang et al. 2025) as QCFuse's demonstration paper (section 2) describes it: "scales KV deviation by initial
-attention weights". The deviation is layer 1's, the weights are the attention received in layer 0."""
+"""KVShare (Yang et al. 2025), known from one sentence only: it "scales KV deviation by initial attention weights", says
+QCFuse's demonstration paper (section 2). Read here as the deviation of layer 1 times the attention received in layer 0.
+The paper itself may have it otherwise."""
