@@ -35,7 +35,7 @@ from torch.nn.functional import kl_div
 
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.model import LoadedModel, load_model
-from fused_kv_llm.selectors import CacheFix
+from fused_kv_llm.selectors import CacheCraft
 
 _SETTINGS = Setting()
 # The overhead says how much is recomputed; 1 would be full prefill.
@@ -60,7 +60,7 @@ def ways(alphas: list[float]) -> list[Way]:
     """Return what is compared; full reuse of plain KV, the baseline, comes first."""
     found = [Way("full reuse, plain", "plain", {"recompute_ratio": 0.0})]
     for alpha in alphas:
-        fix = {"selector": CacheFix(alpha), "recompute_ratio": _MOST}
+        fix = {"selector": CacheCraft(alpha), "recompute_ratio": _MOST}
         name = f"variants, alpha {alpha:g}"
         found += [
             Way(name, "variants", fix),
@@ -70,7 +70,7 @@ def ways(alphas: list[float]) -> list[Way]:
             Way(f"{name}, equal storage", "few variants", fix),
         ]
     found += [
-        Way("full reuse, variants", "variants", {"selector": "cache_craft_variants", "recompute_ratio": 0.0}),
+        Way("full reuse, variants", "variants", {"selector": "cache_craft", "recompute_ratio": 0.0}),
         Way("sink_attention_variants 0.15", "variants", {"selector": "sink_attention_variants", **_FIFTEEN}),
     ]
     return [*found, Way("sink_attention 0.15", "plain", {"selector": "sink_attention", **_FIFTEEN})]

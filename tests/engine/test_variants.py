@@ -14,7 +14,7 @@ from fused_kv_llm import FusedKVEngine, FusionReport
 from fused_kv_llm.errors import ConfigError
 from fused_kv_llm.store import variant_name
 
-_FIX = {"selector": "cache_craft_variants", "recompute_ratio": 0.9}
+_FIX = {"selector": "cache_craft", "recompute_ratio": 0.9}
 
 
 def open_engine(folder: Path, model: Any = None, **options: Any) -> FusedKVEngine:

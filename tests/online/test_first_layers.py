@@ -16,7 +16,15 @@ from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.online import Request
 from fused_kv_llm.online.first_layers import FirstLayersPass
 from fused_kv_llm.report import FusionReport
-from fused_kv_llm.selectors import CacheCraft, FirstLayersView, KVDeviation, Probe, budget_tokens, focused_chunks
+from fused_kv_llm.selectors import (
+    CacheCraft,
+    CacheCraftOnline,
+    FirstLayersView,
+    KVDeviation,
+    Probe,
+    budget_tokens,
+    focused_chunks,
+)
 from fused_kv_llm.selectors.kv_deviation import CACHEBLEND_RELEASED
 
 from .reference_fusion import finish, project, stitched_kv
@@ -137,8 +145,10 @@ def test_attention_sums_equal_dense_attention(engine: FusedKVEngine) -> None:
 
 
 @torch.inference_mode()
-def with_attention(engine: FusedKVEngine, selected: list[int], window: int) -> tuple[torch.Tensor, int | None]:
-    """All rows through two layers, the selected ones through the rest, or as long as the question looks at their chunk.
+def with_attention(
+    engine: FusedKVEngine, selected: list[int], window: int, looked: int = 2
+) -> tuple[torch.Tensor, int | None]:
+    """All rows through so many layers, the selected ones as long as the question looks at their chunk.
 
     Returns
     -------
@@ -149,6 +159,8 @@ def with_attention(engine: FusedKVEngine, selected: list[int], window: int) -> t
     stored = stitched_kv(engine, request)
     question = request.question_rows()[1]
     rows = torch.arange(request.prefix_tokens, request.num_tokens)
+    if not looked:
+        rows = torch.tensor([row for row in rows.tolist() if request.kind[row] < 0 or row in selected])
     hidden = decoder.embed_tokens(torch.tensor([request.ids])[:, rows])
     attention, history, dropped_at = torch.zeros(5), [], None
     for index, layer in enumerate(decoder.layers):
@@ -160,9 +172,9 @@ def with_attention(engine: FusedKVEngine, selected: list[int], window: int) -> t
         attention += torch.stack([mass[request.kind == chunk].sum() for chunk in range(5)])
         history.append(focused_chunks(attention))
         kind, left = request.kind[rows].tolist(), None
-        if index == 1:
+        if index == looked - 1:
             left = [i for i, row in enumerate(rows.tolist()) if kind[i] < 0 or row in selected]
-        elif 1 < index < len(decoder.layers) - 1 and window and dropped_at is None and len(history) > window:
+        elif looked - 1 < index < len(decoder.layers) - 1 and window and dropped_at is None and len(history) > window:
             assert window == 1
             dropped_at = index
             left = [i for i in range(len(rows)) if kind[i] in {-1, *history[-1]}]
@@ -172,7 +184,7 @@ def with_attention(engine: FusedKVEngine, selected: list[int], window: int) -> t
     return engine.model.lm_head(decoder.norm(hidden))[0, -1], dropped_at
 
 
-@pytest.mark.parametrize(("selector", "window"), [("prefill_h2o", 0), (replace(CacheCraft(), focus_window=1), 1)])
+@pytest.mark.parametrize(("selector", "window"), [("prefill_h2o", 0), (replace(CacheCraftOnline(), focus_window=1), 1)])
 def test_rows_that_are_not_selected_or_out_of_focus_leave(engine: FusedKVEngine, selector: Any, window: int) -> None:
     fused, _ = engine.prefill(rag_prompt(SHORT[:5]), recompute_ratio=RATIO, selector=selector)
     want, dropped_at = with_attention(engine, fused.selected.tolist(), window)
@@ -180,7 +192,32 @@ def test_rows_that_are_not_selected_or_out_of_focus_leave(engine: FusedKVEngine,
     torch.testing.assert_close(fused.logits, want, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("selector", ["cacheblend", "kvshare", "prefill_h2o", "cache_craft"])
+def test_cache_craft_computes_selected_rows_only_and_then_those_in_focus(
+    engine: FusedKVEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows by layer: the fresh and the selected ones from the first layer on, and fewer once the focus is stable."""
+    rows: list[int] = []
+    attend = FirstLayersPass.attend
+
+    def counted(self: FirstLayersPass, layer_idx: int, q: torch.Tensor, *args: Any) -> torch.Tensor:
+        rows.append(q.shape[2])
+        return attend(self, layer_idx, q, *args)
+
+    monkeypatch.setattr(FirstLayersPass, "attend", counted)
+    fused, report = engine.prefill(rag_prompt(SHORT[:5]), recompute_ratio=0.9, selector=CacheCraft(focus_window=1))
+    want, dropped_at = with_attention(engine, fused.selected.tolist(), 1, looked=0)
+    assert dropped_at is not None
+    # Without records: half of every chunk but the prompt's first.
+    kinds = plan(engine).kind[fused.selected]
+    assert sorted(set(kinds.tolist())) == [1, 2, 3, 4]
+    begun = report.fresh_tokens + fused.selected.shape[0]
+    assert rows[: dropped_at + 1] == [begun] * (dropped_at + 1)
+    assert all(count < begun for count in rows[dropped_at + 1 :])
+    assert len(rows) > dropped_at + 1, "layers are left that it saves"
+    torch.testing.assert_close(fused.logits, want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("selector", ["cacheblend", "kvshare", "prefill_h2o", "cache_craft_online"])
 def test_rows_that_were_dropped_are_not_computed(
     engine: FusedKVEngine, selector: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,5 +236,5 @@ def test_rows_that_were_dropped_are_not_computed(
     assert rows[:2] == [everything] * 2
     assert rows == sorted(rows, reverse=True)
     assert rows[-1] <= left < everything
-    if selector != "cache_craft":
+    if selector != "cache_craft_online":
         assert rows[-1] == left

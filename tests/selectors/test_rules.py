@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from probes import make_probe
 
 from fused_kv_llm.errors import ConfigError, FusedKVError
-from fused_kv_llm.selectors import CacheCraft, FirstLayersView, KVDeviation, Probe, resolve_selector
+from fused_kv_llm.selectors import CacheCraftOnline, FirstLayersView, KVDeviation, Probe, resolve_selector
 from fused_kv_llm.selectors.budget import allocate, top_positions
-from fused_kv_llm.selectors.cache_craft import adjusted_overlap, context_impact, focused_chunks
+from fused_kv_llm.selectors.cache_craft import adjusted_overlap
+from fused_kv_llm.selectors.cache_craft_online import context_impact
+from fused_kv_llm.selectors.focus import focused_chunks
 
 
 def test_cacheblend_takes_the_highest_deviation_and_kvshare_scales_it() -> None:
@@ -32,7 +34,8 @@ def test_narrowing_skips_the_layers_that_a_model_does_not_have() -> None:
     assert KVDeviation("x").view(2) == FirstLayersView(deviation=(1,), keep=(1.0,))
     assert KVDeviation("x").view(30).layers == (0, 1, 2, 3)
     with pytest.raises(ConfigError, match="at least one"):
-        FirstLayersView(focus_window=3)
+        FirstLayersView()
+    assert FirstLayersView(focus_window=3).layers == (), "what was selected before begins, and only the focus counts"
 
 
 def test_heavy_hitters_give_every_chunk_its_part() -> None:
@@ -56,7 +59,7 @@ def test_cache_craft_follows_equations_9_to_14() -> None:
         cci = 1 / (1 + math.exp(-a / b))
         assert float(context_impact(probe.given, probe.chunk_index)[i]) == pytest.approx(cci)
         weight[i] = cci * sizes[i] if i else 0.0
-    chosen = CacheCraft().select(probe, 9)
+    chosen = CacheCraftOnline().select(probe, 9)
     taken = [sum(int(probe.chunk_index[probe.positions == p]) == i for p in chosen.tolist()) for i in range(3)]
     assert taken[0] == 0
     assert taken[1] == pytest.approx(9 * weight[1] / (weight[1] + weight[2]), abs=1)
@@ -74,9 +77,9 @@ def test_alpha_asks_for_a_share_of_every_chunk() -> None:
     probe = make_probe([8, 12, 10])
     assert probe.given is not None
     impact = context_impact(probe.given, probe.chunk_index)
-    few = CacheCraft(alpha=0.1).select(probe, 20)
+    few = CacheCraftOnline(alpha=0.1).select(probe, 20)
     assert few.shape[0] == math.ceil(0.1 * float(impact[1]) * 12) + math.ceil(0.1 * float(impact[2]) * 10)
-    assert CacheCraft(alpha=50.0).select(probe, 20).shape[0] == 20
+    assert CacheCraftOnline(alpha=50.0).select(probe, 20).shape[0] == 20
 
 
 def test_adjusted_overlap_of_equations_6_to_8() -> None:
@@ -148,7 +151,7 @@ def test_floors_hold_and_the_rest_is_global(lengths: list[int], floor: float, sh
         assert set(chosen.tolist()) == set(probe.positions[probe.scores.topk(budget).indices].tolist())
 
 
-@pytest.mark.parametrize("name", ["cacheblend", "kvshare", "prefill_h2o", "cache_craft", "fusionrag"])
+@pytest.mark.parametrize("name", ["cacheblend", "kvshare", "prefill_h2o", "cache_craft_online", "fusionrag"])
 def test_a_probe_without_what_a_rule_needs_is_an_error(name: str) -> None:
     full = make_probe([4, 4])
     blind = Probe(full.positions, full.chunk_index, full.offset)

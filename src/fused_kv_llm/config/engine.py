@@ -227,7 +227,8 @@ class EngineConfig(BaseModel):
     variants: Annotated[int, Option(unit="variants"), BeforeValidator(_variants)] = Field(default=0, frozen=True)
     """How many variants of a chunk are kept beside its plain KV: its KV behind the chunks that stood before it in
     earlier prompts (Cache-Craft section 3.3). They are computed in the background, by prefilling prompts once more, and
-    used by the selector cache_craft_variants."""
+    used by the selectors cache_craft and
+    sink_attention_variants."""
 
     variant_bytes: Annotated[int | str | None, Option(unit="bytes"), BeforeValidator(_size)] = Field(
         default=None, frozen=True

@@ -1,7 +1,8 @@
 """Selection by the first layers: all rows of a prompt begin the fused pass, and those that are not selected leave it.
 
-CacheBlend, KVShare, Prefill-H2O and Cache-Craft decide by what the first layers show. A row that is dropped at a layer
-has fresh KV up to that layer, and its stored KV from the next one on.
+CacheBlend, KVShare and Prefill-H2O decide by what the first layers show; Cache-Craft drops rows of chunks that the
+question turns out not to see. A row that is dropped at a layer has fresh KV up to that layer, and its stored KV from
+the next one on.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ class FirstLayersPass(NarrowingPass):
 
     Attributes
     ----------
+    looks : bool
+        Whether the selector looks at layers first; otherwise only the rows that it has selected begin.
     selected : Tensor
         int64 positions of the chunk tokens that were selected, ascending.
     begun_at_s, selected_at_s : float
@@ -61,9 +64,10 @@ class FirstLayersPass(NarrowingPass):
         self, request: Request, kv: RequestKV, view: FirstLayersView, selector: Selector, probe: Probe, budget: int
     ) -> None:
         device = kv.cache.keys.device
-        rows = (request.kind != -2).nonzero()[:, 0].to(device)
+        self.looks = bool(view.layers)
+        self.selected = probe.positions if self.looks else checked_selection(selector, probe, budget)
+        rows = request.rows(self.selected).to(device)
         super().__init__(rows, request.num_tokens, kv.fillers, kv.cache.geometry.last_layer)
-        self.selected = probe.positions
         self.selected_at_s = 0.0
         self.selection_bytes = 0
         self._kv, self._view, self._selector, self._budget = kv, view, selector, budget
@@ -95,7 +99,7 @@ class FirstLayersPass(NarrowingPass):
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         """Return the attention output; see what the view asks for, and select after the last layer of it."""
-        last = self._view.layers[-1]
+        last = len(self._view.layers) - 1
         if layer_idx in self._view.attention:
             self._sums.add(self.plans(rule.mask)[0], q[0], k[0], rule)
         if self._focus is not None and layer_idx < len(self._kv.cache.layers) and layer_idx != self.final_layer:

@@ -90,9 +90,9 @@ class Fusion:
         if isinstance(view, FirstLayersView):
             # It selects in the fused pass itself.
             self._narrows = True
-            probe = describe_chunks(request, recipe.seed)
-            self._rows = (request.kind != -2).nonzero()[:, 0]
-            self._slice = self._part(FirstLayersPass(request, kv, view, recipe.selector, probe, self._budget))
+            known = describe_chunks(request, recipe)
+            narrowing = FirstLayersPass(request, kv, view, recipe.selector, known, self._budget)
+            self._rows, self._slice = narrowing.rows.cpu(), self._part(narrowing)
         else:
             self._selection = Selection(context, request, kv, recipe, view, report)
 
@@ -189,7 +189,8 @@ class Fusion:
         if isinstance(done.forward_pass, FirstLayersPass):
             self._selected = done.forward_pass.selected
             first_layers = done.forward_pass
-            self._report.rename("fuse", "probe", first_layers.begun_at_s, first_layers.selected_at_s)
+            if first_layers.looks:
+                self._report.rename("fuse", "probe", first_layers.begun_at_s, first_layers.selected_at_s)
             self._report.selection_bytes += first_layers.selection_bytes
             self._rows = self._rows[:0]
         else:

@@ -136,15 +136,12 @@ class Selection:
         # Ratio 0 and ratio 1 leave nothing to decide, whatever the selector.
         if budget in (0, chunk.shape[0]):
             return chunk[:budget]
-        known, by_layer = describe_chunks(request, recipe.seed), None
+        known, by_layer = describe_chunks(request, recipe), None
         if self._view.layers:
             with timed(report, "probe"):
                 by_layer = self._question_probe().scores(pause_at_s)
                 known = replace(known, scores=by_layer.mean(0))
         with timed(report, "select"):
-            if (selector := variant_selector(recipe.selector)) is not None:
-                overhead, recorded = describe_variants(request, selector.alpha)
-                known = replace(known, overhead=overhead, recorded=recorded)
             if recipe.trace_scores and by_layer is not None:
                 self.trace = _traced(recipe.selector, self._view, by_layer, known)
             return checked_selection(recipe.selector, known, budget)
@@ -163,12 +160,15 @@ def _traced(selector: Selector, view: View, by_layer: Tensor, known: Probe) -> S
     return SelectionTrace(view.layers, by_layer.float().cpu().numpy(), ranked_by.float().cpu().numpy())
 
 
-def describe_chunks(request: Request, seed: int) -> Probe:
+def describe_chunks(request: Request, recipe: Recipe) -> Probe:
     """Return what is known of a request's chunk tokens before anything was looked at."""
+    selector = variant_selector(recipe.selector)
+    overhead, recorded = (None, None) if selector is None else describe_variants(request, selector.alpha)
     positions = request.chunk_positions
     chunk_index = request.kind[positions]
     starts = torch.tensor([chunk.segment.start for chunk in request.chunks])
-    return Probe(positions, chunk_index, positions - starts[chunk_index], seed=seed)
+    return Probe(positions, chunk_index, positions - starts[chunk_index], seed=recipe.seed, overhead=overhead,
+                 recorded=recorded)  # fmt: skip
 
 
 def _read_anchors(view: View, context: FusionContext, request: Request) -> ChunkAnchors | None:

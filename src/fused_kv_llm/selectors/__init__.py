@@ -9,8 +9,16 @@ from fused_kv_llm.selectors.profiles import save_anchors, save_profile
 from .base import Probe, ScoringSelector, Selector, TransferringSelector, checked_selection
 from .boundary import Boundary
 from .budget import budget_tokens
-from .cache_craft import CacheCraft, focused_chunks
-from .cache_fix import CacheFix, VariantSelector, cache_context_impact, fix_overhead, plain_overhead, variant_selector
+from .cache_craft import (
+    CacheCraft,
+    VariantSelector,
+    cache_context_impact,
+    fix_overhead,
+    plain_overhead,
+    variant_selector,
+)
+from .cache_craft_online import CacheCraftOnline
+from .focus import focused_chunks
 from .full_reuse import FullReuse
 from .heavy_hitters import HeavyHitters
 from .kv_deviation import CACHEBLEND, CACHEBLEND_RELEASED, KVSHARE, KVDeviation
@@ -25,7 +33,7 @@ __all__ = [
     "AnchorRule",
     "Anchors",
     "CacheCraft",
-    "CacheFix",
+    "CacheCraftOnline",
     "FirstLayersView",
     "KVDeviation",
     "Probe",
@@ -56,7 +64,8 @@ __all__ = [
 
 _ALL: tuple[Selector, ...] = (
     FullReuse(), Random(), Boundary(), CACHEBLEND, CACHEBLEND_RELEASED, KVSHARE, HeavyHitters(), CacheCraft(),
-    CacheFix(), FUSIONRAG, PROPHETKV, QCFUSE, MIDDLE_LAYERS, ALL_LAYERS, SinkAttention(), SINK_ATTENTION_VARIANTS,
+    CacheCraftOnline(), FUSIONRAG, PROPHETKV, QCFUSE, MIDDLE_LAYERS, ALL_LAYERS, SinkAttention(),
+    SINK_ATTENTION_VARIANTS,
 )  # fmt: skip
 SELECTORS: dict[str, Selector] = {selector.name: selector for selector in _ALL}
 

@@ -1,53 +1,75 @@
-"""Cache-Craft: fix the chunks that the prompt before them changes most (Agarwal et al. 2025, section 3)."""
+"""Cache-Craft: fix each chunk as much as its record says (Agarwal et al. 2025, sections 3.1 to 3.3)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from .base import Probe, required
+from .base import Probe, Selector, required
 from .budget import allocate, top_positions
-from .views import FirstLayersView
+from .views import FirstLayersView, View
 
-__all__ = ["CacheCraft", "adjusted_overlap", "context_impact", "focused_chunks"]
+__all__ = [
+    "CacheCraft",
+    "VariantSelector",
+    "adjusted_overlap",
+    "cache_context_impact",
+    "fix_overhead",
+    "plain_overhead",
+    "variant_selector",
+]
+
+
+@runtime_checkable
+class VariantSelector(Selector, Protocol):
+    """A selector for which the engine takes the variant of the least cache fix overhead, where variants are kept."""
+
+    @property
+    def alpha(self) -> float:
+        """What the overhead is scaled with (equation 12)."""
+
+    @property
+    def takes_variants(self) -> bool:
+        """Whether it does; a selector that never does need not have this."""
+
+
+def variant_selector(selector: Selector) -> VariantSelector | None:
+    """Return a selector that takes variants of chunks; None for one that takes plain KV."""
+    return selector if isinstance(selector, VariantSelector) and selector.takes_variants else None
 
 
 @dataclass(frozen=True, slots=True)
 class CacheCraft:
-    """Divide the budget by cache fix overhead; inside a chunk take the tokens that look most at earlier chunks.
+    """Recompute of each chunk as many tokens as its cache fix overhead says, those that looked most at other chunks.
 
-    ``CFO_i = alpha * CCI_i * (1 - beta'_i)`` (eq. 12), ``N_i = ceil(CFO_i * |C_i|)`` and ``T(C_i) = arg top N_i of
-    sum over j < i of inter(C_j, t)`` (eq. 14).
-
-    The paper stores a chunk as a live prompt left it and knows its attention to that prompt's chunks. Chunks are
-    stored here without chunks before them, so nothing was recorded: inter and intra attention come from a forward of
-    the prompt through its first layers, ``beta'`` is 0 for every chunk but the prompt's first, whose prefix is the
-    one it was stored with.
+    ``N_i = ceil(CFO_i |C_i|)`` of the tokens with the highest recorded attention to the chunks that stood before
+    (equation 14); where the request's ratio allows fewer, each chunk's part is cut alike. Of a chunk's plain KV, which
+    was computed behind no chunk, no attention is recorded: its first tokens are taken, and none of the prompt's first
+    chunk, since that stands where it was computed. Rows of chunks that the question turns out not to look at leave the
+    forward (algorithm 1).
 
     Parameters
     ----------
-    layers : int
-        First layers over which attention is averaged (eq. 10 averages over all).
-    alpha : float or None
-        Scale of the overhead; fewer tokens than the budget are taken where it asks for fewer. None spends the
-        budget, in proportion to CFO.
+    alpha : float
+        Scale of the overhead (equations 12 and 13).
     focus_window : int
-        Layers for which the question's focus must be stable before the other chunks' recomputation stops
-        (section 3.2.2); 0 never stops it.
+        Layers for which the question's focus must be the same before the other chunks' rows leave (section 3.2.2,
+        algorithm 1); 0 has them stay.
     """
 
     name: ClassVar[str] = "cache_craft"
-    layers: int = 2
-    alpha: float | None = None
+    takes_variants: ClassVar[bool] = True
+    alpha: float = 1.0
     focus_window: int = 3
 
-    def view(self, num_layers: int) -> FirstLayersView:
-        """Return the first layers' attention."""
-        return FirstLayersView(attention=tuple(range(min(self.layers, num_layers))), focus_window=self.focus_window)
+    def view(self, num_layers: int) -> View | FirstLayersView:
+        """Return that nothing is looked at before the selection: everything was recorded."""
+        return FirstLayersView(focus_window=self.focus_window) if self.focus_window else View()
 
     def select(self, probe: Probe, budget: int) -> Tensor:
         """Return the most contextualised tokens of the chunks.
@@ -55,50 +77,47 @@ class CacheCraft:
         Raises
         ------
         FusedKVError
-            If the probe has no attention between chunks, which is a fault of the caller.
+            If the probe does not say what was recorded, which is a fault of the caller.
         """
-        given = required(probe.given, "attention weights between chunks", self.name)
-        sizes = torch.bincount(probe.chunk_index, minlength=given.shape[1])
-        names = [str(chunk) for chunk in range(sizes.shape[0])]
-        overlap = torch.tensor([adjusted_overlap((), (), names[:chunk]) for chunk in range(len(names))])
-        overhead = context_impact(given, probe.chunk_index) * (1.0 - overlap)
-        counts = allocate(budget, overhead * sizes, sizes)
-        if self.alpha is not None:
-            counts = torch.minimum(counts, (self.alpha * overhead * sizes).ceil().long())
-        earlier = torch.arange(given.shape[1])[None, :] < probe.chunk_index[:, None]
-        inter = (given * earlier).sum(1)
+        overhead = required(probe.overhead, "the chunks' overheads", self.name)
+        recorded = required(probe.recorded, "recorded attention to earlier chunks", self.name)
+        sizes = torch.bincount(probe.chunk_index, minlength=overhead.shape[0])
+        counts = torch.minimum((overhead * sizes - 1e-9).ceil().long(), sizes)
+        if int(counts.sum()) > budget:
+            counts = allocate(budget, counts, sizes)
         parts = [
-            top_positions(probe.positions[mine], inter[mine], int(counts[chunk]))
+            top_positions(probe.positions[mine], recorded[mine], int(counts[chunk]))
             for chunk in range(sizes.shape[0])
             for mine in [probe.chunk_index == chunk]
         ]
         return torch.cat(parts).sort().values
 
 
-def context_impact(given: Tensor, chunk_index: Tensor) -> Tensor:
-    """Return each chunk's cache context impact (eq. 9 and 11).
-
-    ``a = sum over j < i of inter(C_j, C_i) / (|C_i| |C_j|)``, ``b = intra(C_i) / |C_i|^2``,
-    ``CCI = 1 / (1 + exp(-a / b))``: 0.5 for a chunk that looks at no earlier chunk, towards 1 for one that does.
+def cache_context_impact(inter: Tensor, intra: Tensor, prefix_tokens: Sequence[int], num_tokens: int) -> float:
+    """Return how much what stood before a chunk shaped its KV (equations 9 to 11).
 
     Parameters
     ----------
-    given : Tensor
-        float32 ``[C, K]``, attention of every token to every chunk.
-    chunk_index : Tensor
-        int64 ``[C]``.
+    inter : Tensor
+        ``[L, P]``: by layer, the chunk's attention to each chunk before it (equation 3).
+    intra : Tensor
+        ``[L]``: by layer, its attention to its own earlier tokens (equation 4).
+    prefix_tokens : sequence of int
+        Tokens of the chunks before it.
+    num_tokens : int
+        Its own.
 
     Returns
     -------
-    Tensor
-        float64 ``[K]``.
+    float
+        ``1 / (1 + exp(-a / b))``, from 0.5, where it looked at none of them, towards 1.
     """
-    count = given.shape[1]
-    sizes = torch.bincount(chunk_index, minlength=count).double().clamp(min=1.0)
-    between = torch.zeros(count, count, dtype=torch.float64).index_add_(0, chunk_index, given.double())
-    inter = (between / (sizes[:, None] * sizes[None, :])).tril(-1).sum(1)
-    intra = between.diagonal() / sizes**2
-    return torch.sigmoid(inter / intra.clamp(min=1e-12))
+    sizes = torch.tensor(list(prefix_tokens), dtype=torch.float64)
+    a = float((inter.double() / (num_tokens * sizes)).sum(-1).mean())
+    b = float((intra.double() / num_tokens**2).mean())
+    # A chunk of one token has no earlier one of its own.
+    ratio = a / b if b > 0.0 else math.inf if a > 0.0 else 0.0
+    return 1.0 / (1.0 + math.exp(-ratio))
 
 
 def adjusted_overlap(inter: Sequence[float], old: Sequence[str], new: Sequence[str]) -> float:
@@ -129,29 +148,29 @@ def adjusted_overlap(inter: Sequence[float], old: Sequence[str], new: Sequence[s
     return beta * (1.0 - (discordant / pairs if pairs else 0.0))
 
 
-def focused_chunks(attention: Tensor) -> frozenset[int]:
-    """Return the chunks that the question focuses on (algorithm 1, lines 4 to 9).
-
-    The gaps between the sorted scores, divided by their sum, are read as a distribution with the cumulated entropy
-    ``h``. ``i* = argmax(h[i + 1] - h[i])``, counted from 1, and the ``i*`` highest chunks are in focus. The algorithm
-    needs three chunks; with fewer, all are in focus.
+def fix_overhead(
+    impact: float, inter: Sequence[float], old: Sequence[str], new: Sequence[str], alpha: float = 1.0
+) -> float:
+    """Return a chunk's cache fix overhead ``alpha CCI (1 - beta')``, at most 1 (equation 12).
 
     Parameters
     ----------
-    attention : Tensor
-        float ``[K]``, attention from the question to each chunk, cumulated over layers (eq. 15).
-
-    Returns
-    -------
-    frozenset of int
-        Indices of the chunks in focus.
+    impact : float
+        CCI.
+    inter, old, new
+        As :func:`adjusted_overlap` takes them.
+    alpha : float
     """
-    ordered = torch.sort(attention.double(), descending=True, stable=True)
-    gaps = -ordered.values.diff()
-    if attention.shape[0] < 3 or float(gaps.sum()) <= 0.0:
-        return frozenset(range(attention.shape[0]))
-    share = gaps / gaps.sum()
-    entropy = torch.special.entr(share)
-    # h[i + 1] - h[i] is the entropy of gap i + 1, so the first gap is no candidate.
-    cut = int(entropy[1:].argmax()) + 1
-    return frozenset(ordered.indices[:cut].tolist())
+    return min(1.0, alpha * impact * (1.0 - adjusted_overlap(inter, old, new)))
+
+
+def plain_overhead(is_first: bool, alpha: float = 1.0) -> float:
+    """Return the overhead of KV that was computed behind no chunk.
+
+    Parameters
+    ----------
+    is_first : bool
+        Whether no chunk stands before it in the prompt either.
+    alpha : float
+    """
+    return fix_overhead(0.5, (), (), () if is_first else ("another",), alpha)

@@ -1,4 +1,8 @@
-"""Prefill-H2O: recompute the most-attended tokens of every chunk (Cache-Craft section 5.1.4, after H2O)."""
+"""Prefill-H2O: recompute the most-attended tokens of every chunk.
+
+Known from one sentence of Cache-Craft (section 5.1.4), which names it as a baseline after H2O. It has no paper of its
+own.
+"""
 
 from __future__ import annotations
 

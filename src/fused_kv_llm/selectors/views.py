@@ -70,6 +70,8 @@ class View:
 class FirstLayersView:
     """The first layers of the fused pass: all rows of the prompt go through them, and the selected ones go on.
 
+    With nothing to look at but a focus, only the selected rows begin.
+
     Parameters
     ----------
     deviation : tuple of int
@@ -96,7 +98,7 @@ class FirstLayersView:
     focus_window: int = 0
 
     def __post_init__(self) -> None:
-        if not self.layers:
+        if not self.layers and not self.focus_window:
             raise ConfigError("A view of the first layers needs at least one: list layers in deviation or attention.")
 
     @property

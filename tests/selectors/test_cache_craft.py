@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fused_kv_llm.errors import FusedKVError
-from fused_kv_llm.selectors import CacheFix, Probe, cache_context_impact, fix_overhead, plain_overhead
+from fused_kv_llm.selectors import CacheCraft, Probe, cache_context_impact, fix_overhead, plain_overhead
 from fused_kv_llm.selectors.cache_craft import adjusted_overlap
 
 _NAMES = "abcdefgh"
@@ -93,13 +93,13 @@ def test_selection_is_equation_14(data: st.DataObject, sizes: list[int]) -> None
         # In whole numbers: the overheads are twentieths.
         count = -(-round(cfo * 20) * size // 20)
         want += sorted(mine, key=lambda t: -float(recorded[t]))[:count]
-    got = CacheFix().select(probe, sum(sizes))
+    got = CacheCraft().select(probe, sum(sizes))
     assert got.tolist() == sorted(int(probe.positions[t]) for t in want)
     budget = data.draw(st.integers(0, sum(sizes)))
-    assert CacheFix().select(probe, budget).shape[0] == min(budget, len(want))
+    assert CacheCraft().select(probe, budget).shape[0] == min(budget, len(want))
 
 
 def test_a_probe_without_records_is_refused() -> None:
     probe = _probe([0.5], [4], torch.zeros(4))
     with pytest.raises(FusedKVError, match="overheads"):
-        CacheFix().select(Probe(probe.positions, probe.chunk_index, probe.offset), 2)
+        CacheCraft().select(Probe(probe.positions, probe.chunk_index, probe.offset), 2)
