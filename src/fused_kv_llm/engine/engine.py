@@ -87,7 +87,7 @@ class FusedKVEngine(ChunkMethods, PromptMethods, ExplainMethods):
         self._parts, self._orders = parts, ChunkOrders()
         try:
             # First, since it may be refused: the corpus opens a file of its own.
-            self.recompute_ratio, self._selector = self._chosen(config.recompute_ratio, config.selector)
+            self.recompute_ratio, self._selector = self._asked(config.recompute_ratio, config.selector)
             self.corpus = EngineCorpus(
                 parts,
                 similarity,

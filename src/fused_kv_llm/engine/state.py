@@ -8,7 +8,7 @@ from typing import Any, Literal
 from fused_kv_llm.config import EngineConfig, check_ratio
 from fused_kv_llm.model import LoadedModel, ModelLock
 from fused_kv_llm.prompt import PromptRenderer
-from fused_kv_llm.selectors import Selector, resolve_selector
+from fused_kv_llm.selectors import PrefixCache, Selector, resolve_selector
 from fused_kv_llm.store import KVStore
 
 from .calibration import read_calibration
@@ -37,7 +37,12 @@ class EngineState:
     _orders: ChunkOrders
 
     def _chosen(self, ratio: float | Literal["auto"] | None, selector: str | Selector | None) -> tuple[float, Selector]:
-        """Return the ratio and the selector of a call; a calibration gives both."""
+        """Return the ratio and the selector of a call: 1 where only exact prefixes are reused."""
+        asked, found = self._asked(ratio, selector)
+        return (1.0 if isinstance(found, PrefixCache) else asked), found
+
+    def _asked(self, ratio: float | Literal["auto"] | None, selector: str | Selector | None) -> tuple[float, Selector]:
+        """Return the ratio and the selector that were asked for; a calibration gives both."""
         if ratio == "auto":
             found = read_calibration(self.store.kv_dir, self.fusion_identity)
             return found.recompute_ratio, resolve_selector(found.selector)

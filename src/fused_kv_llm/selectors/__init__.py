@@ -22,6 +22,7 @@ from .focus import focused_chunks
 from .full_reuse import FullReuse
 from .heavy_hitters import HeavyHitters
 from .kv_deviation import CACHEBLEND, CACHEBLEND_RELEASED, KVSHARE, KVDeviation
+from .prefix_cache import PrefixCache
 from .profiles import anchors_of, critical_layers
 from .query_attention import ALL_LAYERS, FUSIONRAG, MIDDLE_LAYERS, PROPHETKV, QCFUSE, QueryAttention
 from .random import Random
@@ -36,6 +37,7 @@ __all__ = [
     "CacheCraftOnline",
     "FirstLayersView",
     "KVDeviation",
+    "PrefixCache",
     "Probe",
     "QueryAttention",
     "ScoringSelector",
@@ -63,8 +65,8 @@ __all__ = [
 ]
 
 _ALL: tuple[Selector, ...] = (
-    FullReuse(), Random(), Boundary(), CACHEBLEND, CACHEBLEND_RELEASED, KVSHARE, HeavyHitters(), CacheCraft(),
-    CacheCraftOnline(), FUSIONRAG, PROPHETKV, QCFUSE, MIDDLE_LAYERS, ALL_LAYERS, SinkAttention(),
+    FullReuse(), PrefixCache(), Random(), Boundary(), CACHEBLEND, CACHEBLEND_RELEASED, KVSHARE, HeavyHitters(),
+    CacheCraft(), CacheCraftOnline(), FUSIONRAG, PROPHETKV, QCFUSE, MIDDLE_LAYERS, ALL_LAYERS, SinkAttention(),
     SINK_ATTENTION_VARIANTS,
 )  # fmt: skip
 SELECTORS: dict[str, Selector] = {selector.name: selector for selector in _ALL}
