@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RecordFile", "read_records", "settings_digest"]
+__all__ = ["RecordFile", "Records", "read_by_settings", "read_records", "settings_digest"]
 
 Records = dict[tuple[str, str], dict[str, Any]]
 
@@ -17,21 +17,25 @@ def settings_digest(**settings: Any) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def read_records(out: Path, digest: str) -> Records:
-    """Return the records of these settings from all parts of a run, by question and method key.
+def read_by_settings(out: Path) -> dict[str, Records]:
+    """Return the records of all parts of a run by the digest of their settings, then by question and method key.
 
     A line that was cut off by a crash is left out and measured again.
     """
-    records: Records = {}
+    found: dict[str, Records] = {}
     for path in sorted(out.parent.glob(f"{out.stem}.records*.jsonl")):
         for line in path.read_text(encoding="utf-8").splitlines():
             try:
                 record = json.loads(line)
             except json.JSONDecodeError:
                 continue
-            if record["settings"] == digest:
-                records[record["question"], record["method"]] = record
-    return records
+            found.setdefault(record["settings"], {})[record["question"], record["method"]] = record
+    return found
+
+
+def read_records(out: Path, digest: str) -> Records:
+    """Return the records of these settings."""
+    return read_by_settings(out).get(digest, {})
 
 
 class RecordFile:
