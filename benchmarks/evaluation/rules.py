@@ -31,6 +31,8 @@ __all__ = ["all_rules", "base_name", "prefill", "rule_of"]
 
 _GIVEN, _TAKEN = "+transfer", "-transfer"
 _STRENGTH = SinkAttention().transfer
+# They choose nothing: full reuse is ratio 0, and prefix caching computes all of a prompt that is not an exact prefix.
+_WITHOUT_CHOICE = ("full_reuse", "prefix_cache")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +79,10 @@ def _transfers(selector: Selector) -> bool:
 
 
 def all_rules() -> list[str]:
-    """Return every selector that recomputes something of plain KV, each with transfer and without."""
+    """Return every selector that chooses among tokens of plain KV, each with transfer and without."""
     rules = []
     for name, selector in SELECTORS.items():
-        if name != "full_reuse" and variant_selector(selector) is None:
+        if name not in _WITHOUT_CHOICE and variant_selector(selector) is None:
             rules += [name, name + (_TAKEN if _transfers(selector) else _GIVEN)]
     return rules
 

@@ -30,7 +30,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FusedKVEngine]:
 def test_every_rule_is_there_with_transfer_and_without() -> None:
     rules = all_rules()
     assert {"sink_attention", "sink_attention-transfer", "cacheblend", "cacheblend+transfer"} <= set(rules)
-    assert "full_reuse" not in rules
+    assert {"full_reuse", "prefix_cache", "sink_attention_variants"}.isdisjoint(rules)
     for name in {base_name(rule) for rule in rules}:
         both = [rule_of(rule) for rule in rules if base_name(rule) == name]
         strengths = [rule.transfer if isinstance(rule, TransferringSelector) else 0.0 for rule in both]
