@@ -15,7 +15,8 @@ from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.cli import app
 from fused_kv_llm.engine.calibration import calibration_path
 from fused_kv_llm.errors import ConfigError, CorpusError
-from fused_kv_llm.tuning.calibration import calibrate, questions_from_chunks
+from fused_kv_llm.report import FusionReport
+from fused_kv_llm.tuning.calibration import CalibrationPrompts, calibrate, questions_from_chunks
 
 QUESTIONS = ["How many passengers can the Aldebaran carry?", "When does the ferry sail?", "Who is the captain?"]
 
@@ -65,9 +66,9 @@ def test_a_selector_is_measured_with_the_anchors_that_it_asks_for(engine: FusedK
 def test_full_prefill_is_chosen_when_nothing_else_is_good_enough(
     engine: FusedKVEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import fused_kv_llm.tuning.calibration as module
-
-    monkeypatch.setattr(module, "_choices", lambda engine, prompt, answer, ratio, selector: ([-1] * len(answer), 0.1))
+    monkeypatch.setattr(
+        CalibrationPrompts, "choices", lambda self, prompt, answer, *way: ([-1] * len(answer), FusionReport(), 0.1)
+    )
     result = calibrate(engine, QUESTIONS[:1], ratios=(0.0, 0.3), num_chunks=2)
     assert result.chosen.recompute_ratio == 1.0
 

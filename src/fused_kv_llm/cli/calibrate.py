@@ -78,6 +78,49 @@ def calibrate_ratio(
     )
 
 
+@calibrate_app.command("alpha")
+@takes_engine_options(leave_out={"recompute_ratio", "selector", "store_misses"})
+def calibrate_alpha(
+    *,
+    questions: Annotated[
+        Path | None, typer.Option(help="One question a line, or JSON lines with a field 'question'.")
+    ] = None,
+    target_agreement: Annotated[float, typer.Option(help="Share of full prefill's tokens to be met.")] = 0.95,
+    count: Annotated[int, typer.Option(min=1, help="Questions to make from the chunks if none are given.")] = 20,
+    k: Annotated[int, typer.Option(min=1, help="Chunks in a prompt.")] = 5,
+    variants: Annotated[int, typer.Option(min=1, help="Variants of a chunk, as they were kept.")] = 3,
+    **options: Any,
+) -> None:
+    """Find the smallest scale of Cache-Craft's overhead that meets the target; recompute_ratio='auto' uses it."""
+    from fused_kv_llm.engine import FusedKVEngine
+    from fused_kv_llm.tuning import profile_alpha
+
+    kv_dir: Path = options["kv_dir"]
+    if not (kv_dir / "index.sqlite").is_file():
+        raise CorpusError(f"There is no KV store in {str(kv_dir)!r}: ingest the corpus first")
+    quiet_libraries()
+    asked = _read_questions(questions) if questions is not None else None
+    with FusedKVEngine(**options, variants=variants, store_misses=False) as engine:
+        profile = profile_alpha(
+            engine,
+            asked,
+            target_agreement=target_agreement,
+            num_questions=count,
+            num_chunks=k,
+            track=lambda items: track(items, description="Questions", console=out),
+        )
+    table = Table(title="Agreement with full prefill", title_justify="left")
+    for column in ("alpha", "mean CFO", "agreement"):
+        table.add_column(column, justify="right")
+    for point in profile.points:
+        chosen = "bold" if point.alpha == profile.chosen.alpha else None
+        table.add_row(f"{point.alpha:g}", f"{point.mean_overhead:.1%}", f"{point.agreement:.1%}", style=chosen)
+    out.print(table)
+    found = profile.chosen.alpha
+    means = "full prefill: no alpha meets the target" if found is None else f"cache_craft with alpha {found:g}"
+    out.print(f"recompute_ratio='auto' now means {means}", highlight=False, soft_wrap=True)
+
+
 def _read_questions(path: Path) -> list[str]:
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]

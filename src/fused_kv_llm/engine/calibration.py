@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fused_kv_llm.errors import ConfigError
+from fused_kv_llm.selectors import CacheCraft, Selector, resolve_selector
 
 __all__ = ["Calibration", "calibration_path", "read_calibration"]
 
@@ -30,6 +31,8 @@ class Calibration:
         What was asked for.
     questions : int
         Questions asked.
+    alpha : float or None
+        Scale of the overhead of chunks, for a selector that has one; None leaves it the selector's own.
     """
 
     identity: str
@@ -38,6 +41,16 @@ class Calibration:
     agreement: float
     target_agreement: float
     questions: int
+    alpha: float | None = None
+
+    def resolved(self) -> Selector:
+        """Return the selector with its scale; raises :class:`.ConfigError` if there is none of that name or scale."""
+        selector = resolve_selector(self.selector)
+        if self.alpha is None:
+            return selector
+        if not isinstance(selector, CacheCraft):
+            raise ConfigError(f"alpha={self.alpha!r} of a calibration is cache_craft's, not {self.selector!r}'s")
+        return replace(selector, alpha=self.alpha)
 
     def to_json(self) -> str:
         """Return the file's content."""
@@ -63,6 +76,7 @@ def read_calibration(kv_dir: Path, identity: str) -> Calibration:
         parsed: Any = json.loads(path.read_bytes())
         found = Calibration(**parsed)
         valid = found.identity == identity and 0.0 <= found.recompute_ratio <= 1.0 and isinstance(found.selector, str)
+        valid = valid and (found.alpha is None or found.alpha > 0.0)
     except FileNotFoundError as error:
         raise ConfigError(
             f"recompute_ratio='auto' needs a calibration of this model on this store, but there is none: {advice}"

@@ -72,6 +72,8 @@ class EngineCorpus:
         None if none are kept.
     cost : PrefillCost
         What computing tokens costs.
+    keeps_prompts : bool
+        Whether prompts leave variants of their chunks.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class EngineCorpus:
         self._anchors = AnchorBuilder(loaded, store, parts.prefix, encode, owner)
         self._store_misses, self._preprocessed = store_misses, parts.preprocessed
         limit = None if variant_bytes is None else parse_bytes(variant_bytes, "variant_bytes")
+        self.keeps_prompts = True
         self.variants = Variants(store.sidecars, variants, limit) if variants else None
         self._builder = None if self.variants is None else VariantBuilder(loaded, store, self.variants, owner)
         self._background = BackgroundWork(
@@ -194,7 +197,7 @@ class EngineCorpus:
 
     def keep_variants(self, ids: Sequence[int], segments: Sequence[Segment]) -> None:
         """Have the chunks of a prompt kept as they are in it, if variants are kept."""
-        if self.variants is not None:
+        if self.variants is not None and self.keeps_prompts:
             self._background.keep_variants(PromptChunks(tuple(ids), tuple(segments)))
 
     def measure_cost(self) -> None:

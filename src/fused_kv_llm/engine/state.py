@@ -45,7 +45,7 @@ class EngineState:
         """Return the ratio and the selector that were asked for; a calibration gives both."""
         if ratio == "auto":
             found = read_calibration(self.store.kv_dir, self.fusion_identity)
-            return found.recompute_ratio, resolve_selector(found.selector)
+            return found.recompute_ratio, found.resolved()
         return (
             self.recompute_ratio if ratio is None else check_ratio(ratio),
             self._selector if selector is None else resolve_selector(selector),

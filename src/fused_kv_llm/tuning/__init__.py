@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fused_kv_llm.tuning.alpha_profile import AlphaProfile, profile_alpha
 from fused_kv_llm.tuning.anchor_profile import AnchorProfile, profile_anchors
 from fused_kv_llm.tuning.baseline import full_prefill
 from fused_kv_llm.tuning.calibration import CalibrationResult, calibrate, check_calibration
@@ -9,6 +10,7 @@ from fused_kv_llm.tuning.layer_profile import profile_layers, read_span_samples
 from fused_kv_llm.tuning.side_by_side import ComparedAnswer, SideBySide, Way
 
 __all__ = [
+    "AlphaProfile",
     "AnchorProfile",
     "CalibrationResult",
     "ComparedAnswer",
@@ -17,6 +19,7 @@ __all__ = [
     "calibrate",
     "check_calibration",
     "full_prefill",
+    "profile_alpha",
     "profile_anchors",
     "profile_layers",
     "read_span_samples",

@@ -20,9 +20,18 @@ from fused_kv_llm.engine import Calibration, FusedKVEngine, calibration_path
 from fused_kv_llm.errors import ConfigError, CorpusError
 from fused_kv_llm.offline import questions_from_chunks, retriever_of
 from fused_kv_llm.paths import write_atomically
-from fused_kv_llm.selectors import resolve_selector
+from fused_kv_llm.report import FusionReport
+from fused_kv_llm.selectors import Selector, resolve_selector
 
-__all__ = ["CalibrationPoint", "CalibrationResult", "calibrate", "check_calibration", "questions_from_chunks"]
+__all__ = [
+    "CalibrationPoint",
+    "CalibrationPrompts",
+    "CalibrationResult",
+    "agreement",
+    "calibrate",
+    "check_calibration",
+    "questions_from_chunks",
+]
 
 RATIOS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
 FRAME = "Answer the question from the context.\n\nContext:\n{}\n\nQuestion: {}\nAnswer briefly."
@@ -161,48 +170,88 @@ def calibrate(
         If another option cannot work.
     """
     check_calibration(questions, target_agreement, selectors, ratios)
-    for name, count in (("num_questions", num_questions), ("num_chunks", num_chunks), ("answer_tokens", answer_tokens)):
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ConfigError(f"{name}={count!r} is not a whole number of at least 1")
-    chunks = engine.stored_texts()
-    if not chunks:
-        raise CorpusError("The store holds no chunk of this model: ingest the corpus before calibrating.")
-    asked = questions_from_chunks(chunks, num_questions) if questions is None else [(q, "") for q in questions]
-    if not asked:
-        raise CorpusError("The chunks have no sentence long enough to make a question from: give questions.")
+    prompts = CalibrationPrompts(engine, questions, num_questions, num_chunks, answer_tokens)
     for name in selectors:
         # Without them another rule would be measured than the one that is asked for.
-        engine.build_anchors(chunks, selector=name, progress=False)
-    retrieve = retriever_of(chunks, engine.store.kv_dir)
+        engine.build_anchors(prompts.chunks, selector=name, progress=False)
     points = [CalibrationPoint(name, ratio) for name in selectors for ratio in sorted(ratios)]
     full_s: list[float] = []
-    for question, source in track(asked):
-        context = list(dict.fromkeys([*([source] if source else []), *retrieve(question, num_chunks)]))[:num_chunks]
-        random.Random(question).shuffle(context)
-        prompt = FRAME.format("\n\n".join(context), question)
-        answer = engine.generate(prompt, max_tokens=answer_tokens, recompute_ratio=1.0).token_ids
-        full_s.append(_choices(engine, prompt, answer, 1.0, selectors[0])[1])
+    for question, source in track(prompts.asked):
+        prompt, answer = prompts.answered(question, source)
+        full_s.append(prompts.choices(prompt, answer, 1.0, selectors[0])[2])
         for point in points:
-            chosen, seconds = _choices(engine, prompt, answer, point.ratio, point.selector)
-            point.agreements.append(fmean(float(a == b) for a, b in zip(chosen, answer, strict=True)))
+            chosen, _, seconds = prompts.choices(prompt, answer, point.ratio, point.selector)
+            point.agreements.append(agreement(chosen, answer))
             point.ttft_s.append(seconds)
-    result = CalibrationResult(points, median(full_s), _choose(engine, points, target_agreement, len(asked)))
+    result = CalibrationResult(points, median(full_s), _choose(engine, points, target_agreement, len(prompts.asked)))
     write_atomically(calibration_path(engine.store.kv_dir, engine.fusion_identity), result.chosen.to_json().encode())
     return result
 
 
-def _choices(
-    engine: FusedKVEngine, prompt: str, answer: Sequence[int], ratio: float, selector: str
-) -> tuple[list[int], float]:
-    """Return what would be chosen at every token of the answer, and the seconds to the first."""
-    started = time.perf_counter()
-    fused, _ = engine.prefill(prompt, recompute_ratio=ratio, selector=selector, max_tokens=len(answer) + 1)
-    seconds = time.perf_counter() - started
-    logits = fused.logits[None]
-    if len(answer) > 1:
-        logits = torch.cat((logits, fused.append(engine.loaded, list(answer[:-1]))))
-    fused.cache.release()
-    return logits.argmax(dim=-1).tolist(), seconds
+class CalibrationPrompts:
+    """Questions over a store's chunks, what full prefill answers, and what other ways would choose along that answer.
+
+    Parameters
+    ----------
+    engine, questions, num_questions, num_chunks, answer_tokens
+        As :func:`calibrate` takes them, which says what it raises.
+
+    Attributes
+    ----------
+    chunks : list of str
+        All that are stored.
+    asked : list of (str, str)
+        The questions, each with the chunk that it was made from, or an empty text.
+    """
+
+    def __init__(
+        self,
+        engine: FusedKVEngine,
+        questions: Sequence[str] | None,
+        num_questions: int,
+        num_chunks: int,
+        answer_tokens: int,
+    ) -> None:
+        counts = {"num_questions": num_questions, "num_chunks": num_chunks, "answer_tokens": answer_tokens}
+        for name, count in counts.items():
+            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+                raise ConfigError(f"{name}={count!r} is not a whole number of at least 1")
+        self.chunks = engine.stored_texts()
+        if not self.chunks:
+            raise CorpusError("The store holds no chunk of this model: ingest the corpus before calibrating.")
+        made = questions is None
+        self.asked = questions_from_chunks(self.chunks, num_questions) if made else [(q, "") for q in questions or ()]
+        if not self.asked:
+            raise CorpusError("The chunks have no sentence long enough to make a question from: give questions.")
+        self._engine, self._num_chunks, self._answer_tokens = engine, num_chunks, answer_tokens
+        self._retrieve = retriever_of(self.chunks, engine.store.kv_dir)
+
+    def answered(self, question: str, source: str) -> tuple[str, list[int]]:
+        """Return the prompt of a question, and the tokens that full prefill answers greedily."""
+        count = self._num_chunks
+        context = list(dict.fromkeys([*([source] if source else []), *self._retrieve(question, count)]))[:count]
+        random.Random(question).shuffle(context)
+        prompt = FRAME.format("\n\n".join(context), question)
+        full = self._engine.generate(prompt, max_tokens=self._answer_tokens, recompute_ratio=1.0)
+        return prompt, list(full.token_ids)
+
+    def choices(
+        self, prompt: str, answer: Sequence[int], ratio: float, selector: str | Selector
+    ) -> tuple[list[int], FusionReport, float]:
+        """Return what would be chosen at every token of the answer, the report, and the seconds to the first."""
+        engine, started = self._engine, time.perf_counter()
+        fused, report = engine.prefill(prompt, recompute_ratio=ratio, selector=selector, max_tokens=len(answer) + 1)
+        seconds = time.perf_counter() - started
+        logits = fused.logits[None]
+        if len(answer) > 1:
+            logits = torch.cat((logits, fused.append(engine.loaded, list(answer[:-1]))))
+        fused.cache.release()
+        return logits.argmax(dim=-1).tolist(), report, seconds
+
+
+def agreement(chosen: Sequence[int], answer: Sequence[int]) -> float:
+    """Return the share of an answer's tokens that were chosen too."""
+    return fmean(float(a == b) for a, b in zip(chosen, answer, strict=True))
 
 
 def _choose(
