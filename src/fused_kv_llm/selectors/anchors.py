@@ -1,4 +1,8 @@
-"""Ranking a chunk's tokens: which of them stand for it in a probe (QCFuse section 3.3.1)."""
+"""Ranking a chunk's tokens: which of them stand for it in a probe (QCFuse section 3.3.1).
+
+(14) ``A_i = TopK(G_i, ceil(r_a |c_i|))`` of a chunk ``c_i``, by a rule's ranking ``G_i``. They are put together in the
+prompt's order (15), with the chunk's own KV at these tokens (16): :mod:`fused_kv_llm.online.anchors`.
+"""
 
 from __future__ import annotations
 

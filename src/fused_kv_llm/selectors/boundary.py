@@ -1,4 +1,7 @@
-"""Boundary selection: the first tokens of every chunk but the first (EPIC's LegoLink, Hu et al. 2024)."""
+"""Boundary selection: the first tokens of every chunk but the first (EPIC's LegoLink, Hu et al. 2024).
+
+There is no formula: tokens ``0 .. k - 1`` of the chunks 2, 3, ... are recomputed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,21 @@
-"""Cache-Craft: fix each chunk as much as its record says (Agarwal et al. 2025, sections 3.1 to 3.3)."""
+"""Cache-Craft: fix each chunk as much as its record says (Agarwal et al. 2025, sections 3.1 to 3.3).
+
+What is recorded when a chunk ``C_i`` is cached behind others, by layer (:mod:`fused_kv_llm.offline.variant_builder`):
+
+- (3) ``inter(C_i, C_j) = sum over k in C_i, l in C_j of a_kl``
+- (4) ``intra(C_i) = sum over k, l in C_i, l < k of a_kl``
+
+and what follows from it behind the chunks ``S_new`` of a prompt:
+
+- (6) ``beta = sum of inter(i, j) over j in S_old and S_new / sum of inter(i, j) over j in S_old``
+- (7) ``gamma = discordant pairs / (m (m - 1) / 2)`` of the ``m`` chunks in both, (8) ``beta' = beta (1 - gamma)``
+- (9) ``a = sum over j < i of inter(C_j, C_i) / (|C_i| |C_j|)``, ``b = intra(C_i) / |C_i|^2``, (10) their means over
+  layers, (11) ``CCI = 1 / (1 + exp(-a / b))``
+- (12) ``CFO = alpha CCI (1 - beta')``; (13) ``alpha* = argmin E[CFO_alpha]`` at a quality that is asked for:
+  ``fused-kv calibrate alpha``
+- (14) ``T(C_i) = arg top ceil(CFO |C_i|) of sum over j < i of inter(C_j, t)``
+- (15) and algorithm 1, the question's focus: :mod:`.focus`
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The chunks that a question focuses on (Cache-Craft section 3.2.2, algorithm 1)."""
+"""The chunks that a question focuses on (Cache-Craft section 3.2.2, algorithm 1).
+
+(15) ``cinter_l(C_i, U) = sum over l' <= l of inter_l'(C_i, U)`` is cumulated while the layers are computed
+(:mod:`fused_kv_llm.online.first_layers`).
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Prefill-H2O: recompute the most-attended tokens of every chunk.
 
 Known from one sentence of Cache-Craft (section 5.1.4), which names it as a baseline after H2O. It has no paper of its
-own.
+own, so the formula below is this project's reading.
 """
 
 from __future__ import annotations

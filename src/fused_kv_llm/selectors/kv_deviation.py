@@ -1,9 +1,10 @@
 """KV deviation: recompute the tokens whose stored KV is furthest from what the prompt would give them.
 
-CacheBlend (Yao et al. 2025; FusionRAG section 2.2.2, eq. 7 and 8) computes the first layers for all tokens and
-compares. Layer 0 cannot deviate, since its keys and values depend on the token and its position alone, so the
-comparison begins at layer 1. Tokens that deviate there mostly deviate later on too; what is kept is narrowed layer by
-layer until the budget is reached.
+CacheBlend (Yao et al. 2025) computes the first layers for all tokens and compares. In FusionRAG's numbers (section
+2.2.2): (7) ``deviation(t) = |KV_fresh(t) - KV_stored(t)|``, (8) ``critical tokens = Top-k(deviation)``. Layer 0 cannot
+deviate, since its keys and values depend on the token and its position alone, so the comparison begins at layer 1.
+Tokens that deviate there mostly deviate later on too; what is kept is narrowed layer by layer until the budget is
+reached.
 """
 
 from __future__ import annotations

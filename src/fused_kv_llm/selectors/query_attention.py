@@ -1,7 +1,14 @@
 """Query-attention selection: recompute the tokens that the question attends to.
 
 One rule with a few parameters covers three published selectors (the presets below): how much of the context the
-question sees on its way through the layers, and which layers' attention is averaged.
+question sees on its way through the layers, and which layers' attention is averaged. In QCFuse's numbers, with the
+question U, the context C of N tokens and a ratio rho:
+
+- (10) ``I(t) = sum over all layers l of Attn_l(Q_U, K_C)_t``: `prophetkv`. FusionRAG (section 3.2) has the last layer
+  only, each column of the attention summed over the question's rows: `fusionrag`.
+- (18, 20) ``I(t) = sum over l in L* of Attn_l(Q_U(C_A), K_C)_t``, where the question has seen the anchors ``C_A`` (15
+  to 17) and ``L*`` has the layers of the best recall (19): `qcfuse`.
+- (11) ``P = TopK(I(t), floor(rho N))``. Means over rows, heads and layers stand for the sums: they rank alike.
 """
 
 from __future__ import annotations

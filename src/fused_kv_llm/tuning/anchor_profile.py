@@ -1,7 +1,8 @@
 """Anchors: by which rule, and how many of a chunk's tokens, a question still finds the answer (QCFuse figure 6).
 
-Questions are probed with anchors of every rule and ratio, all layers scoring, and once seeing the whole context. The
-fewest anchors that find nearly as much of the answers as the whole context does are the model's.
+Questions are probed with anchors of every rule and ratio (equation 14), all layers scoring, and once seeing the whole
+context; what counts is Recall@10% (12 and 13). The fewest anchors that find nearly as much of the answers as the whole
+context does are the model's.
 """
 
 from __future__ import annotations
