@@ -104,6 +104,12 @@ build/load/.done: | $(VENV)/.dev
 	$(BIN)/python -m uv pip install -q -p build/load locust==2.47.0
 	touch $@
 
+# Ragas, with which benchmarks/faithfulness.py has a judge look at answers.
+build/ragas/.done: | $(VENV)/.dev
+	$(BIN)/python -m uv venv -q --clear -p $(BIN)/python build/ragas
+	$(BIN)/python -m uv pip install -q -p build/ragas ragas==0.4.3 'langchain-community<0.4'
+	touch $@
+
 # Fails, rather than skips, without a CUDA device.
 test-gpu: $(VENV)/.dev
 	$(BIN)/python -m pytest -m gpu
