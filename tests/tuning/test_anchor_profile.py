@@ -47,6 +47,17 @@ def test_recall_is_that_of_all_layers_with_each_rule_and_ratio(tmp_path: Path) -
             assert total / 2 == pytest.approx(want)
 
 
+def test_the_whole_context_is_probed_as_requests_probe_it(tmp_path: Path) -> None:
+    """The reference's scores are those by which ``prophetkv`` selects."""
+    prompt = SAMPLES[0].prompt
+    with make_engine(tmp_path) as engine:
+        engine.build_kv_cache(SHORT[:3], progress=False)
+        positions, scores = engine.requests.attention_by_layer(prompt, View((0, 1, 2), full_context=True))
+        best = positions[scores.mean(0).topk(int(0.2 * positions.shape[0])).indices].sort().values
+        fused, _ = engine.prefill(prompt, recompute_ratio=0.2, selector="prophetkv")
+        assert fused.selected.tolist() == best.tolist()
+
+
 def test_the_fewest_anchors_that_come_near_the_whole_context_are_chosen() -> None:
     few, more, best = Anchors("sink", 0.05), Anchors("knorm", 0.1), Anchors("kvzip", 0.1)
     assert choose_anchors({few: 0.3, more: 0.48, best: 0.49}, 0.5) == best

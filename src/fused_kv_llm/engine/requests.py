@@ -321,7 +321,7 @@ class RequestRunner:
         ----------
         prompt : str or list of messages
         view : View
-            With anchors.
+            With layers; it sees anchors, the whole context or the question alone.
 
         Returns
         -------

@@ -198,7 +198,8 @@ def layer_scores(context: FusionContext, request: Request, view: View) -> Tensor
     context : FusionContext
     request : Request
     view : View
-        With anchors: they come from sidecars, or from the chunks themselves where there are none.
+        With anchors they come from sidecars, or from the chunks themselves where there are none; without, the chunks'
+        KV is read.
 
     Returns
     -------
@@ -207,6 +208,8 @@ def layer_scores(context: FusionContext, request: Request, view: View) -> Tensor
     """
     with torch.inference_mode(), RequestKV(context, request, request.num_tokens) as kv:
         try:
+            if view.anchors is None:
+                kv.feed(view.layers, shifts_at_once=True)
             return QuestionProbe(context.loaded, request, kv, view, _read_anchors(view, context, request)).scores()
         finally:
             kv.cache.release()
