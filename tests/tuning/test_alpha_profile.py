@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from corpus import SHORT, rag_prompt
 from models import smollm2_tokenizer, tiny_model
+from typer.testing import CliRunner
 
 from fused_kv_llm import FusedKVEngine
+from fused_kv_llm.cli import app
 from fused_kv_llm.engine.calibration import calibration_path
 from fused_kv_llm.errors import ConfigError, CorpusError
 from fused_kv_llm.selectors import CacheCraft
@@ -91,3 +93,9 @@ def test_a_calibration_with_an_alpha_of_another_selector_is_refused(engine: Fuse
     calibration_path(Path(engine.store.kv_dir), engine.fusion_identity).write_text(json.dumps(kept))
     with pytest.raises(ConfigError, match="is cache_craft's, not 'boundary'"):
         engine.generate(rag_prompt(SHORT[:2]), max_tokens=1, recompute_ratio="auto")
+
+
+def test_the_command_refuses_a_folder_without_a_store(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["calibrate", "alpha", "--kv-dir", str(tmp_path / "none")])
+    assert result.exit_code != 0
+    assert "no KV store" in " ".join(result.output.split())

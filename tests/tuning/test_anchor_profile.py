@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from corpus import SHORT
 from models import smollm2_tokenizer, tiny_model
+from typer.testing import CliRunner
 
 from fused_kv_llm import FusedKVEngine
+from fused_kv_llm.cli import app
 from fused_kv_llm.errors import ConfigError, CorpusError
 from fused_kv_llm.online import view_of
 from fused_kv_llm.report import FusionReport
@@ -87,3 +90,20 @@ def test_qcfuse_takes_the_anchors_of_the_profile(tmp_path: Path, monkeypatch: py
         chosen = QueryAttention("mine", layers="critical", anchors=Anchors("sink", 0.3))
         mine = view_of(chosen, engine.loaded, FusionReport())
         assert mine.anchors == Anchors("sink", 0.3), "anchors that were asked for stay"  # type: ignore[union-attr]
+
+
+@pytest.mark.real_model
+def test_the_command_keeps_the_anchors_for_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fused_kv_llm.selectors.profiles.cache_folder", lambda: tmp_path / "cache")
+    passages = [{"id": str(i), "text": text} for i, text in enumerate(SHORT[:2])]
+    record = {"question": "Who?", "answers": [SHORT[0].split()[3]], "passages": passages, "gold_passage_ids": ["0"]}
+    (tmp_path / "set.jsonl").write_text(json.dumps(record))
+    command = ["calibrate", "anchors", "--data", str(tmp_path / "set.jsonl"), "--ratio", "0.3", "--ratio", "0.1"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    (kept,) = (tmp_path / "cache" / "anchors").iterdir()
+    profile = json.loads(kept.read_text())
+    assert anchors_of(profile["fingerprint"]) == Anchors(profile["rule"], profile["ratio"])
+    assert {rule: list(by_ratio) for rule, by_ratio in profile["recall"].items()} == {
+        rule: ["0.1", "0.3"] for rule in ("kvzip", "knorm", "knorm_high", "sink")
+    }
