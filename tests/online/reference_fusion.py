@@ -97,7 +97,8 @@ def _transfer(
     numbers = {row: number for number, row in enumerate(rows.tolist())}
     for chunk in range(int(kind.max()) + 1):
         tokens = (kind == chunk).nonzero()[:, 0].tolist()
-        mine = [token for token in tokens if token in numbers]
+        # Its first four were attention sinks, which says nothing about the others.
+        mine = [token for token in tokens[4:] if token in numbers]
         if not mine:
             continue
         share = strength / (len(mine) + 6.0)

@@ -34,7 +34,7 @@ from .request_kv import RequestKV
 from .selection import Selection, describe_chunks, timed, view_of
 from .sharing import Sharing
 from .slices import first_slice
-from .transfer import TransferPass
+from .transfer import TransferPass, teaching
 from .variant_choice import report_variants
 
 __all__ = ["Fusion", "fuse"]
@@ -239,9 +239,8 @@ class Fusion:
         request, kv, geometry = self._request, self._kv, self._context.loaded.geometry
         selector = self._recipe.selector
         strength = selector.transfer if isinstance(selector, TransferringSelector) else 0.0
-        selected = rows[request.kind[rows] >= 0]
-        if strength and selected.shape[0] > 0 and self._reuses:
-            return TransferPass(request, rows, selected, kv, geometry, strength)
+        if strength and self._reuses and (known := teaching(request, rows)).numel():
+            return TransferPass(request, rows, known, kv, geometry, strength)
         return ForwardPass(rows.to(kv.cache.keys.device), int(rows[-1]) + 1, kv.fillers, geometry.last_layer)
 
     def _part(self, forward_pass: ForwardPass) -> RaggedPart:

@@ -6,9 +6,9 @@ layer is recomputed, the mean deviation of a chunk's recomputed tokens is added 
 
     K_j += R(p_j) s / (n + m) * sum_i R(-p_i) (K_i' - K_i),    V_j += s / (n + m) * sum_i (V_i' - V_i)
 
-over the chunk's ``n`` recomputed tokens ``i``, with the rotation ``R(p)`` of position ``p``, a strength ``s``, and
-``m`` that keeps chunks with few recomputed tokens from trusting them. A chunk whose KV is exact has no deviation and is
-not changed.
+over the ``n`` tokens ``i`` of the chunk that are recomputed, with the rotation ``R(p)`` of position ``p``, a strength
+``s``, and ``m`` that keeps chunks with few recomputed tokens from trusting them. A chunk whose KV is exact has no
+deviation and is not changed.
 
 Another part lies along the chunk's context shift, which was added with the weight of an average prompt. How much more
 or less of it holds in this prompt is fitted first (:meth:`.ShiftFeed.refit`); the mean is that of what remains.
@@ -25,9 +25,19 @@ from fused_kv_llm.model import ForwardPass, Geometry
 from .request import Request
 from .request_kv import RequestKV
 
-__all__ = ["SHRINKAGE_TOKENS", "TransferPass"]
+__all__ = ["SHRINKAGE_TOKENS", "SINK_TOKENS", "TransferPass", "teaching"]
 
 SHRINKAGE_TOKENS = 6.0
+
+SINK_TOKENS = 4
+"""Tokens at the beginning of every chunk whose deviation is not transferred."""
+
+
+def teaching(request: Request, rows: Tensor) -> Tensor:
+    """Return those of a pass's rows, int64 positions, whose deviation says something about their chunk's others."""
+    of_chunks = rows[request.kind[rows] >= 0]
+    starts = torch.tensor([chunk.segment.start for chunk in request.chunks])
+    return of_chunks[of_chunks - starts[request.kind[of_chunks]] >= SINK_TOKENS] if of_chunks.numel() else of_chunks
 
 
 class TransferPass(ForwardPass):
@@ -39,7 +49,7 @@ class TransferPass(ForwardPass):
     rows : Tensor
         int64 ``[R]``, ascending prompt positions that the pass computes.
     selected : Tensor
-        int64, ascending: those of them that are chunk tokens; all that are recomputed of their chunks. Not empty.
+        int64, ascending: those of them that teach (:func:`teaching`). Not empty.
     kv : RequestKV
     geometry : Geometry
     strength : float

@@ -25,7 +25,8 @@ class SinkAttention:
     ``a * (1 + w * exp(-o / t))``, where ``a`` is the attention it receives from the question, mean over heads and over
     the layers from a quarter to three fifths of the depth, the question seeing the whole context on its way (ProphetKV,
     which goes through all layers: that measured alike and takes longer). Half of the mean deviation of a chunk's
-    recomputed tokens is transferred to its others, after its context shift has been fitted to them.
+    recomputed tokens, its first four left out, is transferred to its others, after its context shift has been fitted
+    to them.
 
     Parameters
     ----------
@@ -47,8 +48,8 @@ class SinkAttention:
         Scale of their overhead.
     """
 
-    weight: float = 16.0
-    tokens: float = 10.0
+    weight: float = 8.0
+    tokens: float = 5.0
     full_context: bool = True
     transfer: float = 0.5
     coverage: float = 1.0
