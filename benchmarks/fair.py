@@ -130,7 +130,7 @@ class Run:
 
 def write(args: argparse.Namespace, grid: list[Cell]) -> None:
     """Write JSON and markdown beside the records."""
-    result = {"environment": environment(), "part": args.part, **summary(args.out, grid)}
+    result = {"environment": environment(), "part": args.part, **summary(args.out, grid, args.rules)}
     args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     args.out.with_suffix(".md").write_text(markdown(result), encoding="utf-8")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ class CellLog:
                          "data": cell.data, **asdict(cell.setting)})  # fmt: skip
 
 
-def summary(out: Path, wanted: Sequence[Cell]) -> dict[str, Any]:
+def summary(out: Path, wanted: Sequence[Cell], rules: Collection[str]) -> dict[str, Any]:
     """Return the tables of all records beside `out`, and what of the grid is missing.
 
     Parameters
@@ -63,13 +63,15 @@ def summary(out: Path, wanted: Sequence[Cell]) -> dict[str, Any]:
     out : Path
     wanted : sequence of Cell
         The whole grid.
+    rules : collection of str
+        Those that are compared; records of others are left alone.
     """
     log, records = CellLog(out), read_by_settings(out)
     places = {line["digest"]: line for line in log.read("settings")}
     found: list[dict[str, Any]] = []
     pooled: list[dict[str, Any]] = []
     for ratio in sorted({cell.ratio for cell in wanted}):
-        tables = {digest: at_ratio(records.get(digest, {}), ratio) for digest in places}
+        tables = {digest: at_ratio(records.get(digest, {}), ratio, rules) for digest in places}
         for digest, place in places.items():
             if rows := summarise(tables[digest], _questions(tables[digest])):
                 at = {key: value for key, value in place.items() if key not in ("kind", "digest")}

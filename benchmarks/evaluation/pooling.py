@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,12 +13,12 @@ from .records import Records
 __all__ = ["at_ratio", "pool"]
 
 
-def at_ratio(records: Records, ratio: float) -> Records:
+def at_ratio(records: Records, ratio: float, rules: Collection[str]) -> Records:
     """Return the records that a table of one ratio compares: full prefill, full reuse, and the rules at the ratio.
 
     Questions that not every one of its methods has answered are left out; none are left where no rule was asked.
     """
-    chosen = {pair: record for pair, record in records.items() if _belongs(pair[1], ratio)}
+    chosen = {pair: record for pair, record in records.items() if _belongs(pair[1], ratio, rules)}
     keys = {key for _, key in chosen}
     if not any(Method.from_key(key).ratio == ratio for key in keys):
         return {}
@@ -26,9 +26,9 @@ def at_ratio(records: Records, ratio: float) -> Records:
     return {pair: record for pair, record in chosen.items() if pair[0] in complete}
 
 
-def _belongs(key: str, ratio: float) -> bool:
+def _belongs(key: str, ratio: float, rules: Collection[str]) -> bool:
     method = Method.from_key(key)
-    return method == FULL or method.ratio in (0.0, ratio)
+    return method == FULL or method.ratio == 0.0 or (method.ratio == ratio and method.selector in rules)
 
 
 def pool(settings: Iterable[Records]) -> Records:

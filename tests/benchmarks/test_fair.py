@@ -44,10 +44,11 @@ def test_a_ratio_takes_questions_that_all_its_methods_have_answered() -> None:
     records = _records({"a": 1.0, "b": 2.0})
     records["a", "random/none/0.5"] = {"kl": 9.0}
     del records["b", RULE.key]
-    assert at_ratio(records, 0.15) == {
-        pair: r for pair, r in records.items() if pair[0] == "a" and "0.5" not in pair[1]
-    }
-    assert at_ratio(records, 0.3) == {}
+    # A rule that is no longer asked keeps no question out.
+    records["a", "prefix_cache/none/0.15"] = {"kl": 0.0}
+    rules = ("random", "sink_attention")
+    assert at_ratio(records, 0.15, rules) == _records({"a": 1.0})
+    assert at_ratio(records, 0.3, rules) == {}
 
 
 def test_pooling_takes_a_question_once_with_its_mean_over_settings() -> None:
@@ -78,7 +79,10 @@ def test_the_summary_says_how_many_questions_each_cell_has(tmp_path: Path) -> No
         records = _records({question: 1.0 + int(question[1:])})
         file.append(question, {key: {"kl": r["kl"], "ttft_s": 1.0, "probe_s": 0.1} for (_, key), r in records.items()})
     assert len(log.read("settings")) == 1
-    result = {**summary(out, [asked, other]), "environment": {"command": "python benchmarks/fair.py"}}
+    result = {
+        **summary(out, [asked, other], ["random", "sink_attention"]),
+        "environment": {"command": "python benchmarks/fair.py"},
+    }
     assert [one["questions"] for one in result["counts"]] == [12, 0]
     assert result["ingestion"][0]["seconds_per_chunk"] == pytest.approx(1.0)
     rows = {row["selector"]: row for row in result["pooled"][0]["rows"]}
