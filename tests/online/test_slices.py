@@ -86,6 +86,8 @@ def test_slices_equal_the_whole(engine: FusedKVEngine, name: str, ratio: float) 
             del one["seconds"], one["timeline"]
             # From which tier depends on how often they were read before.
             one["bytes_loaded"] = sum(one["bytes_loaded"].values())
+        expected = plain.pop("expected_divergence")
+        assert other.pop("expected_divergence") == (None if expected is None else pytest.approx(expected, rel=1e-4))
         assert plain == other
         sliced.cache.release()
     whole.cache.release()

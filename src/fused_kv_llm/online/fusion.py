@@ -26,6 +26,7 @@ from fused_kv_llm.report import FusionReport, PromptTrace, SelectionTrace
 from fused_kv_llm.selectors import FirstLayersView, TransferringSelector, View, budget_tokens, variant_selector
 
 from .context import FusionContext, Recipe
+from .divergence import expected_divergence
 from .first_layers import FirstLayersPass
 from .fused_prompt import FusedPrompt
 from .kept_prompt import KeptPrompt, fused_recipe, fused_runs
@@ -66,6 +67,8 @@ class Fusion:
         self._selection: Selection | None = None
         self._trace: SelectionTrace | None = None
         self._released = self._narrows = False
+        self._uncovered: float | None = None
+        self._deviations: list[tuple[float, int]] = []
         with timed(report, "load"), torch.inference_mode():
             self._kv = RequestKV(context, request, capacity)
 
@@ -113,7 +116,8 @@ class Fusion:
         """
         if self._selection is not None:
             self._selected = self._selection.positions(pause_at_s)
-            self._trace, self._selection = self._selection.trace, None
+            self._trace, self._uncovered = self._selection.trace, self._selection.uncovered
+            self._selection = None
             if self._request.seen_tokens < self._request.prefix_tokens:
                 # A probe may write where it does not look.
                 self._kv.write_prefix()
@@ -195,6 +199,8 @@ class Fusion:
             self._rows = self._rows[:0]
         else:
             self._rows = self._rows[done.ids.shape[0] :]
+        if isinstance(done.forward_pass, TransferPass) and (deviation := done.forward_pass.meter.deviation) is not None:
+            self._deviations.append((deviation, done.forward_pass.num_teaching))
         if self._rows.shape[0]:
             return None
         self._count()
@@ -256,6 +262,8 @@ class Fusion:
         report.reused_tokens = int(request.chunk_positions.shape[0]) - report.recomputed_tokens
         report.fresh_tokens = int(request.fresh_positions.shape[0])
         report.prefix_cache_tokens = request.prefix_tokens - request.header_tokens
+        if self._uncovered is not None and self._deviations:
+            report.expected_divergence = expected_divergence(self._uncovered, self._deviations)
         report.chunks_found = len(request.chunks) + request.num_covered
         if self._reuses:
             report.bytes_loaded = _bytes_by_tier(request.chunks)

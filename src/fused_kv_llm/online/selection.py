@@ -27,6 +27,7 @@ from fused_kv_llm.selectors import (
 
 from .anchors import ChunkAnchors, read_anchors
 from .context import FusionContext, Recipe
+from .divergence import uncovered_attention
 from .probe import QuestionProbe
 from .request import Request
 from .request_kv import RequestKV
@@ -112,6 +113,8 @@ class Selection:
     ----------
     trace : SelectionTrace or None
         What the selector went by, once it has chosen, if the recipe asks for it.
+    uncovered : float or None
+        The question's attention to what it has not chosen; None where it does not look at that.
     """
 
     def __init__(
@@ -121,6 +124,7 @@ class Selection:
         self._recipe, self._view, self._report = recipe, view, report
         self._probe: QuestionProbe | None = None
         self.trace: SelectionTrace | None = None
+        self.uncovered: float | None = None
 
     def positions(self, pause_at_s: float = float("inf")) -> Tensor:
         """Return the chunk positions to recompute, int64, ascending.
@@ -144,7 +148,10 @@ class Selection:
         with timed(report, "select"):
             if recipe.trace_scores and by_layer is not None:
                 self.trace = _traced(recipe.selector, self._view, by_layer, known)
-            return checked_selection(recipe.selector, known, budget)
+            selected = checked_selection(recipe.selector, known, budget)
+            if known.scores is not None:
+                self.uncovered = uncovered_attention(known.scores, chunk, selected)
+            return selected
 
     def _question_probe(self) -> QuestionProbe:
         if self._probe is None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from fused_kv_kernels import TransferPlan, transfer_deviation
 from fused_kv_llm.model import ForwardPass, Geometry
 
+from .divergence import DeviationMeter
 from .request import Request
 from .request_kv import RequestKV
 
@@ -54,6 +55,12 @@ class TransferPass(ForwardPass):
     geometry : Geometry
     strength : float
         Share of the mean deviation that is transferred, in [0, 1].
+
+    Attributes
+    ----------
+    meter : DeviationMeter
+        How far the fresh values were from the stored ones.
+    num_teaching : int
     """
 
     def __init__(
@@ -65,6 +72,8 @@ class TransferPass(ForwardPass):
         spans = torch.tensor([(chunk.segment.start, chunk.segment.stop) for chunk in request.chunks])
         self._tables = geometry.tables(torch.arange(request.num_tokens), device)
         self._kv = kv
+        self.num_teaching = int(selected.shape[0])
+        self.meter = DeviationMeter(geometry.num_layers)
         self._plan = TransferPlan(
             selected=selected.to(device),
             fresh_rows=torch.searchsorted(rows, selected).to(device),
@@ -83,5 +92,7 @@ class TransferPass(ForwardPass):
         if self._kv.shifts is not None:
             self._kv.shifts.refit(layer_idx, self._plan, SHRINKAGE_TOKENS, fresh)
         layer = cache.keys[layer_idx, 0], cache.values[layer_idx, 0]
+        plan = self._plan
+        self.meter.measure(layer_idx, fresh[1][:, plan.fresh_rows], layer[1][:, plan.selected])
         totals = None if self._kv.changes is None else self._kv.changes.vector_totals(layer_idx)
         transfer_deviation(self._plan, self._tables[layer_idx], *fresh, *layer, totals)

@@ -56,6 +56,10 @@ class FusionReport:
         tier they came from; each file counts once.
     selection_bytes : int
         Bytes of stored KV and sidecars that the selector had to see before recomputation could begin.
+    expected_divergence : float or None
+        How far the answer is expected to be from full prefill's, without a unit, see
+        :func:`fused_kv_llm.online.divergence.expected_divergence`; None where the selector does not look at the
+        question's attention or transfers no deviation, or nothing was recomputed.
     variants : list of dict
         With a selector that uses variants of chunks, one for each chunk: ``chunk``, the beginning of its key;
         ``variant``, the name of the one that was used, empty for plain KV; ``overhead``, its cache fix overhead; and
@@ -109,6 +113,7 @@ class FusionReport:
     bytes_loaded: dict[str, int] = field(default_factory=dict)
     sidecar_bytes_loaded: dict[str, int] = field(default_factory=dict)
     selection_bytes: int = 0
+    expected_divergence: float | None = None
     variants: list[dict[str, Any]] = field(default_factory=list)
     own_kv_bytes: int = 0
     shared_kv_bytes: int = 0
