@@ -9,6 +9,7 @@ from statistics import mean
 from typing import Any
 
 import pytest
+from evaluation.questions import is_held_back
 from evaluation.summary import summarise
 
 ROOT = Path(__file__).parents[2]
@@ -56,6 +57,14 @@ def quality(name: str) -> dict[str, dict[tuple[str, str, float], dict[str, Any]]
         }
         for result in record(name)["results"]
     }
+
+
+def records_of(name: str) -> dict[str, list[dict[str, Any]]]:
+    """Return the records of a run, by set in the order of its results."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for line in (RESULTS / name).read_text(encoding="utf-8").splitlines():
+        found.setdefault(json.loads(line)["settings"], []).append(json.loads(line))
+    return found
 
 
 def test_time_to_first_token() -> None:
@@ -139,6 +148,28 @@ def test_the_default() -> None:
     assert f"it is {hotpot[1]}, {musique[1]} and {squad[1]} %" in text
 
 
+def _held_back(records: list[dict[str, Any]]) -> dict[tuple[str, str, float], dict[str, Any]]:
+    """Return the rows of the questions that are held back."""
+    kept = {(one["question"], one["method"]): one for one in records if is_held_back(one["question"])}
+    rows = summarise(kept, list(dict.fromkeys(question for question, _ in kept)))
+    return {(row["selector"], row["preprocessing"], row["ratio"]): row for row in rows}
+
+
+def test_ten_passages() -> None:
+    reuse, default = ("full_reuse", "similar", 0.0), ("sink_attention", "similar", 0.15)
+    want = []
+    for frame in ("plain", "short"):
+        now, before = quality(f"quality_ten_{frame}_cpu.json"), quality(f"quality_ten_{frame}_before_cpu.json")
+        records = records_of(f"quality_ten_{frame}_cpu.records.jsonl")
+        for (name, rows), of_set in zip(now.items(), records.values(), strict=True):
+            low, high = rows[default]["recovered_95"]
+            cells = [rows[reuse], before[name][default], rows[default], _held_back(of_set)[default]]
+            shares = [f"{100 * row['recovered']:.0f} %" for row in cells]
+            shares[2] += f" ({100 * low:.0f} to {100 * high:.0f})"
+            want.append([f"{name}, `{frame}`", *shares, f"{rows[default]['expected_rank_correlation']:.2f}"])
+    assert table("docs/methods.md", "set and wording") == want
+
+
 def test_a_second_model_beside_plain_transformers() -> None:
     rows = {(row["length"], row["ratio"]): row for row in record("fidelity_gemma_cpu.json")["rows"]}
     want = []
@@ -158,13 +189,6 @@ def test_the_default_with_a_second_model() -> None:
 
     def chosen(rows: Any) -> list[dict[str, Any]]:
         return [rows["full_reuse", "similar", 0.0], rows["sink_attention", "similar", 0.15]]
-
-    def records_of(name: str) -> dict[str, list[dict[str, Any]]]:
-        """Return the records of a run, by set in the order of its results."""
-        found: dict[str, list[dict[str, Any]]] = {}
-        for line in (RESULTS / name).read_text(encoding="utf-8").splitlines():
-            found.setdefault(json.loads(line)["settings"], []).append(json.loads(line))
-        return found
 
     first = {tuple(one["question"] for one in records): records
              for records in records_of("quality_default_cpu.records.jsonl").values()}  # fmt: skip

@@ -57,9 +57,10 @@ class FusionReport:
     selection_bytes : int
         Bytes of stored KV and sidecars that the selector had to see before recomputation could begin.
     expected_divergence : float or None
-        How far the answer is expected to be from full prefill's, without a unit, see
-        :func:`fused_kv_llm.online.divergence.expected_divergence`; None where the selector does not look at the
-        question's attention or transfers no deviation, or nothing was recomputed.
+        An experimental estimate of how far the answer is from full prefill's, without a unit, see
+        :func:`fused_kv_llm.online.divergence.expected_divergence`: it follows the true divergence only weakly. None
+        where the selector does not look at the question's attention or transfers no deviation, or nothing was
+        recomputed.
     variants : list of dict
         With a selector that uses variants of chunks, one for each chunk: ``chunk``, the beginning of its key;
         ``variant``, the name of the one that was used, empty for plain KV; ``overhead``, its cache fix overhead; and
