@@ -170,6 +170,33 @@ def test_ten_passages() -> None:
     assert table("docs/methods.md", "set and wording") == want
 
 
+def _fair_rows() -> Iterator[list[str]]:
+    (pooled,) = (one for one in record("fair_cpu.json")["pooled"] if (one["kind"], one["ratio"]) == ("sets", 0.15))
+    rows = {(row["selector"], row["preprocessing"]): row for row in pooled["rows"]}
+    for rule in sorted({name for name, _ in rows} - {"full_reuse", "full_prefill"}):
+        if rule.endswith(("+transfer", "-transfer")):
+            continue
+        # The default has transfer by itself, the other rules are given it.
+        plain, with_it = ("-transfer", "") if f"{rule}-transfer" in {name for name, _ in rows} else ("", "+transfer")
+        pairs = [rows[f"{rule}{end}", made] for made in ("none", "fusionrag", "similar") for end in (plain, with_it)]
+        read = f"{100 * rows[f'{rule}{with_it}', 'similar']['selection_share']:.0f} %"
+        yield [f"`{rule}`", *(f"{100 * row['recovered']:.0f} %" for row in pairs), read]
+
+
+def test_the_fair_table() -> None:
+    want = sorted(_fair_rows(), key=lambda cells: -int(cells[6].removesuffix(" %")))
+    assert table("docs/methods.md", "rule at 0.15") == want
+    (pooled,) = (one for one in record("fair_cpu.json")["pooled"] if (one["kind"], one["ratio"]) == ("sets", 0.15))
+    assert {row["questions"] for row in pooled["rows"]} == {12}
+    text = " ".join((ROOT / "docs" / "methods.md").read_text(encoding="utf-8").split())
+    ahead = [
+        row["selector"] for row in pooled["rows"] if row["preprocessing"] == "similar"
+        and (row.get("against_default") or {}).get("kl", {}).get("p_holm", 1.0) < 0.05
+    ]  # fmt: skip
+    named = ", ".join(f"`{name}`" for name in ahead)
+    assert f"After our preprocessing these are worse than the default beyond chance: {named}." in text
+
+
 def test_a_second_model_beside_plain_transformers() -> None:
     rows = {(row["length"], row["ratio"]): row for row in record("fidelity_gemma_cpu.json")["rows"]}
     want = []

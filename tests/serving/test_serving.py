@@ -88,8 +88,8 @@ def test_rows_of_several_requests_are_computed_in_one_pass(tmp_path: Path, monke
         return run_model(model, ids, *args)
 
     monkeypatch.setattr(ragged, "run_model", counted)
-    # In this order no chunk has more recomputed tokens than there is room for beside answers; it would not be cut.
-    with make_engine(tmp_path, reorder_window=0) as engine:
+    # So few that no chunk has more recomputed tokens than there is room for beside answers; it would not be cut.
+    with make_engine(tmp_path, reorder_window=0, recompute_ratio=0.1) as engine:
         for handle in [engine.submit(prompt, max_tokens=60) for prompt in prompts(8)]:
             handle.result()
     assert max(rows) <= 24
