@@ -197,6 +197,17 @@ def test_the_fair_table() -> None:
     assert f"After our preprocessing these are worse than the default beyond chance: {named}." in text
 
 
+def test_reading_less_first() -> None:
+    want = []
+    for name, rows in quality("quality_read_first_cpu.json").items():
+        for rule in ("sink_attention", "qcfuse+transfer", "fusionrag+transfer", "boundary+transfer"):
+            row = rows[rule, "similar", 0.15]
+            low, high = row["recovered_95"]
+            recovered = f"{100 * row['recovered']:.1f} % ({100 * low:.0f} to {100 * high:.0f})"
+            want.append([name, f"`{rule}`", recovered, f"{100 * row['selection_share']:.0f} %"])
+    assert table("docs/methods.md", "set, ten passages") == want
+
+
 def test_a_second_model_beside_plain_transformers() -> None:
     rows = {(row["length"], row["ratio"]): row for row in record("fidelity_gemma_cpu.json")["rows"]}
     want = []
