@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["CONTEXT_SHIFT", "context_shift", "place_weight", "shift_name"]
+__all__ = ["CONTEXT_SHIFT", "context_shift", "mean_shift", "place_weight", "shift_name"]
 
 CONTEXT_SHIFT = "shift-int8"
 """How the names of all context shifts begin."""
@@ -37,8 +37,8 @@ def shift_name(num_neighbours: int) -> str:
     return f"{CONTEXT_SHIFT}-{num_neighbours}"
 
 
-def context_shift(plain: tuple[Tensor, Tensor], shifted: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-    """Compress what contexts change in a chunk, on average.
+def mean_shift(plain: tuple[Tensor, Tensor], shifted: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Return what contexts change in a chunk, on average.
 
     Parameters
     ----------
@@ -49,13 +49,32 @@ def context_shift(plain: tuple[Tensor, Tensor], shifted: Sequence[tuple[Tensor, 
 
     Returns
     -------
+    tuple of Tensor
+        Keys and values, float32 ``[L, Hkv, T, D]``.
+    """
+    keys, values = (
+        sum((form.float() for form in after[1:]), after[0].float()) / len(after) - before.float()
+        for before, *after in zip(plain, *shifted, strict=True)
+    )
+    return keys, values
+
+
+def context_shift(keys: Tensor, values: Tensor) -> dict[str, Tensor]:
+    """Compress what contexts change in a chunk.
+
+    Parameters
+    ----------
+    keys, values : Tensor
+        float32 ``[L, Hkv, T, D]``, see :func:`mean_shift`.
+
+    Returns
+    -------
     dict of str to Tensor
         ``keys`` and ``values``, int8 ``[L, Hkv, T, D]``, and ``keys_scale`` and ``values_scale``, float32
         ``[L, Hkv, T, 1]``, to be multiplied with them.
     """
     side = {}
-    for name, before, *after in zip(("keys", "values"), plain, *shifted, strict=True):
-        difference = sum((form.float() for form in after[1:]), after[0].float()) / len(after) - before.float()
+    for name, difference in (("keys", keys), ("values", values)):
         scale = (difference.abs().amax(-1, keepdim=True) / _LARGEST).clamp_min(_SMALLEST_SCALE)
         side[name], side[f"{name}_scale"] = (difference / scale).round().to(torch.int8), scale
     return side

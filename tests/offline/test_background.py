@@ -21,8 +21,8 @@ from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.context_shift import shift_name
 from fused_kv_llm.errors import ConfigError, MissingExtraError, StoreFullError
 from fused_kv_llm.model import StoppedError
-from fused_kv_llm.offline import preprocess
-from fused_kv_llm.offline.preprocess import Preprocessor
+from fused_kv_llm.offline import context_prefill
+from fused_kv_llm.offline.context_prefill import ContextPrefill
 
 SHIFT = shift_name(3)
 TEXTS = SHORT[:12]
@@ -41,16 +41,16 @@ def preprocessed(engine: FusedKVEngine) -> int:
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """One chunk a batch; the second pass waits before each until it is let go."""
-    gate, real = threading.Event(), Preprocessor._prefill
+    gate, real = threading.Event(), ContextPrefill._prefill
 
-    def gated(self: Preprocessor, *arguments: object) -> object:
+    def gated(self: ContextPrefill, *arguments: object) -> object:
         while not gate.wait(0.01):
-            if arguments[1]():  # type: ignore[operator]
+            if self.stopped():
                 raise StoppedError
         return real(self, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(preprocess, "BATCH_TOKENS", 1)
-    monkeypatch.setattr(Preprocessor, "_prefill", gated)
+    monkeypatch.setattr(context_prefill, "BATCH_TOKENS", 1)
+    monkeypatch.setattr(ContextPrefill, "_prefill", gated)
     return gate.set
 
 
@@ -84,18 +84,18 @@ def test_later_means_at_a_later_call(tmp_path: Path) -> None:
 
 
 def test_closing_stops_at_the_next_batch_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preprocess, "BATCH_TOKENS", 1)
-    real, three = Preprocessor._prefill, threading.Event()
+    monkeypatch.setattr(context_prefill, "BATCH_TOKENS", 1)
+    real, three = ContextPrefill._prefill, threading.Event()
     forwards = []
 
-    def counting(self: Preprocessor, *arguments: object) -> object:
+    def counting(self: ContextPrefill, *arguments: object) -> object:
         forwards.append(time.monotonic())
         if len(forwards) == 3:
             three.set()
             time.sleep(0.2)
         return real(self, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Preprocessor, "_prefill", counting)
+    monkeypatch.setattr(ContextPrefill, "_prefill", counting)
     engine = make_engine(tmp_path)
     engine.build_kv_cache(TEXTS, neighbours=GRAPH, progress=False)
     assert three.wait(30)
@@ -122,14 +122,14 @@ def test_a_killed_pass_goes_on_where_it_was(tmp_path: Path) -> None:
         from corpus import SHORT
         from models import smollm2_tokenizer, tiny_model
         from fused_kv_llm import FusedKVEngine
-        from fused_kv_llm.offline import preprocess
-        preprocess.BATCH_TOKENS = 1
-        shifts = preprocess.Preprocessor._sides
-        def slow(self, batch, *rest):
+        from fused_kv_llm.offline import context_prefill, preprocess
+        context_prefill.BATCH_TOKENS = 1
+        side = preprocess.Preprocessor._side
+        def slow(self, before, after):
             print("batch", flush=True)
             time.sleep(0.2)
-            return shifts(self, batch, *rest)
-        preprocess.Preprocessor._sides = slow
+            return side(self, before, after)
+        preprocess.Preprocessor._side = slow
         texts = SHORT[:12]
         graph = {{text: [other for other in texts if other != text][:3] for text in texts}}
         engine = FusedKVEngine(

@@ -17,28 +17,24 @@ from torch import Tensor
 
 from fused_kv_llm.chunk import ChunkKV
 from fused_kv_llm.context_shift import context_shift, shift_name
-from fused_kv_llm.errors import ChunkDamagedError, ConfigError
-from fused_kv_llm.model import LoadedModel, ModelOwner, PackedChunk, PrefixKV, StoppedError, prefill_packed
+from fused_kv_llm.errors import ConfigError
+from fused_kv_llm.model import LoadedModel, ModelOwner, PrefixKV, StoppedError
 from fused_kv_llm.prompt import Segment
 from fused_kv_llm.store import KVStore, replacement_name, replacement_tensors
 
-from .batches import PendingChunk, batches, walk_neighbours
+from .batches import PendingChunk
+from .context_prefill import ContextPrefill
 from .corpus import CorpusPlanner
 from .neighbour_graph import NeighbourGraph, Similarity
 from .neighbours import GivenNeighbours, given_neighbours
-from .plain_kv import PlainKVCache
+from .shift_fitting import ShiftFitting
 from .variant_builder import PromptChunks
 from .writer import BackgroundWriter
 
-__all__ = ["BATCH_TOKENS", "CONTEXT_CHUNKS", "PreprocessingPlan", "Preprocessor"]
+__all__ = ["CONTEXT_CHUNKS", "PreprocessingPlan", "Preprocessor"]
 
 CONTEXT_CHUNKS = 3
 """Neighbours that stand before a chunk at a time, where what they change is averaged."""
-
-BATCH_TOKENS = 256
-"""Most tokens of one forward."""
-
-_PLAIN_KV_BYTES = 2**28
 
 
 @dataclass(slots=True)
@@ -103,7 +99,8 @@ class Preprocessor:
         self._context_chunks = similarity.count if self._replaces else CONTEXT_CHUNKS
         self._met: set[str] = set()
         self._unstored: dict[str, tuple[int, ...]] = {}
-        self._neighbour_tokens = 0
+        name = f"shift-map-{planner.identity[:16]}-{similarity.count}.safetensors"
+        self._fitting = ShiftFitting(loaded, owner, prefix, planner, store.kv_dir / name)
 
     @property
     def storage(self) -> str:
@@ -198,10 +195,7 @@ class Preprocessor:
         StoppedError
             If it was stopped.
         """
-        self._neighbour_tokens = 0
-        num_tokens = {key: len(ids) for key, ids in plan.token_ids.items()}
-        budget_tokens = _PLAIN_KV_BYTES // self._loaded.geometry.kv_bytes_per_token(self._loaded.dtype)
-        plain = PlainKVCache(lambda keys: self._plain_kv(keys, plan.token_ids, stopped), _PLAIN_KV_BYTES)
+        prefill = ContextPrefill(self._loaded, self._store, self._prefix, self._owner, plan.token_ids, stopped)
 
         def write(item: tuple[PendingChunk, dict[str, Tensor]]) -> None:
             chunk, side = item
@@ -212,14 +206,14 @@ class Preprocessor:
 
         writer = BackgroundWriter(write)
         try:
-            for batch in batches(walk_neighbours(plan.chunks), self._piece_tokens, num_tokens, budget_tokens):
-                kept = plain.get(key for chunk in batch for key in (chunk.key, *chunk.neighbours))
-                for item in zip(batch, self._sides(batch, kept, stopped), strict=True):
-                    writer.submit(item)
+            if not self._replaces:
+                self._fitting.prepare(plan.chunks, plan.token_ids, prefill)
+            for chunk, before, after in prefill.behind(plan.chunks):
+                writer.submit((chunk, self._side(before, after)))
         finally:
             # What has been computed is written, also after a stop, so the next run goes on from there.
             writer.close()
-        return self._neighbour_tokens
+        return prefill.neighbour_tokens
 
     def prompts(self, plan: PreprocessingPlan, contexts: int) -> Iterator[PromptChunks]:
         """Yield every chunk of a plan behind its first contexts, as prompts that leave variants.
@@ -270,61 +264,12 @@ class Preprocessor:
                 contexts.append(tuple(fitting))
         return tuple(contexts)
 
-    def _plain_kv(
-        self, keys: Sequence[str], token_ids: Mapping[str, tuple[int, ...]], stopped: Callable[[], bool]
-    ) -> list[ChunkKV]:
-        """Return the KV of chunks right after the header: from the store where it is stored exactly, else computed."""
-        found = {key: kv for key in keys if (kv := self._stored_kv(key, token_ids[key])) is not None}
-        missing = [PendingChunk(key, "", token_ids[key]) for key in keys if key not in found]
-        for batch in batches(missing, self._piece_tokens, {}, 0):
-            made = self._prefill([PackedChunk(chunk.token_ids) for chunk in batch], stopped)
-            found.update(zip((chunk.key for chunk in batch), made, strict=True))
-            self._neighbour_tokens += sum(len(chunk.token_ids) for chunk in batch)
-        return [found[key] for key in keys]
-
-    def _stored_kv(self, key: str, token_ids: tuple[int, ...]) -> ChunkKV | None:
-        stored = self._store.open(key, token_ids, counted=False)
-        if stored is None:
-            return None
-        with stored:
-            if stored.storage != self._dtype:
-                return None
-            try:
-                keys, values = stored.read_layers(0, stored.num_layers)
-            except ChunkDamagedError as error:
-                self._store.discard(error.key, error.reason)
-                return None
-            device = self._loaded.device
-            return ChunkKV(keys.to(device), values.to(device), token_ids, stored.position)
-
-    def _sides(
-        self, batch: Sequence[PendingChunk], plain: Mapping[str, ChunkKV], stopped: Callable[[], bool]
-    ) -> Iterator[dict[str, Tensor]]:
-        """Yield the sidecar of each chunk: what its neighbours change in it, or its KV behind them."""
-        behind: dict[str, list[ChunkKV]] = {chunk.key: [] for chunk in batch}
-        for turn in range(max(len(chunk.contexts) for chunk in batch)):
-            ready = [chunk for chunk in batch if turn < len(chunk.contexts)]
-            contexts = [tuple(plain[key] for key in chunk.contexts[turn]) for chunk in ready]
-            packed = [PackedChunk(chunk.token_ids, context) for chunk, context in zip(ready, contexts, strict=True)]
-            for chunk, kv in zip(ready, self._prefill(packed, stopped), strict=True):
-                behind[chunk.key].append(kv)
-        for chunk in batch:
-            before, after = plain[chunk.key], behind.pop(chunk.key)
-            with torch.inference_mode():
-                if self._replaces:
-                    yield dict(replacement_tensors(after[0], self.storage))
-                    continue
-                yield context_shift((before.keys, before.values), [(kv.keys, kv.values) for kv in after])
-
-    def _prefill(self, chunks: Sequence[PackedChunk], stopped: Callable[[], bool]) -> list[ChunkKV]:
-        def compute() -> list[ChunkKV]:
-            self._loaded.check_unchanged()
-            return prefill_packed(self._loaded, chunks, self._prefix)
-
-        return self._owner.run(compute, sum(len(chunk.token_ids) for chunk in chunks), stopped)
-
-    def _piece_tokens(self) -> int:
-        return self._owner.piece_tokens(BATCH_TOKENS)
+    def _side(self, before: ChunkKV, after: Sequence[ChunkKV]) -> dict[str, Tensor]:
+        """Return a chunk's sidecar: what its neighbours change in it, or its KV behind them."""
+        with torch.inference_mode():
+            if self._replaces:
+                return dict(replacement_tensors(after[0], self.storage))
+            return context_shift(*self._fitting.shift(before, after))
 
     @property
     def _dtype(self) -> str:

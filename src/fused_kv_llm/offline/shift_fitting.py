@@ -1,0 +1,106 @@
+"""The shift map of a model and a corpus: read where it was fitted before, fitted where there are enough chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fused_kv_llm.chunk import ChunkKV
+from fused_kv_llm.context_shift import mean_shift, place_weight
+from fused_kv_llm.model import LoadedModel, ModelOwner, PrefixKV
+
+from .batches import PendingChunk
+from .context_prefill import ContextPrefill
+from .corpus import CorpusPlanner
+from .shift_map import ShiftLessons, ShiftMap, fit_shift_map, read_shift_map
+from .shift_prompts import prompts_of_chunks
+from .true_kv import true_kv
+from .variant_builder import PromptChunks
+
+__all__ = ["ShiftFitting"]
+
+_BETWEEN_CHUNKS = "\n\n"
+
+
+class ShiftFitting:
+    """Corrects context shifts by a map, which is kept beside the store; one thread at a time.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+    owner : ModelOwner
+        Computes the prompts, in pieces between those of requests.
+    prefix : PrefixKV
+        What stands before every chunk.
+    planner : CorpusPlanner
+    path : Path
+        The map's file.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, owner: ModelOwner, prefix: PrefixKV, planner: CorpusPlanner, path: Path
+    ) -> None:
+        self._loaded, self._owner, self._prefix, self._planner = loaded, owner, prefix, planner
+        self._path = path
+        self._map: ShiftMap | None = None
+
+    def prepare(
+        self, chunks: Sequence[PendingChunk], token_ids: Mapping[str, tuple[int, ...]], prefill: ContextPrefill
+    ) -> None:
+        """Read the map, or fit it on prompts of these chunks if they are enough; otherwise shifts stay as they are.
+
+        Raises
+        ------
+        OSError
+            If its file cannot be written.
+        StoppedError
+            If `prefill` was stopped.
+        """
+        if self._map is not None or not chunks or not self._loaded.geometry.attends_cache:
+            return
+        self._map = read_shift_map(self._path, prefill.plain(chunks[0].key))
+        if self._map is not None:
+            return
+        separator = self._planner.chunk(_BETWEEN_CHUNKS).token_ids
+        prompts = prompts_of_chunks(chunks, token_ids, self._prefix.token_ids, separator, self._planner.max_tokens)
+        if prompts:
+            pending = {chunk.key: chunk for chunk in chunks}
+            known, last = ShiftLessons(), ShiftLessons()
+            for prompt in prompts:
+                self._learn(last if prompt is prompts[-1] else known, prompt, pending, prefill)
+            self._map = fit_shift_map(known, last)
+            self._map.write(self._path)
+
+    def shift(self, before: ChunkKV, after: Sequence[ChunkKV]) -> tuple[Tensor, Tensor]:
+        """Return a chunk's shift, float32 keys and values ``[L, Hkv, T, D]``, corrected if there is a map.
+
+        Parameters
+        ----------
+        before : ChunkKV
+            Its plain KV.
+        after : sequence of ChunkKV
+            That behind each of its contexts.
+        """
+        shift = _plain_shift(before, after)
+        return shift if self._map is None else self._map.correct(before, shift, self._loaded.geometry)
+
+    def _learn(
+        self, lessons: ShiftLessons, prompt: PromptChunks, pending: Mapping[str, PendingChunk], prefill: ContextPrefill
+    ) -> None:
+        """Compare the shifts of a prompt's chunks with what full prefill makes of them there."""
+        home = len(self._prefix.token_ids)
+        places = {str(segment.key): segment for segment in prompt.segments}
+        full = true_kv(self._loaded, self._owner, prompt.ids, prompt.segments, home, prefill.stopped)
+        true = dict(zip(places, full, strict=True))
+        for chunk, before, after in prefill.behind([pending[key] for key in places]):
+            weight = place_weight(places[chunk.key].start - home, len(chunk.token_ids))
+            with torch.inference_mode():
+                shift = _plain_shift(before, after)
+                lessons.add(before, shift, true[chunk.key], weight, self._loaded.geometry)
+
+
+def _plain_shift(before: ChunkKV, after: Sequence[ChunkKV]) -> tuple[Tensor, Tensor]:
+    return mean_shift((before.keys, before.values), [(kv.keys, kv.values) for kv in after])
