@@ -115,7 +115,7 @@ def test_prompts_are_made_of_neighbours_and_fit_the_context() -> None:
     chunks = [PendingChunk(key, key, ids[key], (near[key],)) for key in keys]
     assert prompts_of_chunks(chunks[: LEAST_CHUNKS - 1], ids, (7,), (8, 9), 10_000) == []
     prompts = prompts_of_chunks(chunks, ids, (7,), (8, 9), 10_000)
-    assert len(prompts) == 4
+    assert len(prompts) == 2
     for prompt in prompts:
         assert prompt.ids[0] == 7
         assert len(prompt.segments) == 10

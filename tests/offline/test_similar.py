@@ -78,28 +78,40 @@ def test_a_small_corpus_has_fewer_neighbours() -> None:
 
 
 def test_the_shift_is_what_neighbours_change(tmp_path: Path) -> None:
-    """Equation 10 written out: a plain forward of the chunk behind the header and the neighbours' reused KV."""
+    """Equation 10 written out: a plain forward of the chunk behind the header and the neighbours' reused KV.
+
+    What prompts have between chunks stands between these too; before the chunk itself it is computed with it.
+    """
+    from transformers import DynamicCache
+
     graph = {SHORT[0]: [SHORT[1], SHORT[2]]}
+    reference = tiny_model()
     with make_engine(tmp_path / "plain", preprocessing="none") as plain:
         plain.build_kv_cache(SHORT[:3], progress=False)
-        ids = [*plain._parts.prefix.token_ids, *(i for n in (1, 2, 0) for i in plain.token_ids(SHORT[n]))]
+        header, between = list(plain._parts.prefix.token_ids), plain.token_ids("\n\n")
+        behind_header = DynamicCache()
+        with torch.inference_mode():
+            reference(torch.tensor([[*header, *between]]), past_key_values=behind_header)
+        gap = tuple(
+            torch.stack([getattr(layer, name)[0, :, len(header) :] for layer in behind_header.layers])
+            for name in ("keys", "values")
+        )
         inv_freq = plain.loaded.geometry.rotations[0].inv_freq
-        keys, values, at = [plain._parts.prefix.keys], [plain._parts.prefix.values], len(plain._parts.prefix.token_ids)
+        keys, values, at = [plain._parts.prefix.keys], [plain._parts.prefix.values], len(header)
         home = at
-        for n in (1, 2):
-            k, v = stored_kv(plain, SHORT[n])
+        for k, v in (stored_kv(plain, SHORT[1]), gap, stored_kv(plain, SHORT[2])):
             keys.append(rerotate_keys_reference(k, torch.full((k.shape[2],), at - home), inv_freq))
             values.append(v)
             at += k.shape[2]
-        from transformers import DynamicCache
-
         cache = DynamicCache()
         before = zip(torch.cat(keys, dim=2), torch.cat(values, dim=2), strict=True)
         for layer, (k, v) in enumerate(before):
             cache.update(k[None], v[None], layer)
-        reference = tiny_model()
+        ids = [*between, *plain.token_ids(SHORT[0])]
         with torch.inference_mode():
-            reference(torch.tensor([ids[at:]]), past_key_values=cache, position_ids=torch.arange(at, len(ids))[None])
+            positions = torch.arange(at, at + len(ids))
+            reference(torch.tensor([ids]), past_key_values=cache, position_ids=positions[None])
+        at += len(between)
         after_k = torch.stack([layer.keys[0, :, at:] for layer in cache.layers])
         after_v = torch.stack([layer.values[0, :, at:] for layer in cache.layers])
         plain_k, plain_v = stored_kv(plain, SHORT[0])
@@ -110,7 +122,7 @@ def test_the_shift_is_what_neighbours_change(tmp_path: Path) -> None:
     assert report.neighbour_tokens == sum(len(similar.token_ids(SHORT[n])) for n in (1, 2))
     torch.testing.assert_close(got_k, plain_k, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(got_v, plain_v, atol=1e-5, rtol=1e-5)
-    home_k = rerotate_keys_reference(after_k, torch.full((len(ids) - at,), home - at), inv_freq)
+    home_k = rerotate_keys_reference(after_k, torch.full((after_k.shape[2],), home - at), inv_freq)
     for name, change in (("keys", home_k - plain_k), ("values", after_v - plain_v)):
         got = side[name] * side[f"{name}_scale"]
         assert float(change.abs().max()) > 0.05

@@ -12,7 +12,7 @@ from .embedded import EMBEDDED_MODELS, embedded_model_folder
 from .forward import PrefixKV, compute_prefix, forward_kv, forward_rows, pause_at
 from .forward_pass import ForwardPass, KVPass, LayerFiller
 from .geometry import Geometry, KVShape, Rotation
-from .loading import LoadedModel, choose_device, choose_dtype, load_model
+from .loading import LoadedModel, choose_device, choose_dtype, has_native_bfloat16, load_model
 from .lock import ModelLock, lock_of
 from .narrowing import NarrowingPass
 from .numbers import check_numbers
@@ -60,6 +60,7 @@ __all__ = [
     "embedded_model_folder",
     "forward_kv",
     "forward_ragged",
+    "has_native_bfloat16",
     "forward_rows",
     "load_model",
     "lock_of",

@@ -38,14 +38,22 @@ class PackedChunk:
         ``T`` ids.
     context : tuple of ChunkKV
         KV that stands between the prefix and the chunk, in order; each is moved to its place there.
+    lead : tuple of int
+        Ids between the context and the chunk, which are computed with it and not returned.
     """
 
     token_ids: tuple[int, ...]
     context: tuple[ChunkKV, ...] = ()
+    lead: tuple[int, ...] = ()
+
+    @property
+    def computed_ids(self) -> tuple[int, ...]:
+        """What goes through the model."""
+        return (*self.lead, *self.token_ids)
 
     @property
     def num_context_tokens(self) -> int:
-        """Tokens between the prefix and the chunk."""
+        """Tokens of the context."""
         return sum(len(kv.token_ids) for kv in self.context)
 
 
@@ -54,7 +62,7 @@ class _PackedPass(KVPass):
 
     def __init__(self, chunks: Sequence[PackedChunk], prefix: PrefixKV, geometry: Geometry, dtype: torch.dtype) -> None:
         device, before = prefix.keys.device, len(prefix.token_ids)
-        rows = sum(len(chunk.token_ids) for chunk in chunks)
+        rows = sum(len(chunk.computed_ids) for chunk in chunks)
         super().__init__(torch.arange(rows, device=device), rows, geometry.num_layers - 1)
         self.prefix = prefix
         self.spans: list[slice] = []
@@ -64,7 +72,7 @@ class _PackedPass(KVPass):
         deltas: list[int] = []
         row = at = 0
         for chunk in chunks:
-            begin, tokens = at, len(chunk.token_ids)
+            begin, tokens = at, len(chunk.computed_ids)
             at += before
             for kv in chunk.context:
                 starts.append(at)
@@ -132,7 +140,7 @@ def prefill_packed(loaded: LoadedModel, chunks: Sequence[PackedChunk], prefix: P
     if not geometry.attends_cache:
         return [_prefill_alone(loaded, chunk, prefix) for chunk in chunks]
     state = _PackedPass(chunks, prefix, geometry, loaded.dtype)
-    ids = torch.tensor([[i for chunk in chunks for i in chunk.token_ids]], device=loaded.device)
+    ids = torch.tensor([[i for chunk in chunks for i in chunk.computed_ids]], device=loaded.device)
     cache = BatchCache(geometry.num_layers, geometry.room, swaps=geometry.swaps)
     with torch.inference_mode():
         forward_kv(loaded, ids, state.positions, cache, state)
@@ -145,7 +153,8 @@ def prefill_packed(loaded: LoadedModel, chunks: Sequence[PackedChunk], prefix: P
 def _prefill_alone(loaded: LoadedModel, chunk: PackedChunk, prefix: PrefixKV) -> ChunkKV:
     """Compute a chunk in a cache of its own, for layers that do not attend to what they cache."""
     geometry, home = loaded.geometry, len(prefix.token_ids)
-    begin, stop = home + chunk.num_context_tokens, home + chunk.num_context_tokens + len(chunk.token_ids)
+    begin = home + chunk.num_context_tokens
+    stop = begin + len(chunk.computed_ids)
     cache = FusedCache(geometry, stop, CachePool(loaded.dtype, loaded.device))
     with torch.inference_mode():
         cache.keys[:, 0, :, :home], cache.values[:, 0, :, :home] = prefix.keys, prefix.values
@@ -157,7 +166,7 @@ def _prefill_alone(loaded: LoadedModel, chunk: PackedChunk, prefix: PrefixKV) ->
                 stack.place(layer, cache.keys[layer, 0], cache.values[layer, 0])
             at += len(kv.token_ids)
         rows = torch.arange(begin, stop, device=loaded.device)
-        ids = torch.tensor([chunk.token_ids], device=loaded.device)
+        ids = torch.tensor([chunk.computed_ids], device=loaded.device)
         forward_kv(loaded, ids, rows, cache, KVPass(rows, stop, geometry.num_layers - 1))
         check_numbers(list(zip(cache.keys, cache.values, strict=True)), loaded.model_id, loaded.dtype, rows)
         keys, values = (part[:, 0, :, begin:].clone() for part in (cache.keys, cache.values))
@@ -165,8 +174,10 @@ def _prefill_alone(loaded: LoadedModel, chunk: PackedChunk, prefix: PrefixKV) ->
 
 
 def _at_home(keys: Tensor, values: Tensor, chunk: PackedChunk, home: int, geometry: Geometry) -> ChunkKV:
-    if chunk.context:
-        tables = geometry.tables(torch.full((len(chunk.token_ids),), -chunk.num_context_tokens), keys.device)
+    lead = len(chunk.lead)
+    keys, values = keys[:, :, lead:], values[:, :, lead:]
+    if before := chunk.num_context_tokens + lead:
+        tables = geometry.tables(torch.full((len(chunk.token_ids),), -before), keys.device)
         moved = [rerotate_keys(layer, table) for layer, table in zip(keys, tables, strict=True)]
         keys = torch.stack(moved).to(values.dtype)
     return ChunkKV(keys.contiguous(), values.contiguous(), chunk.token_ids, home)

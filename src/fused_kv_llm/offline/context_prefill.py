@@ -6,6 +6,7 @@ FusionRAG section 3.1, equation 10: the context's KV is taken as it is, the chun
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 
 from fused_kv_llm.chunk import ChunkKV
 from fused_kv_llm.errors import ChunkDamagedError
@@ -15,9 +16,12 @@ from fused_kv_llm.store import KVStore
 from .batches import PendingChunk, batches, walk_neighbours
 from .plain_kv import PlainKVCache
 
-__all__ = ["BATCH_TOKENS", "ContextPrefill"]
+__all__ = ["BATCH_TOKENS", "BETWEEN_CHUNKS", "ContextPrefill"]
 
-BATCH_TOKENS = 256
+BETWEEN_CHUNKS = "\n\n"
+"""What prompts usually have between chunks: LangChain's and LlamaIndex' default."""
+
+BATCH_TOKENS = 1024
 """Most tokens of one forward."""
 
 _PLAIN_KV_BYTES = 2**28
@@ -38,6 +42,8 @@ class ContextPrefill:
         Stand-alone ids of all chunks and of those in their contexts, by key.
     stopped : callable
         Asked before every forward.
+    separator : tuple of int
+        What prompts have between chunks: it stands behind every chunk of a context. Empty for none.
 
     Attributes
     ----------
@@ -53,9 +59,11 @@ class ContextPrefill:
         owner: ModelOwner,
         token_ids: Mapping[str, tuple[int, ...]],
         stopped: Callable[[], bool],
+        separator: tuple[int, ...] = (),
     ) -> None:
         self._loaded, self._store, self._prefix, self._owner = loaded, store, prefix, owner
         self._token_ids, self.stopped = token_ids, stopped
+        self._separator = separator
         self._plain = PlainKVCache(self._plain_kv, _PLAIN_KV_BYTES)
         self.neighbour_tokens = 0
 
@@ -78,11 +86,23 @@ class ContextPrefill:
             after: dict[str, list[ChunkKV]] = {chunk.key: [] for chunk in batch}
             for turn in range(max(len(chunk.contexts) for chunk in batch)):
                 ready = [chunk for chunk in batch if turn < len(chunk.contexts)]
-                packed = [PackedChunk(one.token_ids, tuple(kept[key] for key in one.contexts[turn])) for one in ready]
+                packed = [self._packed(one.token_ids, [kept[key] for key in one.contexts[turn]]) for one in ready]
                 for chunk, kv in zip(ready, self._prefill(packed), strict=True):
                     after[chunk.key].append(kv)
             for chunk in batch:
                 yield chunk, kept[chunk.key], after.pop(chunk.key)
+
+    def _packed(self, token_ids: tuple[int, ...], context: Sequence[ChunkKV]) -> PackedChunk:
+        """Put a separator behind every chunk of a context; the last one is computed with the chunk."""
+        if not self._separator:
+            return PackedChunk(token_ids, tuple(context))
+        between = [kv for other in context[:-1] for kv in (other, self._separator_kv)]
+        return PackedChunk(token_ids, (*between, context[-1]), self._separator)
+
+    @cached_property
+    def _separator_kv(self) -> ChunkKV:
+        (kv,) = self._prefill([PackedChunk(self._separator)])
+        return kv
 
     def _plain_kv(self, keys: Sequence[str]) -> list[ChunkKV]:
         """Return plain KV: from the store where it is stored exactly, else computed."""
@@ -115,7 +135,7 @@ class ContextPrefill:
             self._loaded.check_unchanged()
             return prefill_packed(self._loaded, chunks, self._prefix)
 
-        return self._owner.run(compute, sum(len(chunk.token_ids) for chunk in chunks), self.stopped)
+        return self._owner.run(compute, sum(len(chunk.computed_ids) for chunk in chunks), self.stopped)
 
     def _piece_tokens(self) -> int:
         return self._owner.piece_tokens(BATCH_TOKENS)

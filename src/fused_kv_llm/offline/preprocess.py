@@ -23,7 +23,7 @@ from fused_kv_llm.prompt import Segment
 from fused_kv_llm.store import KVStore, replacement_name, replacement_tensors
 
 from .batches import PendingChunk
-from .context_prefill import ContextPrefill
+from .context_prefill import BETWEEN_CHUNKS, ContextPrefill
 from .corpus import CorpusPlanner
 from .neighbour_graph import NeighbourGraph, Similarity
 from .neighbours import GivenNeighbours, given_neighbours
@@ -35,6 +35,8 @@ __all__ = ["CONTEXT_CHUNKS", "PreprocessingPlan", "Preprocessor"]
 
 CONTEXT_CHUNKS = 3
 """Neighbours that stand before a chunk at a time, where what they change is averaged."""
+
+_CHUNKS_TO_WRITE = 8
 
 
 @dataclass(slots=True)
@@ -195,21 +197,26 @@ class Preprocessor:
         StoppedError
             If it was stopped.
         """
-        prefill = ContextPrefill(self._loaded, self._store, self._prefix, self._owner, plan.token_ids, stopped)
+        # FusionRAG's equation 10 has none between chunks.
+        separator = () if self._replaces else self._planner.chunk(BETWEEN_CHUNKS).token_ids
+        prefill = ContextPrefill(
+            self._loaded, self._store, self._prefix, self._owner, plan.token_ids, stopped, separator
+        )
 
-        def write(item: tuple[PendingChunk, dict[str, Tensor]]) -> None:
-            chunk, side = item
-            nbytes = self._write(chunk.key, side)
+        def write(item: tuple[PendingChunk, ChunkKV, list[ChunkKV]]) -> None:
+            chunk, before, after = item
+            nbytes = self._write(chunk.key, self._side(before, after))
             if nbytes is not None:
                 self._graph.preprocessed(chunk.key, plan.neighbours[chunk.key])
                 written(chunk, nbytes)
 
-        writer = BackgroundWriter(write)
+        # The next batch is computed while what a chunk's contexts change is compressed and written.
+        writer = BackgroundWriter(write, _CHUNKS_TO_WRITE)
         try:
             if not self._replaces:
                 self._fitting.prepare(plan.chunks, plan.token_ids, prefill)
-            for chunk, before, after in prefill.behind(plan.chunks):
-                writer.submit((chunk, self._side(before, after)))
+            for computed in prefill.behind(plan.chunks):
+                writer.submit(computed)
         finally:
             # What has been computed is written, also after a stop, so the next run goes on from there.
             writer.close()

@@ -13,7 +13,7 @@ from fused_kv_llm.context_shift import mean_shift, place_weight
 from fused_kv_llm.model import LoadedModel, ModelOwner, PrefixKV
 
 from .batches import PendingChunk
-from .context_prefill import ContextPrefill
+from .context_prefill import BETWEEN_CHUNKS, ContextPrefill
 from .corpus import CorpusPlanner
 from .shift_map import ShiftLessons, ShiftMap, fit_shift_map, read_shift_map
 from .shift_prompts import prompts_of_chunks
@@ -21,8 +21,6 @@ from .true_kv import true_kv
 from .variant_builder import PromptChunks
 
 __all__ = ["ShiftFitting"]
-
-_BETWEEN_CHUNKS = "\n\n"
 
 
 class ShiftFitting:
@@ -64,7 +62,7 @@ class ShiftFitting:
         self._map = read_shift_map(self._path, prefill.plain(chunks[0].key))
         if self._map is not None:
             return
-        separator = self._planner.chunk(_BETWEEN_CHUNKS).token_ids
+        separator = self._planner.chunk(BETWEEN_CHUNKS).token_ids
         prompts = prompts_of_chunks(chunks, token_ids, self._prefix.token_ids, separator, self._planner.max_tokens)
         if prompts:
             pending = {chunk.key: chunk for chunk in chunks}

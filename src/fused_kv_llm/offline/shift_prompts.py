@@ -16,7 +16,8 @@ LEAST_CHUNKS = 64
 """Chunks without which a fit would cost more than a third of what it is for."""
 
 _CHUNKS_PER_PROMPT = 10
-_MOST_PROMPTS = 6
+_CHUNKS_FOR_A_PROMPT = 100
+_LEAST_PROMPTS, _MOST_PROMPTS = 2, 6
 
 
 def prompts_of_chunks(
@@ -40,12 +41,12 @@ def prompts_of_chunks(
     Returns
     -------
     list of PromptChunks
-        One for 32 chunks, six at most; none of fewer than 64 chunks.
+        One for 100 chunks, at least two and at most six; none of fewer than 64 chunks.
     """
     if len(chunks) < LEAST_CHUNKS:
         return []
     known = {chunk.key: chunk for chunk in chunks}
-    count = min(_MOST_PROMPTS, 2 * len(chunks) // LEAST_CHUNKS)
+    count = max(_LEAST_PROMPTS, min(_MOST_PROMPTS, len(chunks) // _CHUNKS_FOR_A_PROMPT))
     seeds = sorted(known)[:: len(known) // count][:count]
     return [_prompt(_group(known, seed), token_ids, header, separator, max_tokens) for seed in seeds]
 
