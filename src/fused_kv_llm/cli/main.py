@@ -18,7 +18,7 @@ from fused_kv_llm.cli.options import IDENTITY_OPTIONS, takes_engine_options
 from fused_kv_llm.cli.serve import add_serve_command
 from fused_kv_llm.cli.store import store_app
 from fused_kv_llm.cli.terminal import FriendlyGroup, doing, out, print_data, quiet_libraries, talking_aside
-from fused_kv_llm.config import DEFAULT_MODEL
+from fused_kv_llm.config import DEFAULT_MODEL, RecomputeRatio
 from fused_kv_llm.demo import DEMO
 from fused_kv_llm.errors import ConfigError
 
@@ -238,11 +238,11 @@ def _answer(engine: FusedKVEngine, prompt: RagPrompt, **options: Any) -> tuple[s
     return "".join(texts), report
 
 
-def _compare(engine: FusedKVEngine, prompt: RagPrompt, ratio: float, **limits: Any) -> list[Row]:
+def _compare(engine: FusedKVEngine, prompt: RagPrompt, ratio: RecomputeRatio, **limits: Any) -> list[Row]:
     """Print the times and the answers of every way."""
     from fused_kv_llm.demo import answers, compare, times
 
-    ratios = dict.fromkeys((1.0, ratio, 0.0))
+    ratios: dict[RecomputeRatio, None] = dict.fromkeys((1.0, ratio, 0.0))
     with doing("Answering again in other ways"):
         rows = compare(engine, prompt.text, ratios=list(ratios), **limits)
     out.print(times(rows, f"First token of a prompt of {rows[0].prompt_tokens:,} tokens"))

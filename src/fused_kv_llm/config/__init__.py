@@ -15,7 +15,7 @@ from .engine import (
     option_of,
 )
 from .generation import GenerationConfig
-from .values import check_ratio, check_seed, parse_bytes
+from .values import RecomputeRatio, check_ratio, check_seed, parse_bytes
 
 __all__ = [
     "DEFAULT_MEMORY",
@@ -28,6 +28,7 @@ __all__ = [
     "EngineConfig",
     "GenerationConfig",
     "Option",
+    "RecomputeRatio",
     "check_ratio",
     "check_seed",
     "option_of",

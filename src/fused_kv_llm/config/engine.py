@@ -22,7 +22,7 @@ from pydantic import (
 
 from fused_kv_llm.errors import ConfigError, FusedKVError
 
-from .values import check_ratio, is_whole, parse_bytes
+from .values import RecomputeRatio, check_ratio, is_number, is_whole, parse_bytes
 
 __all__ = [
     "DEFAULT_MEMORY",
@@ -73,7 +73,19 @@ class Option:
 
 
 def _ratio(value: Any) -> Any:
-    return value if value == "auto" else check_ratio(value)
+    return value if value in ("auto", "adaptive") else check_ratio(value)
+
+
+def _target(value: Any) -> Any:
+    if not is_number(value) or not value > 0:
+        raise ConfigError(f"adaptive_target={value!r} is not a positive number of nats")
+    return float(value)
+
+
+def _most(value: Any) -> Any:
+    if not is_number(value) or not 0.0 < value < 1.0:
+        raise ConfigError(f"adaptive_cap={value!r} is not between 0 and 1: recompute_ratio=1 recomputes everything")
+    return float(value)
 
 
 def _size(value: Any, info: ValidationInfo) -> int | None:
@@ -157,10 +169,22 @@ class EngineConfig(BaseModel):
     """Folder of the chunk-KV store; processes, models and frameworks may share it."""
 
     recompute_ratio: Annotated[
-        float | Literal["auto"], Option(unit="share of chunk tokens", short_flag="--ratio"), BeforeValidator(_ratio)
+        RecomputeRatio,
+        Option(unit="share of chunk tokens", short_flag="--ratio"),
+        BeforeValidator(_ratio),
     ] = DEFAULT_RATIO
     """How many of the chunks' tokens are recomputed: 0 reuses everything, 1 is exactly full prefill. ``"auto"`` takes
-    the ratio and the selector that ``fused-kv calibrate`` found for this model and corpus."""
+    the ratio and the selector that ``fused-kv calibrate`` found for this model and corpus. ``"adaptive"`` recomputes in
+    rounds, as long as they move the answer's first tokens."""
+
+    adaptive_target: Annotated[float, Option(unit="nats"), BeforeValidator(_target)] = Field(default=0.05, frozen=True)
+    """With ``recompute_ratio="adaptive"``, how much a round may move the answer's first tokens for it to be the last
+    one: the KL divergence between their distributions before it and after it."""
+
+    adaptive_cap: Annotated[float, Option(unit="share of chunk tokens"), BeforeValidator(_most)] = Field(
+        default=0.5, frozen=True
+    )
+    """With ``recompute_ratio="adaptive"``, the most that is recomputed."""
 
     selector: str | Any = DEFAULT_SELECTOR
     """Which tokens are recomputed: a key of ``selectors.SELECTORS``, or a selector object."""

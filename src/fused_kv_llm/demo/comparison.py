@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fused_kv_llm.config import RecomputeRatio
 from fused_kv_llm.demo.page_cache import drop_page_cache
 from fused_kv_llm.engine import FusedKVEngine
 from fused_kv_llm.tuning import full_prefill
@@ -43,8 +44,10 @@ class Row:
     answer: str
 
 
-def _name_of(ratio: float) -> str:
+def _name_of(ratio: RecomputeRatio) -> str:
     """Return what a recomputation ratio is called in tables."""
+    if isinstance(ratio, str):
+        return f"fused ({ratio})"
     special = {0.0: "full reuse (ratio 0)", 1.0: "no stored KV (ratio 1)"}
     return special.get(ratio, f"fused (ratio {ratio:g})")
 
@@ -53,7 +56,7 @@ def compare(
     engine: FusedKVEngine,
     prompt: str,
     *,
-    ratios: Sequence[float] = (1.0, 0.15, 0.0),
+    ratios: Sequence[RecomputeRatio] = (1.0, 0.15, 0.0),
     selector: str | None = None,
     max_tokens: int = 64,
     stop: Sequence[str] = (),
@@ -65,7 +68,7 @@ def compare(
     engine : FusedKVEngine
         Its memory tier is emptied before each cold measurement.
     prompt : str
-    ratios : sequence of float
+    ratios : sequence of float or "adaptive"
         Recomputation ratios, one row each after the row of plain transformers.
     selector : str or None
         None takes the engine's.
@@ -82,7 +85,7 @@ def compare(
     rows = [Row(_PLAIN, None, plain.ttft_s, 1.0, plain.prompt_tokens, plain.prompt_tokens, plain.text)]
     for ratio in ratios:
         cold_s = None
-        if ratio < 1:
+        if ratio != 1:
             engine.store.drop_memory()
             drop_page_cache(engine.store.kv_dir)
             engine.clear_prefix_cache()

@@ -51,8 +51,7 @@ class ExplainMethods(EngineState):
         CorpusError
             If one string was given instead of several, or a chunk is not text.
         """
-        ratio, _ = self._chosen(recompute_ratio, None)
-        report = FusionReport(recompute_ratio=ratio)
+        report = FusionReport(recompute_ratio=self._recipe(recompute_ratio, None, 0).ratio)
         with self.requests.planner.plan(prompt, report, counted=False) as request:
             self.requests.judge_expected(expected, request.judged, report, operator=operator)
         return report.verdicts

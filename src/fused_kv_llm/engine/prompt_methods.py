@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 from fused_kv_llm.chunk import chunk_texts
-from fused_kv_llm.config import GenerationConfig, check_seed
+from fused_kv_llm.config import GenerationConfig, RecomputeRatio, check_seed
 from fused_kv_llm.decoding import Constraint
 from fused_kv_llm.errors import PromptError
-from fused_kv_llm.online import FusedPrompt, Generation, Recipe
+from fused_kv_llm.online import FusedPrompt, Generation
 from fused_kv_llm.prompt import Prompt
 from fused_kv_llm.report import FusionReport
 from fused_kv_llm.selectors import Selector
@@ -28,7 +29,7 @@ class PromptMethods(EngineState):
         self,
         prompt: Prompt,
         *,
-        recompute_ratio: float | Literal["auto"] | None = None,
+        recompute_ratio: RecomputeRatio | None = None,
         selector: str | Selector | None = None,
         max_tokens: int = 1,
         seed: int = 0,
@@ -59,9 +60,8 @@ class PromptMethods(EngineState):
         ConfigError
             If the ratio or the selector cannot be used.
         """
-        ratio, chosen = self._chosen(recompute_ratio, selector)
         report = FusionReport() if report is None else report
-        recipe = Recipe(chosen, ratio, check_seed(seed))
+        recipe = self._recipe(recompute_ratio, selector, check_seed(seed))
         return self.requests.prefill(prompt, recipe, max_tokens, report), report
 
     def submit(
@@ -74,7 +74,7 @@ class PromptMethods(EngineState):
         stop: Sequence[str] | str | None = (),
         seed: int | None = None,
         logprobs: int | None = None,
-        recompute_ratio: float | Literal["auto"] | None = None,
+        recompute_ratio: RecomputeRatio | None = None,
         selector: str | Selector | None = None,
         constraint: Constraint | None = None,
         prefix_cache: bool = True,
@@ -133,9 +133,9 @@ class PromptMethods(EngineState):
         config = GenerationConfig.create(
             max_tokens=max_tokens, temperature=temperature, top_p=top_p, stop=stop, seed=seed, logprobs=logprobs
         )
-        ratio, chosen = self._chosen(recompute_ratio, selector)
         terms = Terms(priority, timeout_s, tuple(chunk_texts(expected)))
-        recipe = Recipe(chosen, ratio, config.seed or 0, prefix_cache, trace_scores)
+        recipe = self._recipe(recompute_ratio, selector, config.seed or 0)
+        recipe = replace(recipe, prefix_cache=prefix_cache, trace_scores=trace_scores)
         return self.requests.submit(prompt, recipe, config, constraint, terms)
 
     def speculate(
@@ -143,7 +143,7 @@ class PromptMethods(EngineState):
         *,
         max_tokens: int = 256,
         seed: int | None = None,
-        recompute_ratio: float | Literal["auto"] | None = None,
+        recompute_ratio: RecomputeRatio | None = None,
         selector: str | Selector | None = None,
         **ignored: Any,
     ) -> Speculation:
@@ -184,8 +184,8 @@ class PromptMethods(EngineState):
         'confirmed'
         """
         config = GenerationConfig.create(max_tokens=max_tokens, seed=seed)
-        ratio, chosen = self._chosen(recompute_ratio, selector)
-        return Speculation(self.requests.speculations, Recipe(chosen, ratio, config.seed or 0), config)
+        recipe = self._recipe(recompute_ratio, selector, config.seed or 0)
+        return Speculation(self.requests.speculations, recipe, config)
 
     def submit_staged(self, prompts: Iterable[Prompt], **options: Any) -> RequestHandle:
         """Have the last one of several prompts answered, and those before it computed until the next one comes.

@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 from typing import Any, Literal
 
-from fused_kv_llm.config import EngineConfig, check_ratio
+from fused_kv_llm.config import EngineConfig, RecomputeRatio, check_ratio
+from fused_kv_llm.errors import ConfigError
 from fused_kv_llm.model import LoadedModel, ModelLock
+from fused_kv_llm.online import Adaptive, Recipe, round_ratios
 from fused_kv_llm.prompt import PromptRenderer
-from fused_kv_llm.selectors import PrefixCache, Selector, resolve_selector
+from fused_kv_llm.selectors import FirstLayersView, PrefixCache, Selector, resolve_selector
 from fused_kv_llm.store import KVStore
 
 from .calibration import read_calibration
@@ -31,23 +33,41 @@ class EngineState:
     model_lock: ModelLock
     corpus: EngineCorpus
     requests: RequestRunner
-    recompute_ratio: float
+    recompute_ratio: float | Literal["adaptive"]
     _parts: EngineParts
     _selector: Selector
     _orders: ChunkOrders
 
-    def _chosen(self, ratio: float | Literal["auto"] | None, selector: str | Selector | None) -> tuple[float, Selector]:
-        """Return the ratio and the selector of a call: 1 where only exact prefixes are reused."""
-        asked, found = self._asked(ratio, selector)
-        return (1.0 if isinstance(found, PrefixCache) else asked), found
+    def _recipe(self, ratio: RecomputeRatio | None, selector: str | Selector | None, seed: int) -> Recipe:
+        """Return how a call's prompt is fused: at ratio 1 where only exact prefixes are reused.
 
-    def _asked(self, ratio: float | Literal["auto"] | None, selector: str | Selector | None) -> tuple[float, Selector]:
+        Raises
+        ------
+        ConfigError
+            If a ratio or a selector cannot be used, or not together.
+        """
+        asked, found = self._asked(ratio, selector)
+        if isinstance(found, PrefixCache):
+            return Recipe(found, 1.0, seed)
+        if asked != "adaptive":
+            return Recipe(found, asked, seed)
+        if isinstance(found.view(self.loaded.geometry.num_layers), FirstLayersView):
+            raise ConfigError(
+                f"recompute_ratio='adaptive' cannot be had with selector={found.name!r}, which selects while it "
+                "recomputes: take one that ranks the tokens before, such as 'sink_attention'"
+            )
+        adaptive = Adaptive(self.config.adaptive_target, self.config.adaptive_cap)
+        return Recipe(found, round_ratios(adaptive.most)[0], seed, adaptive=adaptive)
+
+    def _asked(
+        self, ratio: RecomputeRatio | None, selector: str | Selector | None
+    ) -> tuple[float | Literal["adaptive"], Selector]:
         """Return the ratio and the selector that were asked for; a calibration gives both."""
         if ratio == "auto":
             found = read_calibration(self.store.kv_dir, self.fusion_identity)
             return found.recompute_ratio, found.resolved()
         return (
-            self.recompute_ratio if ratio is None else check_ratio(ratio),
+            self.recompute_ratio if ratio is None else ratio if ratio == "adaptive" else check_ratio(ratio),
             self._selector if selector is None else resolve_selector(selector),
         )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .context import FusionContext, Recipe
+from .adaptive import round_ratios
+from .context import Adaptive, FusionContext, Recipe
 from .fused_prompt import FusedPrompt
 from .fusion import Fusion, fuse
 from .generation import AnswerWriter, FinishReason, Generation, Piece
@@ -20,6 +21,7 @@ from .variant_choice import VariantChoice
 __all__ = [
     "MIN_REUSED_TOKENS",
     "STUCK_S",
+    "Adaptive",
     "AnswerWriter",
     "FinishReason",
     "FusedPrompt",
@@ -46,5 +48,6 @@ __all__ = [
     "loading_depth",
     "may_begin",
     "reader_threads",
+    "round_ratios",
     "view_of",
 ]

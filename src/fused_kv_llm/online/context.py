@@ -14,7 +14,7 @@ from fused_kv_llm.thread_pool import ThreadPool
 
 from .loading_depth import MovingAverage
 
-__all__ = ["FusionContext", "Recipe"]
+__all__ = ["Adaptive", "FusionContext", "Recipe"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,22 @@ class FusionContext:
 
 
 @dataclass(frozen=True, slots=True)
+class Adaptive:
+    """How long a request goes on recomputing, see :mod:`fused_kv_llm.online.adaptive`.
+
+    Parameters
+    ----------
+    target : float
+        Nats: it stops once a round has moved the answer's distributions by no more.
+    most : float
+        The ratio at which it stops in any case, in (0, 1).
+    """
+
+    target: float
+    most: float
+
+
+@dataclass(frozen=True, slots=True)
 class Recipe:
     """How a request is fused.
 
@@ -70,13 +86,15 @@ class Recipe:
     selector : Selector
         Which chunk tokens are recomputed.
     ratio : float
-        Recomputed chunk tokens over reusable chunk tokens, in [0, 1].
+        Recomputed chunk tokens over reusable chunk tokens, in [0, 1]; of the first round if it is adaptive.
     seed : int
         For selectors that draw.
     prefix_cache : bool
         Whether KV that earlier requests have left is used, and some is left to later ones.
     trace_scores : bool
         Whether the report's trace has what the selector went by.
+    adaptive : Adaptive or None
+        Whether there are further rounds.
     """
 
     selector: Selector
@@ -84,3 +102,4 @@ class Recipe:
     seed: int = 0
     prefix_cache: bool = True
     trace_scores: bool = False
+    adaptive: Adaptive | None = None

@@ -23,8 +23,17 @@ from fused_kv_llm.model import (
     pause_at,
 )
 from fused_kv_llm.report import FusionReport, PromptTrace, SelectionTrace
-from fused_kv_llm.selectors import FirstLayersView, TransferringSelector, View, budget_tokens, variant_selector
+from fused_kv_llm.selectors import (
+    FirstLayersView,
+    Probe,
+    TransferringSelector,
+    View,
+    budget_tokens,
+    checked_selection,
+    variant_selector,
+)
 
+from .adaptive import DRAFT_TOKENS, Draft, round_ratios
 from .context import FusionContext, Recipe
 from .divergence import expected_divergence
 from .first_layers import FirstLayersPass
@@ -69,6 +78,14 @@ class Fusion:
         self._released = self._narrows = False
         self._uncovered: float | None = None
         self._deviations: list[tuple[float, int]] = []
+        self._known: Probe | None = None
+        self._earlier = self._rows
+        self._draft: Draft | None = None
+        self._ratios = [] if recipe.adaptive is None else list(round_ratios(recipe.adaptive.most)[1:])
+        self._room = capacity - request.num_tokens
+        self._ratio = recipe.ratio
+        self._movement: float | None = None
+        self._logits: Tensor | None = None
         with timed(report, "load"), torch.inference_mode():
             self._kv = RequestKV(context, request, capacity)
 
@@ -117,6 +134,7 @@ class Fusion:
         if self._selection is not None:
             self._selected = self._selection.positions(pause_at_s)
             self._trace, self._uncovered = self._selection.trace, self._selection.uncovered
+            self._known = self._selection.known
             self._selection = None
             if self._request.seen_tokens < self._request.prefix_tokens:
                 # A probe may write where it does not look.
@@ -171,6 +189,9 @@ class Fusion:
         if self._slice is None:
             # Pending only if the model's layers were hooked while the probe was left.
             self.select()
+            if self._draft is not None and (row := self._draft.next_row()) is not None:
+                self._slice = self._drafted(*row)
+                return self._slice
             kind = self._request.kind[self._rows]
             rows = self._rows[: first_slice(kind, max_rows or self._rows.shape[0])]
             self._slice = self._part(self._pass_of(rows))
@@ -190,6 +211,8 @@ class Fusion:
             Once no slice is left. Its cache is the caller's then.
         """
         done, self._slice = self.next_slice(), None
+        if self._draft is not None and self._draft.next_row() is not None:
+            return self._judged(logits)
         if isinstance(done.forward_pass, FirstLayersPass):
             self._selected = done.forward_pass.selected
             first_layers = done.forward_pass
@@ -203,6 +226,37 @@ class Fusion:
             self._deviations.append((deviation, done.forward_pass.num_teaching))
         if self._rows.shape[0]:
             return None
+        self._logits = logits
+        if self._known is not None and (self._ratios or self._draft is not None):
+            self._draft = self._draft or Draft(self._request.num_tokens, min(DRAFT_TOKENS, 1 + self._room))
+            return self._judged(logits)
+        return self._finished(logits)
+
+    def _judged(self, logits: Tensor) -> FusedPrompt | None:
+        """Take the next logits of the draft; at a round's end, begin another or return the prompt."""
+        draft, adaptive, known = self._draft, self._recipe.adaptive, self._known
+        if draft is None or adaptive is None or known is None:
+            raise FusedKVError("A round has no draft to be judged by: this is a defect of the engine.")
+        draft.take(logits)
+        if draft.next_row() is not None:
+            return None
+        movement = draft.end_round()
+        self._movement = self._movement if movement is None else movement
+        while self._ratios and (movement is None or movement > adaptive.target):
+            self._ratio = self._ratios.pop(0)
+            budget = budget_tokens(self._ratio, known.positions.shape[0])
+            more = checked_selection(self._recipe.selector, known, budget)
+            more = more[~torch.isin(more, self._selected)]
+            if more.shape[0]:
+                self._earlier = self._selected
+                self._selected = torch.cat((self._selected, more)).sort().values
+                self._rows = self._request.rows(more)
+                return None
+        if self._logits is None:
+            raise FusedKVError("A draft was judged before its prompt was computed: this is a defect of the engine.")
+        return self._finished(self._logits)
+
+    def _finished(self, logits: Tensor) -> FusedPrompt:
         self._count()
         self._kv.cache.length, self._released = self._request.num_tokens, True
         return FusedPrompt(self._kv.cache, logits, self._selected, self._request.text, self._kept())
@@ -246,8 +300,13 @@ class Fusion:
         selector = self._recipe.selector
         strength = selector.transfer if isinstance(selector, TransferringSelector) else 0.0
         if strength and self._reuses and (known := teaching(request, rows)).numel():
-            return TransferPass(request, rows, known, kv, geometry, strength)
+            return TransferPass(request, rows, known, kv, geometry, strength, self._earlier)
         return ForwardPass(rows.to(kv.cache.keys.device), int(rows[-1]) + 1, kv.fillers, geometry.last_layer)
+
+    def _drafted(self, position: int, token_id: int) -> RaggedPart:
+        """Return the forward of a drafted token, behind the prompt."""
+        row = torch.tensor([position], device=self._kv.cache.keys.device)
+        return RaggedPart(torch.tensor([token_id], device=row.device), self._kv.cache, ForwardPass(row, position + 1))
 
     def _part(self, forward_pass: ForwardPass) -> RaggedPart:
         device = self._kv.cache.keys.device
@@ -262,8 +321,11 @@ class Fusion:
         report.reused_tokens = int(request.chunk_positions.shape[0]) - report.recomputed_tokens
         report.fresh_tokens = int(request.fresh_positions.shape[0])
         report.prefix_cache_tokens = request.prefix_tokens - request.header_tokens
-        if self._uncovered is not None and self._deviations:
+        if self._movement is not None:
+            report.expected_divergence = self._movement
+        elif self._uncovered is not None and self._deviations:
             report.expected_divergence = expected_divergence(self._uncovered, self._deviations)
+        report.recompute_ratio = self._ratio
         report.chunks_found = len(request.chunks) + request.num_covered
         if self._reuses:
             report.bytes_loaded = _bytes_by_tier(request.chunks)
@@ -310,9 +372,9 @@ def fuse(context: FusionContext, request: Request, recipe: Recipe, capacity: int
     """
     with torch.inference_mode(), closing(Fusion(context, request, recipe, capacity, report)) as fusion:
         fusion.begin()
-        prompt = fusion.advance()
-    if prompt is None:
-        raise FusedKVError("A pass over all rows of a prompt has left some: this is a defect of the engine.")
+        prompt = None
+        while prompt is None:
+            prompt = fusion.advance()
     return prompt
 
 

@@ -11,7 +11,7 @@ from fused_kv_llm.model import LoadedModel
 from fused_kv_llm.report import FusionReport
 from fused_kv_llm.selectors import FirstLayersView, Selector, View, variant_selector
 
-from .context import Recipe
+from .context import Adaptive, Recipe
 from .selection import view_of
 
 __all__ = ["FusedRecipe", "KeptPrompt", "fused_recipe", "fused_runs"]
@@ -33,6 +33,8 @@ class FusedRecipe:
         What the selector sees of this model, its critical layers filled in.
     shift_name : str or None
         The context shifts that are added.
+    adaptive : Adaptive or None
+        Whether more is recomputed while that moves the answer.
     """
 
     ratio: float
@@ -41,6 +43,7 @@ class FusedRecipe:
     seed: int
     view: View | FirstLayersView
     shift_name: str | None
+    adaptive: Adaptive | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +103,7 @@ def fused_recipe(recipe: Recipe, loaded: LoadedModel, shift_name: str | None) ->
     except TypeError:
         return None
     view = view_of(selector, loaded, FusionReport())
-    return FusedRecipe(recipe.ratio, selector, type(selector), recipe.seed, view, shift_name)
+    return FusedRecipe(recipe.ratio, selector, type(selector), recipe.seed, view, shift_name, recipe.adaptive)
 
 
 def fused_runs(

@@ -115,6 +115,8 @@ class Selection:
         What the selector went by, once it has chosen, if the recipe asks for it.
     uncovered : float or None
         The question's attention to what it has not chosen; None where it does not look at that.
+    known : Probe or None
+        What it went by, once it has chosen; None where there was nothing to decide.
     """
 
     def __init__(
@@ -125,6 +127,7 @@ class Selection:
         self._probe: QuestionProbe | None = None
         self.trace: SelectionTrace | None = None
         self.uncovered: float | None = None
+        self.known: Probe | None = None
 
     def positions(self, pause_at_s: float = float("inf")) -> Tensor:
         """Return the chunk positions to recompute, int64, ascending.
@@ -148,7 +151,7 @@ class Selection:
         with timed(report, "select"):
             if recipe.trace_scores and by_layer is not None:
                 self.trace = _traced(recipe.selector, self._view, by_layer, known)
-            selected = checked_selection(recipe.selector, known, budget)
+            selected, self.known = checked_selection(recipe.selector, known, budget), known
             if known.scores is not None:
                 self.uncovered = uncovered_attention(known.scores, chunk, selected)
             return selected

@@ -37,7 +37,7 @@ class Retrieve(_Strict):
 class FusedKVOptions(_Strict):
     """What this server can do and others cannot: the extra field ``fused_kv`` of a request's body."""
 
-    recompute_ratio: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] | None = None
+    recompute_ratio: Annotated[float, Field(ge=0, le=1)] | Literal["auto", "adaptive"] | None = None
     """Share of the chunks' tokens that is recomputed; 1 is full prefill."""
     selector: str | None = Field(default=None, max_length=64)
     """What chooses them."""

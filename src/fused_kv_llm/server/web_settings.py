@@ -24,7 +24,7 @@ class WebSettings(BaseModel):
     version: str
     model: str
     context_length: int
-    recompute_ratio: float | Literal["auto"]
+    recompute_ratio: float | Literal["auto", "adaptive"]
     selector: str
     selectors: list[str]
     max_answer_tokens: int

@@ -1,0 +1,76 @@
+"""Adaptive recomputation: a request goes on recomputing as long as that still moves the beginning of its answer.
+
+How far fused KV is off cannot be seen in the question's own rows: what matters is which tokens the answer leans on. So
+a few tokens of the answer are drafted greedily after the first round. After every further round, which recomputes the
+next tokens of the selector's ranking, the distributions along the draft are computed again. The KL divergence between
+two rounds is an estimate of what a further one would change. The draft is thrown away: the answer is generated from the
+final KV.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import kl_div, log_softmax
+
+__all__ = ["DRAFT_TOKENS", "Draft", "round_ratios"]
+
+DRAFT_TOKENS = 6
+"""Positions at which the answer's distributions are compared: the first token's and those of five drafted ones."""
+
+_RATIOS = (0.05, 0.15, 0.3, 0.5, 0.7, 0.9)
+"""Recomputation ratios of the rounds; two are the least between which anything can move."""
+
+
+def round_ratios(most: float) -> tuple[float, ...]:
+    """Return the ratios of a request's rounds, ascending.
+
+    Parameters
+    ----------
+    most : float
+        The last one, in (0, 1).
+    """
+    return (*(ratio for ratio in _RATIOS if ratio < most), most)
+
+
+class Draft:
+    """The beginning of an answer as the KV of the first round has it, and how its distributions move.
+
+    Parameters
+    ----------
+    num_prompt_tokens : int
+        Position of the first drafted token.
+    positions : int
+        At how many distributions are compared, at least 1.
+    """
+
+    def __init__(self, num_prompt_tokens: int, positions: int) -> None:
+        self._first, self._positions = num_prompt_tokens, positions
+        self._ids: list[int] = []
+        self._before: list[Tensor] = []
+        self._now: list[Tensor] = []
+
+    def take(self, logits: Tensor) -> None:
+        """Take the logits ``[vocabulary]`` after the prompt, or after the token of the last :meth:`next_row`."""
+        self._now.append(log_softmax(logits.float(), dim=-1))
+        if len(self._ids) < len(self._now):
+            self._ids.append(int(logits.argmax()))
+
+    def next_row(self) -> tuple[int, int] | None:
+        """Return position and id of the token whose logits are wanted next; None if the prompt's are, or none."""
+        done = len(self._now)
+        return (self._first + done - 1, self._ids[done - 1]) if 0 < done < self._positions else None
+
+    def end_round(self) -> float | None:
+        """Return the mean KL divergence of the last round's distributions from this one's, in nats.
+
+        Returns
+        -------
+        float or None
+            None after the first round.
+        """
+        before, self._before, self._now = self._before, self._now, []
+        if not before:
+            return None
+        now, then = torch.stack(self._before), torch.stack(before)
+        return float(kl_div(then, now, log_target=True, reduction="none").sum(-1).mean())
