@@ -9,9 +9,6 @@ layer is recomputed, the mean deviation of a chunk's recomputed tokens is added 
 over the ``n`` tokens ``i`` of the chunk that are recomputed, with the rotation ``R(p)`` of position ``p``, a strength
 ``s``, and ``m`` that keeps chunks with few recomputed tokens from trusting them. A chunk whose KV is exact has no
 deviation and is not changed.
-
-Another part lies along the chunk's context shift, which was added with the weight of an average prompt. How much more
-or less of it holds in this prompt is fitted first (:meth:`.ShiftFeed.refit`); the mean is that of what remains.
 """
 
 from __future__ import annotations
@@ -101,8 +98,6 @@ class TransferPass(ForwardPass):
         fresh = cache.padded(keys[0], values[0])
         layer = cache.keys[layer_idx, 0], cache.values[layer_idx, 0]
         earlier = [part[:, self._earlier] for part in layer]
-        if self._kv.shifts is not None:
-            self._kv.shifts.refit(layer_idx, self._plan, SHRINKAGE_TOKENS, fresh)
         plan = self._plan
         self.meter.measure(layer_idx, fresh[1][:, plan.fresh_rows], layer[1][:, plan.selected])
         totals = None if self._kv.changes is None else self._kv.changes.vector_totals(layer_idx)

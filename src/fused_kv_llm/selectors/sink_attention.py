@@ -24,9 +24,9 @@ class SinkAttention:
     lean on them as sinks (EPIC): they deviate most. A token at offset ``o`` of its chunk scores
     ``a * (1 + w * exp(-o / t))``, where ``a`` is the attention it receives from the question, mean over heads and over
     the layers from a quarter to three fifths of the depth, the question seeing the whole context on its way (ProphetKV,
-    which goes through all layers: that measured alike and takes longer). Half of the mean deviation of a chunk's
-    recomputed tokens, its first four left out, is transferred to its others, after its context shift has been fitted
-    to them.
+    which goes through all layers: that measured alike and takes longer). A quarter of the mean deviation of a chunk's
+    recomputed tokens, its first four left out, is transferred to its others: more of it, or fitting the chunk's context
+    shift to those tokens first, lost most on the prompts that were worst already.
 
     Parameters
     ----------
@@ -49,9 +49,9 @@ class SinkAttention:
     """
 
     weight: float = 8.0
-    tokens: float = 5.0
+    tokens: float = 10.0
     full_context: bool = True
-    transfer: float = 0.5
+    transfer: float = 0.25
     coverage: float = 1.0
     name: str = "sink_attention"
     takes_variants: bool = False
