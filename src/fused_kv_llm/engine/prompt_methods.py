@@ -61,6 +61,7 @@ class PromptMethods(EngineState):
         """
         ratio, chosen = self._chosen(recompute_ratio, selector)
         report = FusionReport() if report is None else report
+        report.warnings += self._calibration_warnings(recompute_ratio)
         recipe = Recipe(chosen, ratio, check_seed(seed))
         return self.requests.prefill(prompt, recipe, max_tokens, report), report
 
@@ -134,7 +135,8 @@ class PromptMethods(EngineState):
             max_tokens=max_tokens, temperature=temperature, top_p=top_p, stop=stop, seed=seed, logprobs=logprobs
         )
         ratio, chosen = self._chosen(recompute_ratio, selector)
-        terms = Terms(priority, timeout_s, tuple(chunk_texts(expected)))
+        warned = self._calibration_warnings(recompute_ratio)
+        terms = Terms(priority, timeout_s, tuple(chunk_texts(expected)), warned)
         recipe = Recipe(chosen, ratio, config.seed or 0, prefix_cache, trace_scores)
         return self.requests.submit(prompt, recipe, config, constraint, terms)
 
