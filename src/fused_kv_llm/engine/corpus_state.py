@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib import import_module
 
 from fused_kv_llm.selectors import Selector
 from fused_kv_llm.store import KVStore
@@ -122,10 +123,9 @@ def corpus_changes(then: CorpusState, now: CorpusState) -> list[str]:
 
 
 def _version() -> str:
-    # Not at the top: the package imports this module's room.
-    from fused_kv_llm import __version__
-
-    return __version__
+    # By its name: the package's own module imports this one's room.
+    version: str = import_module("fused_kv_llm").__version__
+    return version
 
 
 def _minor(version: str) -> list[str]:

@@ -86,14 +86,28 @@ class Choice:
         What its agreement is at least; 1 for full prefill.
     level : float
         Confidence of each selector's bounds, by which all of them together have the confidence that was asked for.
-    next : NextQuestions or None
-        None if the smallest ratio of all was chosen.
+    target : float
+        The mean agreement that was asked for.
+    waiting : tuple of CalibrationPoint
+        Of each selector the largest ratio that was not shown, if it is smaller than the chosen one.
     """
 
     point: CalibrationPoint | None
     bound: float
     level: float
-    next: NextQuestions | None
+    target: float
+    waiting: tuple[CalibrationPoint, ...]
+
+    @property
+    def next(self) -> NextQuestions | None:
+        """What would have to be asked for a smaller ratio; None if the smallest of all was chosen."""
+        found = []
+        for point in self.waiting:
+            needed = questions_needed(point.agreements, self.target, self.level)
+            more = None if needed is None else max(1, needed - len(point.agreements))
+            found.append(NextQuestions(point.selector, point.ratio, more))
+        hopeful = [one for one in found if one.questions is not None]
+        return min(hopeful or found, key=lambda one: (one.questions or 0, one.ratio), default=None)
 
 
 def choose(points: Sequence[CalibrationPoint], target: float, confidence: float) -> Choice:
@@ -128,16 +142,5 @@ def choose(points: Sequence[CalibrationPoint], target: float, confidence: float)
             shown.append((point, bound))
     best = min(shown, key=lambda one: (one[0].ratio, -one[0].agreement), default=None)
     if best is None:
-        return Choice(None, 1.0, level, _next(stopped, target, level))
-    smaller = [one for one in stopped if one.ratio < best[0].ratio]
-    return Choice(*best, level, _next(smaller, target, level))
-
-
-def _next(stopped: Sequence[CalibrationPoint], target: float, level: float) -> NextQuestions | None:
-    found = []
-    for point in stopped:
-        needed = questions_needed(point.agreements, target, level)
-        more = None if needed is None else max(1, needed - len(point.agreements))
-        found.append(NextQuestions(point.selector, point.ratio, more))
-    hopeful = [one for one in found if one.questions is not None]
-    return min(hopeful or found, key=lambda one: (one.questions or 0, one.ratio), default=None)
+        return Choice(None, 1.0, level, target, tuple(stopped))
+    return Choice(*best, level, target, tuple(one for one in stopped if one.ratio < best[0].ratio))
