@@ -69,9 +69,7 @@ def test_new_chunks_are_noticed_and_said_once(engine: FusedKVEngine) -> None:
     assert not report.warnings
 
 
-def test_an_engine_made_with_auto_and_the_caller_of_prefill_are_told_too(
-    engine: FusedKVEngine, tmp_path: Path
-) -> None:
+def test_an_engine_made_with_auto_and_the_caller_of_prefill_are_told_too(engine: FusedKVEngine, tmp_path: Path) -> None:
     engine.delete_chunks(SHORT[:3])
     with make_engine(tmp_path, recompute_ratio="auto") as other:
         (told,) = asked(other)

@@ -70,9 +70,7 @@ def test_few_questions_show_nothing_and_it_says_how_many_would(
     engine: FusedKVEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even if every answer agrees: three questions are no proof of 95 %."""
-    monkeypatch.setattr(
-        CalibrationPrompts, "choices", lambda self, prompt, answer, *way: (answer, FusionReport(), 0.1)
-    )
+    monkeypatch.setattr(CalibrationPrompts, "choices", lambda self, prompt, answer, *way: (answer, FusionReport(), 0.1))
     result = calibrate(engine, QUESTIONS, ratios=(0.0, 0.3), num_chunks=2)
     assert result.chosen.recompute_ratio == 1.0
     assert result.choice.next is not None

@@ -42,7 +42,7 @@ def calibrate_ratio(
     questions: Annotated[
         Path | None, typer.Option(help="One question a line, or JSON lines with a field 'question'.")
     ] = None,
-    target_agreement: Annotated[float, typer.Option(help="Share of full prefill's tokens to be met.")] = 0.95,
+    target_agreement: Annotated[float, typer.Option(help="Share of full prefill's tokens to be met.")] = 0.9,
     confidence: Confidence = 0.95,
     selector: Annotated[list[str] | None, typer.Option(help="Selectors to try; may be repeated.")] = None,
     count: Annotated[int, typer.Option(min=1, help="Questions to make from the chunks if none are given.")] = 100,
@@ -155,7 +155,7 @@ def calibrate_alpha(
     questions: Annotated[
         Path | None, typer.Option(help="One question a line, or JSON lines with a field 'question'.")
     ] = None,
-    target_agreement: Annotated[float, typer.Option(help="Share of full prefill's tokens to be met.")] = 0.95,
+    target_agreement: Annotated[float, typer.Option(help="Share of full prefill's tokens to be met.")] = 0.9,
     confidence: Confidence = 0.95,
     count: Annotated[int, typer.Option(min=1, help="Questions to make from the chunks if none are given.")] = 100,
     k: Annotated[int, typer.Option(min=1, help="Chunks in a prompt.")] = 5,

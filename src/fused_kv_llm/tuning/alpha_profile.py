@@ -75,7 +75,7 @@ def profile_alpha(
     engine: FusedKVEngine,
     questions: Sequence[str] | None = None,
     *,
-    target_agreement: float = 0.95,
+    target_agreement: float = 0.9,
     confidence: float = 0.95,
     alphas: Sequence[float] = ALPHAS,
     num_questions: int = 100,

@@ -83,7 +83,7 @@ def check_calibration(
         none.
     """
     if not isinstance(target_agreement, (int, float)) or not 0.0 < target_agreement <= 1.0:
-        raise ConfigError(f"target_agreement={target_agreement!r} is outside (0, 1]: 0.95 is a good start")
+        raise ConfigError(f"target_agreement={target_agreement!r} is outside (0, 1]: 0.9 is a good start")
     if not isinstance(confidence, (int, float)) or not 0.0 < confidence < 1.0:
         raise ConfigError(f"confidence={confidence!r} is outside (0, 1): 0.95 is a good start")
     if isinstance(selectors, str) or not selectors:
@@ -110,7 +110,7 @@ def calibrate(
     engine: FusedKVEngine,
     questions: Sequence[str] | None = None,
     *,
-    target_agreement: float = 0.95,
+    target_agreement: float = 0.9,
     confidence: float = 0.95,
     selectors: Sequence[str] = (DEFAULT_SELECTOR,),
     ratios: Sequence[float] = RATIOS,

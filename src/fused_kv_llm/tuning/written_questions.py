@@ -51,6 +51,7 @@ _SHOWN = (
 _OPENERS = ("What", "Who", "When", "Where", "How")
 _BEGINNINGS = tuple(f"{opener} " for opener in _OPENERS)
 _SPARE = 4
+_GIVEN_UP_AFTER = 10
 _FOUND_AMONG = 3
 _MOST_TOKENS = 32
 _MOST_CHARS = 4000
@@ -59,7 +60,54 @@ _LETTERS = 4
 _STEM = 5
 _GROUNDED = 0.6
 _EMPTY = frozenset(
-    ["about", "after", "also", "been", "before", "called", "does", "from", "have", "into", "main", "many", "more", "most", "much", "name", "named", "only", "over", "person", "purpose", "some", "such", "than", "that", "their", "them", "then", "there", "these", "they", "this", "those", "under", "used", "very", "were", "what", "when", "where", "which", "while", "will", "with", "would", "your"]
+    [
+        "about",
+        "after",
+        "also",
+        "been",
+        "before",
+        "called",
+        "does",
+        "from",
+        "have",
+        "into",
+        "main",
+        "many",
+        "more",
+        "most",
+        "much",
+        "name",
+        "named",
+        "only",
+        "over",
+        "person",
+        "purpose",
+        "some",
+        "such",
+        "than",
+        "that",
+        "their",
+        "them",
+        "then",
+        "there",
+        "these",
+        "they",
+        "this",
+        "those",
+        "under",
+        "used",
+        "very",
+        "were",
+        "what",
+        "when",
+        "where",
+        "which",
+        "while",
+        "will",
+        "with",
+        "would",
+        "your",
+    ]
 )
 _POINTS_AT_THE_TEXT = re.compile(r"\b(this|the|above|following) (text|passage|paragraph|article|sentence)\b", re.I)
 
@@ -119,7 +167,7 @@ def made_questions(
     """
     drawn, asked, faults, tried = random.Random(seed), dict[str, str](), Counter[str](), 0
     for chunk in drawn.sample(list(chunks), len(chunks)):
-        if len(asked) == count or tried == 2 * count + _SPARE:
+        if len(asked) == count or tried == 2 * count + _SPARE or (tried == _GIVEN_UP_AFTER and not asked):
             break
         tried += 1
         question = _first(engine, chunk, drawn.sample(_OPENERS, len(_OPENERS)), search, faults)
