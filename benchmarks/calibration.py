@@ -1,10 +1,15 @@
 """Whether questions that are made from a corpus calibrate as its users' questions do.
 
 A store holds the passages of some articles. It is calibrated three times: by questions that people asked of these
-passages (the part that nothing is held back from), by questions that the model writes, and by quoted sentences. The
-result has every question's agreement at every ratio, what is chosen at several targets, and how far the curves are apart.
+passages (those that are not held back), by questions that the model writes, and by quoted sentences. The result has
+every question's agreement at every ratio, what is chosen at several targets, and how far the curves are apart. A run
+that was stopped goes on with the kinds of questions that are wanting.
 
     python benchmarks/calibration.py --data squad10.jsonl --questions 80
+
+`--show 30` only has questions written for chunks of a corpus (one object with a `text` a line), to be judged by people:
+
+    python benchmarks/calibration.py --data corpus_squad.jsonl --show 30
 """
 
 from __future__ import annotations
@@ -21,9 +26,11 @@ from environment import environment
 from evaluation.questions import is_held_back, read_lines
 
 from fused_kv_llm import FusedKVEngine
+from fused_kv_llm.offline import retriever_of
 from fused_kv_llm.tuning import CalibrationPoint, calibrate
 from fused_kv_llm.tuning.calibration_choice import choose
 from fused_kv_llm.tuning.confidence import lower_bound
+from fused_kv_llm.tuning.written_questions import made_questions
 
 RATIOS = (0.0, 0.05, 0.15, 0.3, 0.5)
 TARGETS = (0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
@@ -65,7 +72,7 @@ def compared(measured: dict[str, Any]) -> dict[str, Any]:
     """Return how far made questions are from asked ones: in their curves, and in what is chosen."""
     asked = measured["asked"]
     found = {}
-    for kind in KINDS[1:]:
+    for kind in [kind for kind in KINDS[1:] if kind in measured]:
         other = measured[kind]
         found[kind] = {
             "mean_difference": {r: round(other["mean"][r] - asked["mean"][r], 4) for r in asked["mean"]},
@@ -77,13 +84,31 @@ def compared(measured: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def show(path: Path, count: int) -> None:
+    """Print questions that the model writes for chunks of a corpus, each with its chunk."""
+    texts = [record["text"] for record in read_lines(path)]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        FusedKVEngine("smollm2-135m", kv_dir=folder, preprocessing="none", store_misses=False) as engine,
+    ):
+        made = made_questions(engine, texts, count, retriever_of(texts, Path(folder)))
+    print(f"{made.written} written for {made.chunks_tried} chunks; thrown out: {made.faults}")
+    for question, chunk in made.asked:
+        print(f"\n{question}\n    {' '.join(chunk.split())}")
+
+
 def main() -> None:
+    """Calibrate a store by each kind of questions, and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--questions", type=int, default=80)
     parser.add_argument("--kv-dir", type=Path, help="a store to keep; by default a temporary one")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/calibration_cpu.json"))
+    parser.add_argument("--show", type=int, help="print so many written questions with their chunks, and end")
     args = parser.parse_args()
+    if args.show:
+        show(args.data, args.show)
+        return
     questions, texts = chosen_articles(args.data, args.questions)
     result: dict[str, Any] = {
         "environment": environment(),
@@ -99,7 +124,10 @@ def main() -> None:
     ):
         result["settings"] |= {"model": engine.model_id, "dtype": engine.dtype, "selector": engine.selector}
         engine.build_kv_cache(texts, preprocess="wait", progress=True)
-        for kind in KINDS:
+        if args.out.exists():
+            before = json.loads(args.out.read_text(encoding="utf-8"))
+            result["kinds"] = before["kinds"] if before["settings"] == result["settings"] else {}
+        for kind in [kind for kind in KINDS if kind not in result["kinds"]]:
             given = questions if kind == "asked" else None
             found = calibrate(
                 engine, given, ratios=RATIOS, num_questions=len(questions), written=kind == "written", track=_counted
@@ -116,9 +144,8 @@ def main() -> None:
                 "agreements": {f"{p.ratio:g}": [round(one, 4) for one in p.agreements] for p in found.points},
             }
             print(kind, result["kinds"][kind]["mean"], flush=True)
+            result["compared_with_asked"] = compared(result["kinds"])
             args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    result["compared_with_asked"] = compared(result["kinds"])
-    args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def _counted(items: Sequence[tuple[str, str]]) -> Any:

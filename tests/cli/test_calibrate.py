@@ -33,8 +33,7 @@ def calibrated(model: str, kv_dir: Path, *options: str) -> Result:
     questions.write_text("\n".join(QUESTIONS))
     given = [] if "--check" in options or "--count" in options else ["--questions", str(questions)]
     command = ["calibrate", "--kv-dir", str(kv_dir), "--model", model, "--k", "2", *given, *options]
-    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, command)
-    return result
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, command)
 
 
 def filled(model: str, kv_dir: Path, chunks: list[str], **options: object) -> str:

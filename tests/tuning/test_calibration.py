@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from corpus import PASSAGES, SHORT, rag_prompt
 from models import smollm2_tokenizer, tiny_model
@@ -71,17 +72,17 @@ def test_few_questions_show_nothing_and_it_says_how_many_would(
 ) -> None:
     """Even if every answer agrees: three questions are no proof of 95 %."""
     monkeypatch.setattr(CalibrationPrompts, "choices", lambda self, prompt, answer, *way: (answer, FusionReport(), 0.1))
-    result = calibrate(engine, QUESTIONS, ratios=(0.0, 0.3), num_chunks=2)
+    result = calibrate(engine, QUESTIONS, target_agreement=0.95, ratios=(0.0, 0.3), num_chunks=2)
     assert result.chosen.recompute_ratio == 1.0
     assert result.choice.next is not None
     assert result.choice.next.questions == pytest.approx(56, abs=4)
     assert "3 questions do not show that 0.3 with sink_attention is good enough" in result.advice
     assert f"about {result.choice.next.questions} more questions would" in result.advice
     # A question that is asked twice is no second witness.
-    many = calibrate(engine, QUESTIONS[:1] * 80, ratios=(0.0, 0.3), num_chunks=2)
+    many = calibrate(engine, QUESTIONS[:1] * 80, target_agreement=0.95, ratios=(0.0, 0.3), num_chunks=2)
     assert (many.chosen.questions, many.chosen.recompute_ratio) == (1, 1.0)
     enough = [f"Which ferry has {number} cars?" for number in range(65)]
-    shown = calibrate(engine, enough, ratios=(0.0, 0.3), num_chunks=2, answer_tokens=1)
+    shown = calibrate(engine, enough, target_agreement=0.95, ratios=(0.0, 0.3), num_chunks=2, answer_tokens=1)
     assert (shown.chosen.recompute_ratio, shown.advice) == (0.0, "")
     assert shown.chosen.agreement_bound == pytest.approx(0.05 ** (1 / 65), abs=0.003)
 
@@ -92,6 +93,35 @@ def test_a_selector_is_measured_with_the_anchors_that_it_asks_for(engine: FusedK
     assert engine.build_anchors(SHORT[:8], selector="qcfuse", progress=False) == 0
     warnings = engine.prefill(rag_prompt(SHORT[:3]), recompute_ratio=0.3, selector="qcfuse")[1].warnings
     assert not [warning for warning in warnings if "anchors" in warning]
+
+
+def test_its_own_prompts_leave_no_variants_behind(tmp_path: Path) -> None:
+    with make_engine(tmp_path, variants=2) as engine:
+        engine.build_kv_cache(SHORT[:4], progress=False)
+        calibrate(engine, QUESTIONS[:1], ratios=(0.3,), num_chunks=3, answer_tokens=1)
+        engine.wait_for_background()
+        assert engine.corpus.variants is not None
+        assert engine.corpus.variants.usage()[0] == 0
+        engine.generate(rag_prompt(SHORT[:3]), max_tokens=1)
+        engine.wait_for_background()
+        assert engine.corpus.variants.usage()[0] > 0, "others do"
+
+
+def test_chunks_are_searched_with_the_engines_embedder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lengths:
+        """Says that texts are alike whose lengths are."""
+
+        name = "lengths"
+
+        def encode(self, texts: Sequence[str]) -> np.ndarray:
+            angles = np.array([len(text) / 200 for text in texts])
+            return np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
+
+    monkeypatch.setattr("fused_kv_llm.offline.questions.SentenceEmbedder", lambda: pytest.fail("an embedder was made"))
+    with make_engine(tmp_path, embedder=Lengths()) as engine:
+        engine.build_kv_cache([SHORT[0][:60].strip(), *SHORT[1:5]], progress=False)
+        prompts = CalibrationPrompts(engine, ["What is " + "so very " * 6 + "short?"], 1, 1, 1)
+        assert SHORT[0][:60].strip() in prompts.answered(prompts.asked[0][0], "")[0]
 
 
 def test_full_prefill_is_chosen_when_nothing_else_is_good_enough(

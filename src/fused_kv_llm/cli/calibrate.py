@@ -118,8 +118,8 @@ def _conclude(result: CalibrationResult, path: Path) -> None:
         faults = ", ".join(f"{count} {fault}" for fault, count in sorted(made.faults.items()))
         err.print(
             f"[yellow]Note:[/] the model wrote {made.written} questions that can be used, for {made.chunks_tried} "
-            f"chunks ({faults or 'too few chunks'}); the others quote sentences. Your users' own questions (--questions) "
-            "are better.",
+            f"chunks ({faults or 'too few chunks'}); the others quote sentences. Your users' own questions "
+            "(--questions) are better.",
             highlight=False,
             soft_wrap=True,
         )

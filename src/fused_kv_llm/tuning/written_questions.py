@@ -1,12 +1,12 @@
 """Questions that the model itself writes for chunks of its corpus, where a caller has none.
 
-A calibration should ask what users ask: questions in form, about something in particular, that a search answers with the
-right chunk. The model is shown three texts with a question each and continues the fourth. The question's first word is
-given, in an order that is drawn, so that questions are of several kinds. The first candidate counts that is a question
-in form, speaks of what the chunk speaks of, and whose search brings the chunk back among the first three (the round trip
-of Alberti et al., *Synthetic QA Corpora Generation with Roundtrip Consistency*, 2019, by the search instead of a
-reader). Small models write some that the chunk does not answer: to calibrate it does not matter much, since what is
-compared is full prefill's answer, whatever it is.
+A calibration should ask what users ask: questions in form, about something in particular, that a search answers with
+the right chunk. The model is shown three texts with a question each and continues the fourth. The question's first word
+is given, in an order that is drawn, so that questions are of several kinds. The first candidate counts that is a
+question in form, speaks of what the chunk speaks of, and whose search brings the chunk back among the first three (the
+round trip of Alberti et al., *Synthetic QA Corpora Generation with Roundtrip Consistency*, 2019, by the search instead
+of a reader). Small models write some that the chunk does not answer. That matters less than it seems: what is compared
+is full prefill's answer, whatever it is.
 """
 
 from __future__ import annotations
@@ -59,56 +59,12 @@ _FEWEST_WORDS, _MOST_WORDS = 3, 25
 _LETTERS = 4
 _STEM = 5
 _GROUNDED = 0.6
-_EMPTY = frozenset(
-    [
-        "about",
-        "after",
-        "also",
-        "been",
-        "before",
-        "called",
-        "does",
-        "from",
-        "have",
-        "into",
-        "main",
-        "many",
-        "more",
-        "most",
-        "much",
-        "name",
-        "named",
-        "only",
-        "over",
-        "person",
-        "purpose",
-        "some",
-        "such",
-        "than",
-        "that",
-        "their",
-        "them",
-        "then",
-        "there",
-        "these",
-        "they",
-        "this",
-        "those",
-        "under",
-        "used",
-        "very",
-        "were",
-        "what",
-        "when",
-        "where",
-        "which",
-        "while",
-        "will",
-        "with",
-        "would",
-        "your",
-    ]
-)
+_EMPTY_WORDS = """
+about after also been before called does from have into main many more most much name named only over person purpose
+some such than that their them then there these they this those under used very were what when where which while will
+with would your
+"""
+_EMPTY = frozenset(_EMPTY_WORDS.split())
 _POINTS_AT_THE_TEXT = re.compile(r"\b(this|the|above|following) (text|passage|paragraph|article|sentence)\b", re.I)
 
 
