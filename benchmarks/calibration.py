@@ -22,6 +22,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 from environment import environment
 from evaluation.questions import is_held_back, read_lines
 
@@ -69,19 +70,27 @@ def _ratio(point: CalibrationPoint | None) -> float:
 
 
 def compared(measured: dict[str, Any]) -> dict[str, Any]:
-    """Return how far made questions are from asked ones: in their curves, and in what is chosen."""
+    """Return how far made questions are from asked ones: in their curves, with intervals, and in what is chosen."""
     asked = measured["asked"]
     found = {}
     for kind in [kind for kind in KINDS[1:] if kind in measured]:
         other = measured[kind]
         found[kind] = {
-            "mean_difference": {r: round(other["mean"][r] - asked["mean"][r], 4) for r in asked["mean"]},
+            "difference": {r: _difference(other["agreements"][r], asked["agreements"][r]) for r in asked["mean"]},
             "same_choice": {
                 rule: fmean(float(other["choices"][t][rule] == asked["choices"][t][rule]) for t in asked["choices"])
                 for rule in ("with_confidence", "by_the_mean")
             },
         }
     return found
+
+
+def _difference(made: Sequence[float], asked: Sequence[float]) -> dict[str, float]:
+    """Return the difference of two means and its 95 % interval, a bootstrap over questions."""
+    drawn = np.random.default_rng(0)
+    means = [drawn.choice(values, (10_000, len(values))).mean(1) for values in (made, asked)]
+    low, high = np.quantile(means[0] - means[1], (0.025, 0.975)).round(4).tolist()
+    return {"mean": round(fmean(made) - fmean(asked), 4), "low": low, "high": high}
 
 
 def show(path: Path, count: int) -> None:
@@ -144,8 +153,9 @@ def main() -> None:
                 "agreements": {f"{p.ratio:g}": [round(one, 4) for one in p.agreements] for p in found.points},
             }
             print(kind, result["kinds"][kind]["mean"], flush=True)
-            result["compared_with_asked"] = compared(result["kinds"])
             args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    result["compared_with_asked"] = compared(result["kinds"])
+    args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def _counted(items: Sequence[tuple[str, str]]) -> Any:
