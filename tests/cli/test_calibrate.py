@@ -52,6 +52,7 @@ def test_it_says_what_was_asked_shown_and_wanting_and_draws_it(model: str, tmp_p
     assert "with a confidence of 95%" in result.output
     assert "at least" in result.output
     assert "More questions would not help" in result.output, "random weights agree on little"
+    assert "easier" not in result.output
     picture = kv_dir / f"calibration-{identity[:16]}.png"
     assert picture.read_bytes().startswith(b"\x89PNG")
     kept = json.loads((kv_dir / f"calibration-{identity[:16]}.json").read_text())
@@ -68,6 +69,7 @@ def test_questions_are_made_and_it_says_how(model: str, tmp_path: Path) -> None:
     quoted = calibrated(model, kv_dir, "--preprocessing", "none", "--count", "2", "--quoted")
     assert "Asked 2 questions, 2 that quote the corpus." in quoted.output
     assert "the model wrote" not in quoted.output
+    assert "may be easier to agree on than people's" in quoted.output
 
 
 def test_check_says_whether_it_still_holds(model: str, tmp_path: Path) -> None:

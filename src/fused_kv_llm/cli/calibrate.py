@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +19,7 @@ from fused_kv_llm.errors import CorpusError
 
 if TYPE_CHECKING:
     from fused_kv_llm.engine import Calibration
-    from fused_kv_llm.tuning import CalibrationResult
+    from fused_kv_llm.tuning import CalibrationResult, MadeQuestions
 
 __all__ = ["calibrate_app"]
 
@@ -113,16 +114,22 @@ def _conclude(result: CalibrationResult, path: Path) -> None:
     ]
     for line in filter(None, lines):
         out.print(line, highlight=False, soft_wrap=True)
-    made = result.made
-    if made is not None and made.chunks_tried and made.written < len(made.asked):
+    if result.made is not None:
+        for note in _notes(result.made):
+            err.print(f"[yellow]Note:[/] {note}", highlight=False, soft_wrap=True)
+
+
+def _notes(made: MadeQuestions) -> Iterator[str]:
+    if made.chunks_tried and made.written < len(made.asked):
         faults = ", ".join(f"{count} {fault}" for fault, count in sorted(made.faults.items()))
-        err.print(
-            f"[yellow]Note:[/] the model wrote {made.written} questions that can be used, for {made.chunks_tried} "
-            f"chunks ({faults or 'too few chunks'}); the others quote sentences. Your users' own questions "
-            "(--questions) are better.",
-            highlight=False,
-            soft_wrap=True,
+        yield (
+            f"the model wrote {made.written} questions that can be used, for {made.chunks_tried} chunks "
+            f"({faults or 'too few chunks'}); the others quote sentences."
         )
+    yield (
+        "questions that are made may be easier to agree on than people's: give some of your users' own (--questions), "
+        "or a target that is some points higher."
+    )
 
 
 def _show_check(found: Calibration, changes: list[str]) -> None:

@@ -9,6 +9,7 @@ from fused_kv_llm.tuning.calibration import CalibrationResult, calibrate, check_
 from fused_kv_llm.tuning.calibration_choice import CalibrationPoint
 from fused_kv_llm.tuning.layer_profile import profile_layers, read_span_samples
 from fused_kv_llm.tuning.side_by_side import ComparedAnswer, SideBySide, Way
+from fused_kv_llm.tuning.written_questions import MadeQuestions
 
 __all__ = [
     "AlphaProfile",
@@ -16,6 +17,7 @@ __all__ = [
     "CalibrationPoint",
     "CalibrationResult",
     "ComparedAnswer",
+    "MadeQuestions",
     "SideBySide",
     "Way",
     "calibrate",
