@@ -502,3 +502,25 @@ def test_simulated_machines() -> None:
          *(f"{seconds(row[f'ttft_{share}_s'])} s" for share in ("mean", "p50", "p95")), f"{row['requests_per_s']:.2f}"]
         for row in found["reordering"]
     ]  # fmt: skip
+
+
+def test_made_questions_of_a_calibration_are_those_of_the_record() -> None:
+    found = record("calibration_cpu.json")
+    rows = {row[0]: row[1:] for row in table("docs/ratio.md", "agreement at ratio")}
+    kinds, differences = found["kinds"], found["compared_with_asked"]["written"]["difference"]
+    ratios = list(kinds["asked"]["mean"])
+    assert ratios == ["0", "0.05", "0.15", "0.3", "0.5"]
+    assert rows["asked by people"] == [f"{kinds['asked']['mean'][ratio]:.1%}".replace("%", " %") for ratio in ratios]
+    assert rows["at least"] == [f"{kinds['asked']['at_least'][ratio]:.1%}".replace("%", " %") for ratio in ratios]
+    assert rows["written by the model"] == [
+        f"{kinds['written']['mean'][ratio]:.1%}".replace("%", " %") for ratio in ratios
+    ]
+    assert rows["difference, in points"] == [
+        "{mean:.1f} ({low:.1f} to {high:.1f})".format(**{name: 100 * v for name, v in differences[ratio].items()})
+        for ratio in ratios
+    ]
+    chosen = {
+        kind: [kinds[kind]["choices"][target]["with_confidence"] for target in ("0.7", "0.85", "0.9", "0.95")]
+        for kind in ("asked", "written")
+    }
+    assert chosen == {"asked": [0.0, 0.0, 0.15, 1.0], "written": [0.0, 0.0, 0.0, 1.0]}

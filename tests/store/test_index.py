@@ -89,3 +89,24 @@ def test_connections_of_ended_threads_are_closed(store, make_chunk):
         thread.start()
         thread.join()
     assert len(store._parts.index._database._connections) <= 2
+
+
+def test_keys_up_to_one_are_found_without_going_through_the_others(store, kv_dir, make_chunk):
+    chunks = [make_chunk(seed) for seed in range(6)]
+    for chunk in chunks:
+        chunk.put(store)
+    keys = sorted(chunk.key for chunk in chunks)
+    assert store.keys_up_to(chunks[0].identity, keys[3]) == keys[:4]
+    assert store.keys_up_to(chunks[0].identity, "f" * 64) == keys
+    assert store.keys_up_to("another", "f" * 64) == []
+    connection = sqlite3.connect(kv_dir / "index.sqlite")
+    statements = []
+    with store._parts.index._database.connection() as traced:
+        traced.set_trace_callback(statements.append)
+    store.keys_up_to(chunks[0].identity, keys[3])
+    with store._parts.index._database.connection() as traced:
+        traced.set_trace_callback(None)
+    (asked,) = [one for one in statements if "key <= " in one]
+    plan = " ".join(row[3] for row in connection.execute(f"EXPLAIN QUERY PLAN {asked}"))
+    connection.close()
+    assert "(key<?)" in plan, "the index of keys narrows it down, not that of identities"

@@ -17,6 +17,7 @@ from fused_kv_llm.engine.calibration import calibration_path
 from fused_kv_llm.errors import ConfigError, CorpusError
 from fused_kv_llm.selectors import CacheCraft
 from fused_kv_llm.tuning.alpha_profile import AlphaPoint, _choose, profile_alpha
+from fused_kv_llm.tuning.confidence import lower_bound
 
 QUESTIONS = ["How many passengers can the Aldebaran carry?", "When does the ferry sail?"]
 
@@ -38,16 +39,20 @@ def learn(engine: FusedKVEngine) -> None:
     engine.wait_for_background()
 
 
-def test_alpha_is_the_smallest_overhead_that_is_good_enough(engine: FusedKVEngine) -> None:
+def test_alpha_is_the_smallest_overhead_that_is_shown_to_be_good_enough() -> None:
     points = [
-        AlphaPoint(0.25, [0.9, 0.7], [0.1, 0.3]),
-        AlphaPoint(0.5, [0.9, 1.0], [0.2, 0.5]),
-        AlphaPoint(1.0, [1.0, 1.0], [0.4, 1.0]),
+        AlphaPoint(0.25, [0.9, 0.7] * 50, [0.1, 0.3]),
+        AlphaPoint(0.5, [0.98, 1.0] * 50, [0.2, 0.5]),
+        AlphaPoint(1.0, [1.0, 1.0] * 50, [0.4, 1.0]),
     ]
-    assert _choose(engine, points, 0.95, 2).alpha == 0.5
-    assert _choose(engine, points, 0.8, 2).alpha == 0.25
-    none = _choose(engine, points[:1], 0.95, 2)
-    assert (none.alpha, none.recompute_ratio) == (None, 1.0), "full prefill is always good enough"
+    for target, alpha in ((0.95, 0.5), (0.75, 0.25)):
+        point, bound = _choose(points, target, 0.95)
+        assert point is not None
+        assert (point.alpha, bound) == (alpha, lower_bound(point.agreements, 0.95))
+        assert target <= bound < point.agreement
+    assert _choose(points[:1], 0.95, 0.95) == (None, 1.0), "full prefill is always good enough"
+    few = [AlphaPoint(0.5, [1.0, 1.0], [0.2])]
+    assert _choose(few, 0.95, 0.95) == (None, 1.0), "two questions show little"
 
 
 def test_overheads_are_those_of_the_recorded_prefixes_and_auto_uses_alpha(

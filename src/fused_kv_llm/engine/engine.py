@@ -12,6 +12,7 @@ from fused_kv_llm.selectors import resolve_selector
 from fused_kv_llm.serving import limits_of
 from fused_kv_llm.store import resolve_policy
 
+from .calibration_watch import CalibrationWatch
 from .chunk_methods import ChunkMethods
 from .chunk_order import ChunkOrders
 from .constructor import has_options, has_options_after_model, show_options
@@ -85,9 +86,11 @@ class FusedKVEngine(ChunkMethods, PromptMethods, ExplainMethods):
         self.loaded, self.store, self.renderer = parts.loaded, parts.store, parts.renderer
         self.identity, self.model_lock = parts.identity, parts.model_lock
         self._parts, self._orders = parts, ChunkOrders()
+        self._watch = CalibrationWatch(parts.store, parts.identity, parts.preprocessed)
         try:
             # First, since it may be refused: the corpus opens a file of its own.
             self.recompute_ratio, self._selector = self._asked(config.recompute_ratio, config.selector)
+            self._calibration = self.calibration() if config.recompute_ratio == "auto" else None
             self.corpus = EngineCorpus(
                 parts,
                 similarity,

@@ -62,6 +62,7 @@ class PromptMethods(EngineState):
         """
         report = FusionReport() if report is None else report
         recipe = self._recipe(recompute_ratio, selector, check_seed(seed))
+        report.warnings += self._calibration_warnings(recompute_ratio)
         return self.requests.prefill(prompt, recipe, max_tokens, report), report
 
     def submit(
@@ -133,9 +134,10 @@ class PromptMethods(EngineState):
         config = GenerationConfig.create(
             max_tokens=max_tokens, temperature=temperature, top_p=top_p, stop=stop, seed=seed, logprobs=logprobs
         )
-        terms = Terms(priority, timeout_s, tuple(chunk_texts(expected)))
         recipe = self._recipe(recompute_ratio, selector, config.seed or 0)
         recipe = replace(recipe, prefix_cache=prefix_cache, trace_scores=trace_scores)
+        warned = self._calibration_warnings(recompute_ratio)
+        terms = Terms(priority, timeout_s, tuple(chunk_texts(expected)), warned)
         return self.requests.submit(prompt, recipe, config, constraint, terms)
 
     def speculate(

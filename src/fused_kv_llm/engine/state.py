@@ -13,9 +13,11 @@ from fused_kv_llm.prompt import PromptRenderer
 from fused_kv_llm.selectors import FirstLayersView, PrefixCache, Selector, resolve_selector
 from fused_kv_llm.store import KVStore
 
-from .calibration import read_calibration
+from .calibration import Calibration, read_calibration
+from .calibration_watch import CalibrationWatch
 from .chunk_order import ChunkOrders
 from .corpus import EngineCorpus
+from .corpus_state import CorpusState, read_corpus_state
 from .parts import EngineParts
 from .requests import RequestRunner
 
@@ -37,6 +39,8 @@ class EngineState:
     _parts: EngineParts
     _selector: Selector
     _orders: ChunkOrders
+    _watch: CalibrationWatch
+    _calibration: Calibration | None
 
     def _recipe(self, ratio: RecomputeRatio | None, selector: str | Selector | None, seed: int) -> Recipe:
         """Return how a call's prompt is fused: at ratio 1 where only exact prefixes are reused.
@@ -64,12 +68,38 @@ class EngineState:
     ) -> tuple[float | Literal["adaptive"], Selector]:
         """Return the ratio and the selector that were asked for; a calibration gives both."""
         if ratio == "auto":
-            found = read_calibration(self.store.kv_dir, self.fusion_identity)
+            found = self.calibration()
             return found.recompute_ratio, found.resolved()
         return (
             self.recompute_ratio if ratio is None else ratio if ratio == "adaptive" else check_ratio(ratio),
             self._selector if selector is None else resolve_selector(selector),
         )
+
+    def _calibration_warnings(self, ratio: RecomputeRatio | None) -> tuple[str, ...]:
+        """Return what a report is to say of the calibration that a call rests on, if any."""
+        found = self._calibration if ratio is None else None
+        if ratio == "auto":
+            found = self.calibration()
+        warning = None if found is None else self._watch.warning(found)
+        return () if warning is None else (warning,)
+
+    def calibration(self) -> Calibration:
+        """Return what ``recompute_ratio="auto"`` rests on.
+
+        Raises
+        ------
+        ConfigError
+            If this model, tenant and preprocessing have no calibration in the store, or it cannot be understood.
+        """
+        return read_calibration(self.store.kv_dir, self.fusion_identity)
+
+    def calibration_changes(self) -> list[str]:
+        """Return why :meth:`calibration`, which it raises as, may not hold any more; empty if nothing speaks so."""
+        return self._watch.changes(self.calibration())
+
+    def corpus_state(self, selector: Selector) -> CorpusState:
+        """Return what a calibration of a selector would be made on now."""
+        return read_corpus_state(self.store, self.identity, self._parts.preprocessed, selector)
 
     @property
     def model(self) -> Any:

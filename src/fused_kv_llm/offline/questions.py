@@ -6,10 +6,11 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from .embedder import SentenceEmbedder
+from .embedder import SentenceEmbedder, as_embedder
 from .vectors import corpus_vectors
 
 __all__ = ["questions_from_chunks", "retriever_of"]
@@ -44,25 +45,31 @@ def questions_from_chunks(chunks: Sequence[str], count: int, seed: int = 0) -> l
     return found
 
 
-def retriever_of(chunks: Sequence[str], kv_dir: Path) -> Callable[[str, int], list[str]]:
-    """Return what finds the chunks nearest to a question, by the default embedder.
+def retriever_of(
+    chunks: Sequence[str], kv_dir: Path, *, embedder: Any | None = None, tenant: str = ""
+) -> Callable[[str, int], list[str]]:
+    """Return what finds the chunks nearest to a question.
 
     Parameters
     ----------
     chunks : sequence of str
     kv_dir : Path
         Where vectors are remembered.
+    embedder : object or None
+        What :func:`.as_embedder` takes; None is the default embedder.
+    tenant : str
+        Vectors are remembered for each tenant apart.
 
     Returns
     -------
     callable
         Question and count to so many chunks, nearest first.
     """
-    embedder = SentenceEmbedder()
-    vectors = corpus_vectors(chunks, embedder, kv_dir / "vectors.sqlite")
+    used = SentenceEmbedder() if embedder is None else as_embedder(embedder)
+    vectors = corpus_vectors(chunks, used, kv_dir / "vectors.sqlite", tenant=tenant)
 
     def retrieve(question: str, count: int) -> list[str]:
-        similarity = vectors @ embedder.encode([question])[0]
+        similarity = vectors @ used.encode([question])[0]
         return [chunks[i] for i in np.argsort(-similarity, kind="stable")[:count].tolist()]
 
     return retrieve

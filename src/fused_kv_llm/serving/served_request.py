@@ -113,6 +113,7 @@ class ServedRequest:
         self.state = RequestState.WAITING
         self.arrived_s = time.perf_counter()
         self.report = FusionReport(recompute_ratio=recipe.ratio, selector=recipe.selector.name, called_s=self.arrived_s)
+        self.report.warnings += terms.warnings
         self.handle = RequestHandle(lambda: on_cancel(self), self.report)
         self.prompt_plan = PromptPlan(home, prompt, recipe)
         self._recipe, self._config, self._constraint = recipe, config, constraint
@@ -257,6 +258,7 @@ class ServedRequest:
         self._config, self._constraint, self.terms, self.arrived_s = config, constraint, terms, asked_s
         self.provisional = False
         self.report.count_from(asked_s)
+        self.report.warnings += terms.warnings
         if self._fused is not None:
             self.take(self._fused)
 

@@ -21,6 +21,8 @@ class Terms:
         Seconds from submission after which the request is given up.
     expected : tuple of str
         Texts of chunks on which the report is to have verdicts.
+    warnings : tuple of str
+        What the report is to warn of, whatever becomes of the request.
 
     Raises
     ------
@@ -31,6 +33,7 @@ class Terms:
     priority: int = 0
     timeout_s: float | None = None
     expected: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.priority, int) or isinstance(self.priority, bool):

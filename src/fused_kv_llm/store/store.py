@@ -201,6 +201,15 @@ class KVStore:
         self._parts.check_open()
         return [key for key in self._parts.index.keys(identity, after_rowid) if key not in self._parts.damage.ignored]
 
+    def keys_up_to(self, identity: str, key: str) -> list[str]:
+        """Return those of an identity's keys that do not come after a certain one, ascending: a sample, as hashes go.
+
+        It takes as long as there are keys up to that one, of all identities.
+        """
+        self._parts.check_open()
+        found = self._parts.index.keys_up_to(identity, check_key(key))
+        return [key for key in found if key not in self._parts.damage.ignored]
+
     def open(self, key: str, token_ids: Sequence[int], *, counted: bool = True) -> StoredKV | None:
         """Open a chunk's KV for reading.
 

@@ -2,6 +2,8 @@
 
 ``CFO_alpha`` grows with alpha, so alpha* is the smallest one that is good enough on questions of the corpus. Quality is
 measured as :mod:`.calibration` does, by agreement with full prefill's greedy tokens; the paper takes the F1 of answers.
+Here too an alpha has to be shown to be good enough: from the largest downwards, each at the full level, see
+:mod:`.calibration_choice`.
 """
 
 from __future__ import annotations
@@ -10,12 +12,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from fused_kv_llm.engine import Calibration, FusedKVEngine, calibration_path
+from fused_kv_llm.engine import Calibration, FusedKVEngine
 from fused_kv_llm.errors import ConfigError, CorpusError
-from fused_kv_llm.paths import write_atomically
 from fused_kv_llm.selectors import CacheCraft
 
-from .calibration import CalibrationPrompts, agreement, check_calibration
+from .calibration import check_calibration
+from .calibration_prompts import CalibrationPrompts, agreement, leaving_nothing
+from .confidence import lower_bound
 
 __all__ = ["ALPHAS", "AlphaPoint", "AlphaProfile", "profile_alpha"]
 
@@ -61,7 +64,7 @@ class AlphaProfile:
     points : list of AlphaPoint
         Ascending.
     chosen : Calibration
-        Kept for ``recompute_ratio="auto"``: full prefill if no alpha is good enough.
+        Kept for ``recompute_ratio="auto"``: full prefill if no alpha is shown to be good enough.
     """
 
     points: list[AlphaPoint]
@@ -72,9 +75,10 @@ def profile_alpha(
     engine: FusedKVEngine,
     questions: Sequence[str] | None = None,
     *,
-    target_agreement: float = 0.95,
+    target_agreement: float = 0.9,
+    confidence: float = 0.95,
     alphas: Sequence[float] = ALPHAS,
-    num_questions: int = 20,
+    num_questions: int = 100,
     num_chunks: int = 5,
     answer_tokens: int = 16,
     track: Callable[[Sequence[tuple[str, str]]], Iterable[tuple[str, str]]] = iter,
@@ -88,7 +92,7 @@ def profile_alpha(
         meanwhile, behind which these questions would cost nothing.
     alphas : sequence of float
         Positive.
-    questions, target_agreement, num_questions, num_chunks, answer_tokens, track
+    questions, target_agreement, confidence, num_questions, num_chunks, answer_tokens, track
         As :func:`.calibrate` takes them.
 
     Raises
@@ -98,35 +102,47 @@ def profile_alpha(
     ConfigError
         If the engine uses no variants, or another option cannot work.
     """
-    check_calibration(questions, target_agreement, (CacheCraft.name,))
+    check_calibration(questions, target_agreement, (CacheCraft.name,), confidence=confidence)
     if not alphas or any(isinstance(a, bool) or not isinstance(a, (int, float)) or not a > 0 for a in alphas):
         raise ConfigError(f"alphas={alphas!r} is not a list of positive numbers: leave it out to try {ALPHAS}")
     if engine.corpus.variants is None:
         raise ConfigError("variants=0 has no records for cache_craft to go by: open the engine with variants=3")
     if engine.corpus.variants.usage()[0] == 0:
         raise CorpusError("The store holds no variant of a chunk yet: answer questions with variants=3 first.")
-    prompts = CalibrationPrompts(engine, questions, num_questions, num_chunks, answer_tokens)
+    distinct = None if questions is None else list(dict.fromkeys(questions))
     points = [AlphaPoint(float(alpha)) for alpha in sorted(set(alphas))]
-    engine.corpus.keeps_prompts = False
-    try:
+    with leaving_nothing(engine):
+        prompts = CalibrationPrompts(engine, distinct, num_questions, num_chunks, answer_tokens)
         for question, source in track(prompts.asked):
             prompt, answer = prompts.answered(question, source)
             for point in points:
                 chosen, report, _ = prompts.choices(prompt, answer, _MOST, CacheCraft(point.alpha))
                 point.agreements.append(agreement(chosen, answer))
                 point.overheads += [one["overhead"] for one in report.variants]
-    finally:
-        engine.corpus.keeps_prompts = True
-    chosen_one = _choose(engine, points, target_agreement, len(prompts.asked))
-    write_atomically(calibration_path(engine.store.kv_dir, engine.fusion_identity), chosen_one.to_json().encode())
-    return AlphaProfile(points, chosen_one)
-
-
-def _choose(engine: FusedKVEngine, points: Sequence[AlphaPoint], target: float, questions: int) -> Calibration:
-    good = [point for point in points if point.agreement >= target]
-    if not good:
-        return Calibration(engine.fusion_identity, 1.0, CacheCraft.name, 1.0, target, questions)
-    best = min(good, key=lambda point: (point.mean_overhead, point.alpha))
-    return Calibration(
-        engine.fusion_identity, _MOST, CacheCraft.name, best.agreement, target, questions, alpha=best.alpha
+    best, bound = _choose(points, target_agreement, confidence)
+    found = Calibration(
+        engine.fusion_identity,
+        1.0 if best is None else _MOST,
+        CacheCraft.name,
+        1.0 if best is None else best.agreement,
+        target_agreement,
+        len(prompts.asked),
+        alpha=None if best is None else best.alpha,
+        agreement_bound=bound,
+        confidence=confidence,
+        asked=prompts.description,
+        made_on=engine.corpus_state(CacheCraft() if best is None else CacheCraft(alpha=best.alpha)),
     )
+    found.save(engine.store.kv_dir)
+    return AlphaProfile(points, found)
+
+
+def _choose(points: Sequence[AlphaPoint], target: float, confidence: float) -> tuple[AlphaPoint | None, float]:
+    """Return the smallest overhead that is shown to be good enough, and its bound; None and 1 for full prefill."""
+    chosen: tuple[AlphaPoint | None, float] = (None, 1.0)
+    for point in sorted(points, key=lambda one: (-one.mean_overhead, -one.alpha)):
+        bound = lower_bound(point.agreements, confidence)
+        if bound < target:
+            break
+        chosen = point, bound
+    return chosen

@@ -157,6 +157,13 @@ class ChunkIndex:
         with self._database.connection() as connection:
             return [row[0] for row in connection.execute(query, (identity, after_rowid))]
 
+    def keys_up_to(self, identity: str, key: str) -> list[str]:
+        """Return an identity's keys up to a certain one, ascending."""
+        # The plus keeps SQLite from going through all keys of the identity.
+        query = f"SELECT key FROM chunks WHERE key <= ? AND +identity = ? AND {_HEX_KEY} ORDER BY key"
+        with self._database.connection() as connection:
+            return [row[0] for row in connection.execute(query, (key, identity))]
+
     def keys_without_sidecar(self, identity: str, name: str) -> list[str]:
         """Return the keys of one identity's chunks that have no sidecar of that name."""
         with self._database.connection() as connection:

@@ -8,7 +8,7 @@ export interface Settings {
   retrieve: boolean;
   k: number;
   /** "server" leaves it to the server's default. */
-  ratio: number | "auto" | "server";
+  ratio: number | "auto" | "adaptive" | "server";
   selector: string;
   maxTokens: number;
   temperature: number;

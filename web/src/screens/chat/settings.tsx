@@ -40,15 +40,20 @@ export function SettingsForm() {
   );
 }
 
+const NAMED_RATIOS = [
+  ["auto", "as calibrated"],
+  ["adaptive", "until the answer stays"],
+] as const;
+
 function RatioField({ now, change }: { now: Settings; change: (more: Partial<Settings>) => void }) {
   const standard = server.value?.recompute_ratio ?? 0.15;
   const ratio = now.ratio === "server" ? standard : now.ratio;
-  const auto = ratio === "auto";
-  const value = auto ? 0.15 : ratio;
+  const named = typeof ratio === "string" ? ratio : undefined;
+  const value = typeof ratio === "string" ? 0.15 : ratio;
   return (
     <div class="field ratio">
       <label class="label" for="ratio">
-        Recompute ratio <b>{auto ? "auto" : value.toFixed(2)}</b>
+        Recompute ratio <b>{named ?? value.toFixed(2)}</b>
       </label>
       <input
         id="ratio"
@@ -57,7 +62,7 @@ function RatioField({ now, change }: { now: Settings; change: (more: Partial<Set
         max={1}
         step={0.05}
         value={value}
-        disabled={auto}
+        disabled={named !== undefined}
         aria-valuetext={`${Math.round(value * 100)} % of the chunks' tokens`}
         onInput={(event) => change({ ratio: Number(event.currentTarget.value) })}
       />
@@ -65,10 +70,16 @@ function RatioField({ now, change }: { now: Settings; change: (more: Partial<Set
         <span>0 reuse all</span>
         <span>1 full prefill</span>
       </span>
-      <label class="check">
-        <input type="checkbox" checked={auto} onChange={(event) => change({ ratio: event.currentTarget.checked ? "auto" : value })} />
-        auto (as calibrated)
-      </label>
+      {NAMED_RATIOS.map(([name, meaning]) => (
+        <label class="check" key={name}>
+          <input
+            type="checkbox"
+            checked={named === name}
+            onChange={(event) => change({ ratio: event.currentTarget.checked ? name : value })}
+          />
+          {name} ({meaning})
+        </label>
+      ))}
     </div>
   );
 }
