@@ -26,7 +26,7 @@ from .prefix_cache import PrefixCache
 from .profiles import anchors_of, critical_layers
 from .query_attention import ALL_LAYERS, FUSIONRAG, MIDDLE_LAYERS, PROPHETKV, QCFUSE, QueryAttention
 from .random import Random
-from .sink_attention import SINK_ATTENTION_VARIANTS, SinkAttention
+from .sink_attention import SINK_ATTENTION_ANCHORS, SINK_ATTENTION_VARIANTS, SinkAttention
 from .views import AnchorRule, Anchors, FirstLayersView, View
 
 __all__ = [
@@ -67,7 +67,7 @@ __all__ = [
 _ALL: tuple[Selector, ...] = (
     FullReuse(), PrefixCache(), Random(), Boundary(), CACHEBLEND, CACHEBLEND_RELEASED, KVSHARE, HeavyHitters(),
     CacheCraft(), CacheCraftOnline(), FUSIONRAG, PROPHETKV, QCFUSE, MIDDLE_LAYERS, ALL_LAYERS, SinkAttention(),
-    SINK_ATTENTION_VARIANTS,
+    SINK_ATTENTION_ANCHORS, SINK_ATTENTION_VARIANTS,
 )  # fmt: skip
 SELECTORS: dict[str, Selector] = {selector.name: selector for selector in _ALL}
 

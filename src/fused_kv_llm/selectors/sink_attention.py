@@ -11,9 +11,9 @@ from fused_kv_llm.errors import ConfigError
 
 from .base import Probe, required
 from .budget import top_positions
-from .views import View
+from .views import Anchors, View
 
-__all__ = ["SINK_ATTENTION_VARIANTS", "SinkAttention"]
+__all__ = ["SINK_ATTENTION_ANCHORS", "SINK_ATTENTION_VARIANTS", "SinkAttention"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,9 @@ class SinkAttention:
         Whether it works on variants of chunks, see :class:`.VariantSelector`.
     alpha : float
         Scale of their overhead.
+    anchors : Anchors or None
+        What the question sees instead of the chunks, so that far less is read before recomputation begins; the model's
+        critical layers score then (QCFuse, sections 3.3 and 3.4).
     """
 
     weight: float = 8.0
@@ -56,13 +59,16 @@ class SinkAttention:
     name: str = "sink_attention"
     takes_variants: bool = False
     alpha: float = 1.0
+    anchors: Anchors | None = None
 
     def __post_init__(self) -> None:
         if not 0.0 < self.coverage <= 1.0:
             raise ConfigError(f"coverage={self.coverage!r} is outside (0, 1]: 1 spends the whole budget")
 
     def view(self, num_layers: int) -> View:
-        """Return the layers from a quarter to three fifths of the depth."""
+        """Return the layers from a quarter to three fifths of the depth; with anchors, the critical ones."""
+        if self.anchors is not None:
+            return View((), False, self.anchors, critical=True, profiled=True)
         first = num_layers // 4
         return View(tuple(range(first, max(first + 1, 3 * num_layers // 5))), self.full_context)
 
@@ -90,3 +96,5 @@ class SinkAttention:
 
 
 SINK_ATTENTION_VARIANTS = SinkAttention(name="sink_attention_variants", takes_variants=True)
+SINK_ATTENTION_ANCHORS = SinkAttention(name="sink_attention_anchors", anchors=Anchors("kvzip", 0.1))
+"""The default's weights and transfer on QCFuse's probe: it reads about an eighth of the chunks' KV first."""
