@@ -8,7 +8,7 @@ processor. A block is therefore stored as it is, and its layout is a part of the
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,9 @@ from torch import Tensor
 
 from fused_kv_llm.errors import UnsupportedModelError
 
-__all__ = ["BlockCaches", "BlockLayout"]
+__all__ = ["BlockCaches", "BlockLayout", "WriteLayer"]
+
+WriteLayer = Callable[[str, Tensor, Tensor, Tensor], None]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -55,6 +57,9 @@ class BlockCaches:
         Tokens of a block that the scheduler counts.
     backend : str
         See :class:`BlockLayout`.
+    write_layer : callable
+        Writes a layer's keys and values ``[tokens, heads, dim]`` to slots, int64 ``[tokens]``, as the backend packs
+        them; gets the layer's name, keys, values and slots.
 
     Raises
     ------
@@ -62,8 +67,11 @@ class BlockCaches:
         The layers do not all have such caches, alike.
     """
 
-    def __init__(self, caches: Mapping[str, Tensor], block_tokens: int, backend: str) -> None:
-        self._caches = [caches[name] for name in sorted(caches, key=_by_number)]
+    def __init__(
+        self, caches: Mapping[str, Tensor], block_tokens: int, backend: str, write_layer: WriteLayer | None = None
+    ) -> None:
+        self._names, self._write_layer = sorted(caches, key=_by_number), write_layer
+        self._caches = [caches[name] for name in self._names]
         forms = {(tuple(cache.shape), cache.dtype) for cache in self._caches}
         if len(forms) != 1:
             raise UnsupportedModelError(
@@ -115,6 +123,32 @@ class BlockCaches:
         joined = torch.cat((keys[:, :, part], values[:, :, part]), dim=3)
         for cache, layer in zip(self._caches, joined.to(self._caches[0].device), strict=True):
             cache.index_copy_(0, rows, layer.unflatten(1, (len(rows), -1)).transpose(0, 1))
+
+    def write(self, keys: Tensor, values: Tensor, blocks: Sequence[int], skipped: int = 0) -> bool:
+        """Write keys and values that are no blocks of vLLM's.
+
+        Parameters
+        ----------
+        keys, values : Tensor
+            ``[layers, heads, tokens, width / 2]``, keys with their rotation.
+        blocks, skipped
+            As for :meth:`scatter`; the last block need not be full.
+
+        Returns
+        -------
+        bool
+            False if the backend has no way to do it.
+        """
+        if self._write_layer is None:
+            return False
+        size, device = self.layout.block_tokens, self._caches[0].device
+        first, count = skipped * size, keys.shape[2] - skipped * size
+        slots = torch.tensor(list(blocks), dtype=torch.int64).unsqueeze(1) * size + torch.arange(size)
+        slots = slots.flatten()[:count].to(device)
+        for name, of_keys, of_values in zip(self._names, keys, values, strict=True):
+            k, v = (part[:, first:].transpose(0, 1).contiguous().to(device) for part in (of_keys, of_values))
+            self._write_layer(name, k, v, slots)
+        return True
 
     def _rows(self, blocks: Sequence[int]) -> Tensor:
         first = torch.tensor(list(blocks), dtype=torch.int64).unsqueeze(1) * self._kernel_blocks

@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,10 +22,11 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from fused_kv_llm.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
-from fused_kv_vllm.blocks import BlockCaches, BlockLayout
-from fused_kv_vllm.identity import PrefixIdentity
-from fused_kv_vllm.model_files import fingerprint_model_files
+from fused_kv_llm.errors import ConfigError, UnsupportedModelError
+from fused_kv_vllm.blocks import BlockCaches, BlockLayout, WriteLayer
+from fused_kv_vllm.handed import HANDED_MODEL_TYPES, handed_identity
+from fused_kv_vllm.identity import PrefixIdentity, is_steady
+from fused_kv_vllm.model_files import fingerprint_model_files, model_path
 from fused_kv_vllm.prefix_store import PrefixStore
 from fused_kv_vllm.scheduling import PrefixScheduler
 from fused_kv_vllm.settings import ConnectorSettings
@@ -105,6 +105,7 @@ class FusedKVConnector(KVConnectorBase_V1):
         (told,) = metadata.values()
         identity = _identity(self._vllm_config, self._model, told.layout)
         self._scheduler.identity = identity
+        self._scheduler.handed_identity = _handed_identity(self._vllm_config, self._model)
         shared = identity.of_tenant(None)
         self._store.describe(shared.digest, f"vLLM {__version__}, {self._vllm_config.model_config.model}")
 
@@ -137,7 +138,7 @@ class FusedKVConnector(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         """Take the caches, once they are there."""
         backend = _backend(self._vllm_config, list(kv_caches))
-        caches = BlockCaches(kv_caches, self._block_tokens, backend)
+        caches = BlockCaches(kv_caches, self._block_tokens, backend, _layer_writer(self._vllm_config, kv_caches))
         self._layout = caches.layout
         self._worker = PrefixWorker(self._store, caches, self._settings.writes_waiting)
 
@@ -213,19 +214,7 @@ def _fingerprint(config: Any) -> str:
     model, load_format = config.model_config, str(config.load_config.load_format)
     if load_format == "dummy":
         raise ConfigError("load_format='dummy' makes weights up: KV that is computed with them cannot be stored.")
-    path = Path(model.model)
-    if not path.exists():
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import LocalEntryNotFoundError
-
-        try:
-            path = Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
-        except (LocalEntryNotFoundError, ValueError) as error:
-            raise ModelNotFoundError(
-                f"The files of the model {model.model!r} are not on this machine ({error}), so KV cannot be told from "
-                "other models' KV. Give vLLM the folder of the model."
-            ) from error
-    return fingerprint_model_files(path)
+    return fingerprint_model_files(model_path(model.model, model.revision))
 
 
 def _identity(config: Any, fingerprint: str, layout: BlockLayout) -> PrefixIdentity:
@@ -252,6 +241,28 @@ def _backend(config: Any, layers: list[str]) -> str:
         flags = (torch.cpu._is_amx_tile_supported(), torch.cpu._is_avx512_supported(), torch.cpu._is_avx2_supported())
         return f"{name} {platform.machine()} {''.join('01'[flag] for flag in flags)}"
     return str(name)
+
+
+def _layer_writer(config: Any, caches: Mapping[str, Tensor]) -> WriteLayer | None:
+    """Return what writes keys and values as the backend packs them, if it can do that apart from attention."""
+    layers = get_layers_from_vllm_config(config, AttentionLayerBase, list(caches))
+    if not all(hasattr(layer.impl, "do_kv_cache_update") for layer in layers.values()):
+        return None
+
+    def write(name: str, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        layers[name].impl.do_kv_cache_update(layers[name], keys, values, caches[name], slots)
+
+    return write
+
+
+def _handed_identity(config: Any, fingerprint: str) -> str | None:
+    """Return the identity of prompts that engines hand over; None if they may compute something else."""
+    model = config.model_config
+    is_plain = model.quantization is None and not model.hf_overrides and config.cache_config.cache_dtype == "auto"
+    settings = model.hf_config.to_dict()
+    if settings["model_type"] not in HANDED_MODEL_TYPES or not is_plain or not is_steady(settings):
+        return None
+    return handed_identity(fingerprint, str(model.dtype).removeprefix("torch.")).digest
 
 
 def _tell_refused(reason: str) -> None:

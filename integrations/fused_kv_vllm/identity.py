@@ -12,7 +12,7 @@ from typing import Any
 from fused_kv_llm.chunk import KVIdentity
 from fused_kv_vllm.blocks import BlockLayout
 
-__all__ = ["PrefixIdentity"]
+__all__ = ["PrefixIdentity", "is_steady"]
 
 # What a configuration says besides how a forward goes.
 _IRRELEVANT = frozenset(
@@ -21,7 +21,6 @@ _IRRELEVANT = frozenset(
      "use_cache")
 )  # fmt: skip
 _ROTATION = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "max_position_embeddings")
-# Rotations that are the same whatever the longest prompt is that a server takes.
 _STEADY = ("default", "linear", "llama3", "yarn", "None")
 
 
@@ -64,7 +63,7 @@ class PrefixIdentity:
         """
         relevant = {name: value for name, value in self.settings.items() if name not in _IRRELEVANT}
         rotation = {name: relevant.pop(name) for name in _ROTATION if name in relevant}
-        if not _is_steady(rotation):
+        if not is_steady(rotation):
             rotation["max_model_len"] = self.max_model_len
         return KVIdentity(
             model=_digest([self.model, relevant, self.epoch]),
@@ -83,7 +82,8 @@ class PrefixIdentity:
         return replace(self, epoch=secrets.token_hex(16))
 
 
-def _is_steady(rotation: Mapping[str, Any]) -> bool:
+def is_steady(rotation: Mapping[str, Any]) -> bool:
+    """Whether a configuration's rotation is the same whatever the longest prompt is that a server takes."""
     kinds: set[str] = set()
     todo = [rotation.get("rope_parameters"), rotation.get("rope_scaling")]
     while todo:

@@ -15,7 +15,7 @@ import xxhash
 from fused_kv_llm.errors import ModelNotFoundError
 from fused_kv_llm.paths import cache_folder, write_atomically
 
-__all__ = ["fingerprint_model_files"]
+__all__ = ["fingerprint_model_files", "model_path"]
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _ABOUT_WEIGHTS = (".json", ".py")
@@ -57,6 +57,29 @@ def fingerprint_model_files(path: Path) -> str:
         remembered = _hash(resolved, [file.name for file in files])
         write_atomically(memo, remembered.encode())
     return remembered
+
+
+def model_path(name: str, revision: str | None = None) -> Path:
+    """Return where the files of a model are: a path, or an id on a hub whose files are on this machine.
+
+    Raises
+    ------
+    ModelNotFoundError
+        They are not.
+    """
+    path = Path(name)
+    if path.exists():
+        return path
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError) as error:
+        raise ModelNotFoundError(
+            f"The files of the model {name!r} are not on this machine, so KV cannot be told from other models' KV. "
+            "Give the folder of the model."
+        ) from error
 
 
 def _matters(file: Path) -> bool:

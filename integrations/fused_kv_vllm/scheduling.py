@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fused_kv_vllm.handed import handed_key
 from fused_kv_vllm.identity import PrefixIdentity
 from fused_kv_vllm.prefix_store import PrefixStore
 from fused_kv_vllm.spans import PrefixSpan, prefix_spans
@@ -60,6 +61,8 @@ class PrefixScheduler:
     ----------
     identity : PrefixIdentity or None
         None as long as it is not known; nothing is found or stored then.
+    handed_identity : str or None
+        Digest of the identity of prompts that engines hand over; None takes none.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class PrefixScheduler:
         on_refused: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self.identity: PrefixIdentity | None = None
+        self.handed_identity: str | None = None
         self._store, self._block_tokens, self._span_blocks = store, block_tokens, span_blocks
         self._loads, self._saves = loads, saves
         self._on_refused, self._refused = on_refused, set[str]()
@@ -97,8 +101,8 @@ class PrefixScheduler:
             return 0
         prompt.at = num_computed
         # The last token is always computed: its logits are needed.
-        usable = min(prompt.stored, (len(request.prompt_token_ids) - 1) // self._span_tokens)
-        return max(0, usable * self._span_tokens - num_computed)
+        usable = [one.stop for one in prompt.spans[: prompt.stored] if one.stop < len(request.prompt_token_ids)]
+        return max(0, max(usable, default=0) - num_computed)
 
     def allocated(self, request: Any, blocks: Sequence[int], num_external: int) -> None:
         """Note the blocks of a request of which `num_external` tokens are to be loaded."""
@@ -143,6 +147,7 @@ class PrefixScheduler:
         """Find nothing of what is stored: the weights are not those of the model's files any more."""
         if self.identity is not None:
             self.identity = self.identity.with_new_weights()
+        self.handed_identity = None
         self._prompts.clear()
 
     # -- inside ----------------------------------------------------------------------------------------------
@@ -150,10 +155,20 @@ class PrefixScheduler:
     def _look_up(self, request: Any) -> _Prompt | None:
         prompt = self._prompts.get(request.request_id)
         if prompt is None and self.identity is not None and self._takes(request):
-            identity = self.identity.of_tenant(request.cache_salt).digest
-            spans = prefix_spans(identity, request.prompt_token_ids, self._span_tokens)
+            spans = self._spans(self.identity, request)
             prompt = self._prompts[request.request_id] = _Prompt(spans, self._store.known(spans))
         return prompt
+
+    def _spans(self, identity: PrefixIdentity, request: Any) -> list[PrefixSpan]:
+        key = handed_key(request.cache_salt)
+        if key is None:
+            return prefix_spans(
+                identity.of_tenant(request.cache_salt).digest, request.prompt_token_ids, self._span_tokens
+            )
+        ids = tuple(request.prompt_token_ids[:-1])
+        if self.handed_identity is None or not ids:
+            return []
+        return [PrefixSpan(key, self.handed_identity, 0, ids, is_handed=True)]
 
     def _takes(self, request: Any) -> bool:
         """Whether a prompt's KV depends on nothing but its tokens and the model."""
@@ -170,7 +185,9 @@ class PrefixScheduler:
         return not any(reasons.values()) and request.prompt_token_ids is not None
 
     def _complete(self, prompt: _Prompt, num_computed: int) -> Iterator[SpanBlocks]:
-        complete = min(num_computed // self._span_tokens, len(prompt.spans))
+        # What follows KV that may be fused is not exact.
+        exact = [] if any(span.is_handed for span in prompt.spans) else prompt.spans
+        complete = min(num_computed // self._span_tokens, len(exact))
         first, prompt.saved = prompt.saved, max(prompt.saved, complete)
         if self._saves and complete > first:
             start, stop = first * self._span_tokens, complete * self._span_tokens
@@ -181,5 +198,5 @@ class PrefixScheduler:
         for span in prompt.spans:
             first, last = max(start, span.start), min(stop, span.stop)
             if first < last:
-                part = tuple(blocks[first // self._block_tokens : last // self._block_tokens])
+                part = tuple(blocks[first // self._block_tokens : -(-last // self._block_tokens)])
                 yield SpanBlocks(span, part, (first - span.start) // self._block_tokens)

@@ -25,12 +25,15 @@ class PrefixSpan:
         Position of the first token.
     token_ids : tuple of int
         The tokens.
+    is_handed : bool
+        Whether an engine has handed it over, so that its KV is not laid out as vLLM's blocks, and may be fused.
     """
 
     key: str
     identity: str
     start: int
     token_ids: tuple[int, ...]
+    is_handed: bool = False
 
     @property
     def stop(self) -> int:

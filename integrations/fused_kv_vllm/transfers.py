@@ -17,7 +17,8 @@ class SpanBlocks:
     ----------
     span : PrefixSpan
     blocks : tuple of int
-        Where its tokens are in the caches; fewer than it has if the first ones are there already.
+        Where its tokens are in the caches; fewer than it has if the first ones are there already. The last block may
+        have room for more tokens.
     skipped : int
         How many of its first blocks these are.
     """

@@ -104,9 +104,15 @@ class PrefixWorker:
         return found
 
     def _place(self, load: LoadRequest, found: Sequence[_KV]) -> None:
-        for one, (keys, values) in zip(load.spans, found, strict=False):
-            self._caches.scatter(keys, values, one.blocks, one.skipped)
-        self._unread.update(block for one in load.spans[len(found) :] for block in one.blocks)
+        for number, one in enumerate(load.spans):
+            if number >= len(found) or not self._put(one, *found[number]):
+                self._unread.update(one.blocks)
+
+    def _put(self, one: SpanBlocks, keys: Tensor, values: Tensor) -> bool:
+        if one.span.is_handed:
+            return self._caches.write(keys, values, one.blocks, one.skipped)
+        self._caches.scatter(keys, values, one.blocks, one.skipped)
+        return True
 
     def _write(self, span: PrefixSpan, keys: Tensor, values: Tensor) -> int:
         return self._store.write(span, keys, values)

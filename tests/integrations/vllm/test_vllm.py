@@ -19,8 +19,11 @@ import httpx
 import pytest
 from vllm_connector import PYTHON, connector_config, damage, run_vllm, vllm_environment
 
+from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.demo import handbook_passages
 from fused_kv_llm.model.embedded import embedded_model_folder
+from fused_kv_llm.store import KVStore
+from fused_kv_vllm.handed import hand_over
 
 if not os.environ.get("FUSED_KV_VLLM"):
     pytest.skip("make test-vllm runs these tests", allow_module_level=True)
@@ -154,6 +157,41 @@ def test_new_weights_use_nothing_that_is_stored(model: Path, prompt: list[int], 
     steps = [{"ask": prompt}, {"forget": True}, {"ask": prompt}]
     result, _ = run_vllm(model, steps, connector_config(copied(filled, tmp_path)))
     assert [answer["cached_tokens"] for answer in result["answers"]] == [4 * SPAN, 0]
+
+
+def test_a_prompt_that_an_engine_hands_over(model: Path, tmp_path: Path) -> None:
+    """vLLM computes the last token and answers as the engine does: exact at ratio 1, and fused as it was fused."""
+    texts = handbook_passages()[:3]
+    prompt = "\n\n".join((*texts, "Question: Which ferry is the largest?\nAnswer:"))
+    kv_dir, engine_dir = tmp_path / "kv", tmp_path / "engine"
+    options = {"dtype": "float32", "preprocessing": "none", "prefix_cache_bytes": 0}
+    with FusedKVEngine("smollm2-135m", kv_dir=engine_dir, **options) as engine, KVStore(kv_dir) as store:
+        engine.build_kv_cache(texts, progress=False)
+        handed = {ratio: hand_over(engine, prompt, store, recompute_ratio=ratio) for ratio in (1.0, 0.0)}
+        wanted = {}
+        for ratio in handed:
+            fused, _ = engine.prefill(prompt, recompute_ratio=ratio, max_tokens=16)
+            logits, tokens = fused.logits, list[int]()
+            for _ in range(16):
+                tokens.append(int(logits.argmax()))
+                logits = fused.append(engine.loaded, tokens[-1:])[-1]
+            wanted[ratio] = tokens
+    assert handed[0.0].report.reused_tokens > 200
+    ids = handed[1.0].token_ids
+    steps: list[dict[str, Any]] = [{"ask": ids}]
+    for ratio in (1.0, 0.0, 1.0):
+        steps += [{"forget": False}, {"ask": ids, "salt": handed[ratio].cache_salt}]
+    steps += [{"forget": False}, {"ask": ids}]
+    result, stderr = run_vllm(model, steps, connector_config(kv_dir), dtype="float32")
+    plain, *answers, last = result["answers"]
+    assert "FusedKVWarning" not in stderr
+    assert [answer["cached_tokens"] for answer in answers] == [len(ids) - 1] * 3
+    assert [answer["tokens"] for answer in answers] == [wanted[ratio] for ratio in (1.0, 0.0, 1.0)]
+    assert plain["tokens"] == last["tokens"] == wanted[1.0]
+    assert plain["cached_tokens"] == 0
+    # Exact KV that vLLM has stored meanwhile, and none of what was fused.
+    assert last["cached_tokens"] == len(ids) // SPAN * SPAN
+    assert wanted[0.0] != wanted[1.0]
 
 
 @pytest.mark.parametrize(
