@@ -6,7 +6,8 @@ vLLM loads it by name::
         "kv_connector_module_path": "fused_kv_vllm", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"kv_dir": "/var/lib/kv"}}'
 
-The connector is imported when it is asked for, so that this package can be read where vLLM is not installed.
+``hand_over`` has an engine fuse a prompt for it. The connector is imported when it is asked for, so that the package is
+of use where vLLM is not installed.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fused_kv_llm.errors import MissingExtraError
+from fused_kv_vllm.handed import HandedPrompt, hand_over
 
 if TYPE_CHECKING:
     from fused_kv_vllm.connector import FusedKVConnector
 
-__all__ = ["FusedKVConnector"]
+__all__ = ["FusedKVConnector", "HandedPrompt", "hand_over"]
 
 
 def __getattr__(name: str) -> Any:

@@ -198,6 +198,11 @@ def _check(config: Any, kv_cache_config: Any) -> None:
             f"vLLM runs on {config.parallel_config.world_size} devices (tensor, pipeline or context parallel). "
             "FusedKVConnector stores what one device computes: start one server a device."
         )
+    if config.model_config.runner_type != "generate":
+        raise ConfigError(
+            f"vLLM runs the model as {config.model_config.runner_type!r}: its tokens may look at later ones, so KV "
+            "depends on more than a prefix. FusedKVConnector is for models that generate text."
+        )
     if config.speculative_config is not None:
         raise ConfigError("FusedKVConnector does not store the KV of a draft model: leave out speculative decoding.")
     groups = kv_cache_config.kv_cache_groups

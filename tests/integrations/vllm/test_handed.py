@@ -16,8 +16,9 @@ from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.demo.passages import Passage
 from fused_kv_llm.errors import PromptError, UnsupportedModelError
 from fused_kv_llm.store import KVStore
+from fused_kv_vllm import HandedPrompt, hand_over
 from fused_kv_vllm.blocks import BlockCaches, BlockLayout
-from fused_kv_vllm.handed import HandedPrompt, hand_over, handed_identity, handed_key
+from fused_kv_vllm.handed import handed_identity, handed_key
 from fused_kv_vllm.model_files import fingerprint_model_files, model_path
 from fused_kv_vllm.prefix_store import PrefixStore
 from fused_kv_vllm.scheduling import PrefixScheduler

@@ -23,7 +23,7 @@ from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.demo import handbook_passages
 from fused_kv_llm.model.embedded import embedded_model_folder
 from fused_kv_llm.store import KVStore
-from fused_kv_vllm.handed import hand_over
+from fused_kv_vllm import hand_over
 
 if not os.environ.get("FUSED_KV_VLLM"):
     pytest.skip("make test-vllm runs these tests", allow_module_level=True)
