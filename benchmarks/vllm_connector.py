@@ -79,8 +79,9 @@ def run_vllm(
         A folder.
     steps : list of dict
         ``{"ask": token ids, "max_tokens": 16, "salt": None}``; ``{"together": steps that ask}``; ``{"forget": False}``
-        empties vLLM's own prefix cache, and, if it is true, has the connector use nothing that is stored;
-        ``{"cold": folder}`` has the system forget what it has cached of a store's files; ``{"remove": folder}``.
+        empties vLLM's own prefix cache, and, if it is true, has the connector use nothing that is stored. With the
+        folder of a store: ``{"cold": folder}`` has the system forget what it has cached of the files, ``{"damage":
+        folder}`` flips a bit of each, ``{"remove": folder}`` deletes them.
     transfer : dict or None
         ``kv_transfer_config``.
     threads : int
@@ -209,6 +210,9 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
             from fused_kv_llm.demo import drop_page_cache
 
             drop_page_cache(Path(step["cold"]))
+        elif "damage" in step:
+            for path in Path(step["damage"], "chunks").rglob("*.safetensors"):
+                damage(path)
         elif "remove" in step:
             import shutil
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
-from vllm_connector import PYTHON, connector_config, damage, run_vllm, vllm_environment
+from vllm_connector import PYTHON, connector_config, run_vllm, vllm_environment
 
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.demo import handbook_passages
@@ -89,6 +89,29 @@ def test_a_new_process_computes_only_the_rest(
     assert len(files(kv_dir)) == 4
 
 
+def test_what_becomes_of_tenants_and_damage_and_new_weights_and_a_store_that_is_gone(
+    model: Path, prompt: list[int], want: dict[str, Any], filled: Path, tmp_path: Path
+) -> None:
+    """One after the other in one process, whose own prefix cache is emptied before every prompt."""
+    kv_dir = copied(filled, tmp_path)
+    ask, forget = {"ask": prompt}, {"forget": False}
+    tenants = [step for salt in ("alice", "bob", "alice") for step in (forget, ask | {"salt": salt})]
+    damaged = [{"damage": str(kv_dir)}, forget, ask, forget, ask]
+    new_weights = [{"forget": True}, ask, forget, ask]
+    gone = [{"remove": str(kv_dir)}, forget, ask]
+    result, stderr = run_vllm(model, [*tenants, *damaged, *new_weights, *gone], connector_config(kv_dir))
+    assert [answer["tokens"] for answer in result["answers"]] == [want["answers"][0]["tokens"]] * 8
+    cached = [answer["cached_tokens"] for answer in result["answers"]]
+    assert cached[:3] == [0, 0, 4 * SPAN]
+    # What was computed again was stored again.
+    assert cached[4] == 4 * SPAN
+    assert cached[5:7] == [0, 4 * SPAN]
+    assert "FusedKVWarning" in stderr
+    assert "it was moved to" in stderr
+    assert "computed afresh" in stderr
+    assert not kv_dir.exists() or not files(kv_dir)
+
+
 def test_in_a_process_beside_the_one_that_asks(
     model: Path, prompt: list[int], want: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -105,58 +128,16 @@ def test_requests_at_once_and_prompts_in_pieces(model: Path, prompt: list[int], 
     together = {"together": [{"ask": prompt}, {"ask": other}, {"ask": prompt[:900]}, {"ask": prompt[:200]}]}
     pieces = {"max_num_batched_tokens": 300, "enable_chunked_prefill": True}
     plain, _ = run_vllm(model, [together], None, dtype="float32", **pieces)
-    kv_dir = tmp_path / "kv"
+    # Nothing that was stored in bfloat16 is found.
+    kv_dir = copied(filled, tmp_path)
     first, _ = run_vllm(model, [together], connector_config(kv_dir), dtype="float32", **pieces)
     second, _ = run_vllm(model, [together], connector_config(kv_dir), dtype="float32", **pieces)
     tokens = [[answer["tokens"] for answer in one["answers"]] for one in (plain, first, second)]
     assert tokens[1] == tokens[0]
     assert tokens[2] == tokens[0]
     assert [answer["cached_tokens"] for answer in second["answers"]] == [1024, 1024, 768, 0]
-    # Nothing of the store in bfloat16 is found in float32, and the other way round.
-    assert len(files(kv_dir)) == 8
-    mixed, _ = run_vllm(model, [{"ask": prompt}], connector_config(copied(filled, tmp_path / "mixed")), dtype="float32")
-    assert mixed["answers"][0]["cached_tokens"] == 0
-
-
-def test_tenants_share_nothing(model: Path, prompt: list[int], filled: Path, tmp_path: Path) -> None:
-    config = connector_config(copied(filled, tmp_path))
-    salts = ["alice", "bob", "alice", None]
-    steps = [step for salt in salts for step in ({"forget": False}, {"ask": prompt, "salt": salt})]
-    result, _ = run_vllm(model, steps, config)
-    assert [answer["cached_tokens"] for answer in result["answers"]] == [0, 0, 4 * SPAN, 4 * SPAN]
-
-
-def test_damaged_files_are_computed_again_and_stored_again(
-    model: Path, prompt: list[int], want: dict[str, Any], filled: Path, tmp_path: Path
-) -> None:
-    kv_dir = copied(filled, tmp_path)
-    for path in files(kv_dir):
-        damage(path)
-    steps = [{"ask": prompt}, {"forget": False}, {"ask": prompt}]
-    result, stderr = run_vllm(model, steps, connector_config(kv_dir))
-    assert [answer["tokens"] for answer in result["answers"]] == [want["answers"][0]["tokens"]] * 2
-    assert result["answers"][1]["cached_tokens"] == 4 * SPAN
-    assert "FusedKVWarning" in stderr
-    assert "computed afresh" in stderr
-    assert len(list((kv_dir / "quarantine").iterdir())) > 0
-
-
-def test_a_store_that_is_gone_is_computed_again(
-    model: Path, prompt: list[int], want: dict[str, Any], filled: Path, tmp_path: Path
-) -> None:
-    kv_dir = copied(filled, tmp_path)
-    steps = [{"ask": prompt}, {"forget": False}, {"remove": str(kv_dir)}, {"ask": prompt}, {"ask": prompt[:600]}]
-    result, stderr = run_vllm(model, steps, connector_config(kv_dir))
-    wanted = [one["tokens"] for one in want["answers"]]
-    assert [answer["tokens"] for answer in result["answers"]] == [wanted[0], wanted[0], wanted[1]]
-    assert result["answers"][0]["cached_tokens"] == 4 * SPAN
-    assert "FusedKVWarning" in stderr
-
-
-def test_new_weights_use_nothing_that_is_stored(model: Path, prompt: list[int], filled: Path, tmp_path: Path) -> None:
-    steps = [{"ask": prompt}, {"forget": True}, {"ask": prompt}]
-    result, _ = run_vllm(model, steps, connector_config(copied(filled, tmp_path)))
-    assert [answer["cached_tokens"] for answer in result["answers"]] == [4 * SPAN, 0]
+    assert [answer["cached_tokens"] for answer in first["answers"]] == [0, 0, 0, 0]
+    assert len(files(kv_dir)) == 8 + 4
 
 
 def test_a_prompt_that_an_engine_hands_over(model: Path, tmp_path: Path) -> None:
