@@ -15,10 +15,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def run_vllm(
     transfer: dict[str, Any] | None,
     *,
     threads: int = 1,
-    dtype: str = "bfloat16",
+    dtype: str = "float32",
     processes: bool = False,
     **engine: Any,
 ) -> tuple[dict[str, Any], str]:
@@ -94,8 +95,8 @@ def run_vllm(
     Returns
     -------
     result : dict
-        ``versions``; ``answers``: ``tokens``, ``cached_tokens`` and ``ttft_s`` of every prompt; ``counters``, vLLM's
-        own, of prompt tokens by where their KV came from.
+        ``versions``; ``answers``: ``tokens``, ``cached_tokens``, ``ttft_s`` and ``cpu_s`` of every prompt, the last in
+        all threads and for the whole answer; ``counters``, vLLM's own, of prompt tokens by where their KV came from.
     stderr : str
 
     Raises
@@ -119,7 +120,7 @@ def run_vllm(
 # -- the benchmark -----------------------------------------------------------------------------------------------
 
 
-def prompts(model: Path, num_tokens: int) -> list[list[int]]:
+def prompts(model: Path, num_tokens: int, questions: Sequence[str]) -> list[list[int]]:
     """Return prompts that begin with the same passages, of about `num_tokens`, and end with different questions."""
     from transformers import AutoTokenizer
 
@@ -128,12 +129,12 @@ def prompts(model: Path, num_tokens: int) -> list[list[int]]:
     tokenizer = AutoTokenizer.from_pretrained(model)
     text = "\n\n".join(handbook_passages())
     ids = tokenizer(f"Answer from these passages.\n\n{text}").input_ids[: num_tokens - 16]
-    return [[*ids, *tokenizer(f"\n\nQuestion: {question}\nAnswer:").input_ids] for question in QUESTIONS]
+    return [[*ids, *tokenizer(f"\n\nQuestion: {question}\nAnswer:").input_ids] for question in questions]
 
 
-def measure(model: Path, num_tokens: int, threads: int) -> dict[str, Any]:
+def measure(model: Path, num_tokens: int, questions: Sequence[str], threads: int) -> dict[str, Any]:
     """Return the rows of one length of prompts."""
-    asked = prompts(model, num_tokens)
+    asked = prompts(model, num_tokens, questions)
     # One that has nothing in common with them, so that what is done once is done.
     rows, wanted = [], None
     with tempfile.TemporaryDirectory() as folder:
@@ -141,13 +142,15 @@ def measure(model: Path, num_tokens: int, threads: int) -> dict[str, Any]:
         config = connector_config(kv_dir)
         steps: list[dict[str, Any]] = [{"ask": asked[0][200:500], "max_tokens": 4}]
         for ids in asked:
-            steps += [{"forget": False}, {"cold": str(kv_dir)}, {"ask": ids, "max_tokens": 24}]
+            # The first token is measured, and the answer compared.
+            steps += [{"forget": False}, {"cold": str(kv_dir)}, {"ask": ids, "max_tokens": 1}]
+            steps += [{"ask": ids, "max_tokens": 24}]
         for name, transfer in (("vllm", None), ("empty store", config), ("stored", config), ("damaged", config)):
             if name == "damaged":
                 damage(sorted((kv_dir / "chunks").rglob("*.safetensors"))[0])
-            result, _ = run_vllm(model, steps, transfer, threads=threads)
-            answers = result["answers"][1:]
-            tokens = [answer["tokens"] for answer in answers]
+            result, _ = run_vllm(model, steps, transfer, threads=threads, dtype="bfloat16")
+            answers, whole = result["answers"][1::2], result["answers"][2::2]
+            tokens = [answer["tokens"] for answer in whole]
             wanted = wanted or tokens
             stored = sorted((kv_dir / "chunks").rglob("*.safetensors"))
             rows.append(
@@ -156,13 +159,15 @@ def measure(model: Path, num_tokens: int, threads: int) -> dict[str, Any]:
                     "prompt_tokens": [len(ids) for ids in asked],
                     "cached_tokens": [answer["cached_tokens"] for answer in answers],
                     "ttft_s": [answer["ttft_s"] for answer in answers],
-                    "median_ttft_s": statistics.median(answer["ttft_s"] for answer in answers),
+                    "cpu_s": [answer["cpu_s"] for answer in answers],
                     "same_answers": tokens == wanted,
                     "counters": result["counters"],
                     "stored_bytes": sum(path.stat().st_size for path in stored),
                 }
             )
-            print({key: rows[-1][key] for key in ("what", "cached_tokens", "ttft_s", "same_answers")}, flush=True)
+            print(
+                {key: rows[-1][key] for key in ("what", "cached_tokens", "ttft_s", "cpu_s", "same_answers")}, flush=True
+            )
     return {"num_tokens": num_tokens, "versions": result["versions"], "rows": rows}
 
 
@@ -181,12 +186,16 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1600, 3300])
+    parser.add_argument("--questions", type=int, default=len(QUESTIONS))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "vllm_connector_cpu.json")
     options = parser.parse_args()
     model = embedded_model_folder("smollm2-135m")
-    lengths = [measure(model, num_tokens, options.threads) for num_tokens in options.tokens]
-    about = {"model": "smollm2-135m", "dtype": "bfloat16", "threads": options.threads, "questions": list(QUESTIONS)}
+    asked = QUESTIONS[: options.questions]
+    lengths = [measure(model, num_tokens, asked, options.threads) for num_tokens in options.tokens]
+    # Other work on the machine makes seconds longer; seconds of the processor less so.
+    about: dict[str, Any] = {"load_average": os.getloadavg()[0]}
+    about |= {"model": "smollm2-135m", "dtype": "bfloat16", "threads": options.threads, "questions": list(asked)}
     options.out.write_text(json.dumps({"environment": environment(), **about, "lengths": lengths}, indent=1) + "\n")
 
 
@@ -235,13 +244,17 @@ def _ask(llm: Any, steps: list[dict[str, Any]]) -> list[Asked]:
         salt = {"cache_salt": step["salt"]} if step.get("salt") else {}
         asked.append({"prompt_token_ids": step["ask"], **salt})
         params.append(SamplingParams(temperature=0.0, max_tokens=step.get("max_tokens", 16), ignore_eos=True))
+    begun_s = time.process_time()
+    outputs = llm.generate(asked, params, use_tqdm=False)
+    cpu_s = time.process_time() - begun_s
     return [
         {
             "tokens": list(output.outputs[0].token_ids),
             "cached_tokens": output.num_cached_tokens,
             "ttft_s": output.metrics.first_token_latency,
+            "cpu_s": cpu_s,
         }
-        for output in llm.generate(asked, params, use_tqdm=False)
+        for output in outputs
     ]
 
 

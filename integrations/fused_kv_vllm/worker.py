@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from itertools import takewhile
 
 from torch import Tensor
 
@@ -94,14 +95,12 @@ class PrefixWorker:
         self._writer.shutdown()
 
     def _read(self, load: LoadRequest) -> list[_KV]:
-        """Return the KV of a request's spans, up to the first that cannot be read."""
-        found: list[_KV] = []
-        for one in load.spans:
-            kv = self._store.read(one.span, self._caches.layout)
-            if kv is None:
-                break
-            found.append(kv)
-        return found
+        """Return the KV of a request's spans, up to the first that cannot be read.
+
+        What stands behind that one is read as well: damaged files are found now, and stored again with the first.
+        """
+        kv = [self._store.read(one.span, self._caches.layout) for one in load.spans]
+        return list(takewhile(lambda one: one is not None, kv))  # type: ignore[arg-type]
 
     def _place(self, load: LoadRequest, found: Sequence[_KV]) -> None:
         for number, one in enumerate(load.spans):

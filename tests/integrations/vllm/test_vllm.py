@@ -122,22 +122,21 @@ def test_in_a_process_beside_the_one_that_asks(
     assert [answer["tokens"] for answer in found] == [want["answers"][0]["tokens"]] * 2
 
 
-def test_requests_at_once_and_prompts_in_pieces(model: Path, prompt: list[int], filled: Path, tmp_path: Path) -> None:
+def test_requests_at_once_and_prompts_in_pieces(model: Path, prompt: list[int], tmp_path: Path) -> None:
     """Spans are stored as pieces of a prompt complete them; others go on while a prefix is loaded."""
     other = prompt[300:] + prompt[:300]
     together = {"together": [{"ask": prompt}, {"ask": other}, {"ask": prompt[:900]}, {"ask": prompt[:200]}]}
     pieces = {"max_num_batched_tokens": 300, "enable_chunked_prefill": True}
-    plain, _ = run_vllm(model, [together], None, dtype="float32", **pieces)
-    # Nothing that was stored in bfloat16 is found.
-    kv_dir = copied(filled, tmp_path)
-    first, _ = run_vllm(model, [together], connector_config(kv_dir), dtype="float32", **pieces)
-    second, _ = run_vllm(model, [together], connector_config(kv_dir), dtype="float32", **pieces)
+    plain, _ = run_vllm(model, [together], None, **pieces)
+    kv_dir = tmp_path / "kv"
+    first, _ = run_vllm(model, [together], connector_config(kv_dir), **pieces)
+    second, _ = run_vllm(model, [together], connector_config(kv_dir), **pieces)
     tokens = [[answer["tokens"] for answer in one["answers"]] for one in (plain, first, second)]
     assert tokens[1] == tokens[0]
     assert tokens[2] == tokens[0]
     assert [answer["cached_tokens"] for answer in second["answers"]] == [1024, 1024, 768, 0]
     assert [answer["cached_tokens"] for answer in first["answers"]] == [0, 0, 0, 0]
-    assert len(files(kv_dir)) == 8 + 4
+    assert len(files(kv_dir)) == 8
 
 
 def test_a_prompt_that_an_engine_hands_over(model: Path, tmp_path: Path) -> None:
@@ -163,7 +162,7 @@ def test_a_prompt_that_an_engine_hands_over(model: Path, tmp_path: Path) -> None
     for ratio in (1.0, 0.0, 1.0):
         steps += [{"forget": False}, {"ask": ids, "salt": handed[ratio].cache_salt}]
     steps += [{"forget": False}, {"ask": ids}]
-    result, stderr = run_vllm(model, steps, connector_config(kv_dir), dtype="float32")
+    result, stderr = run_vllm(model, steps, connector_config(kv_dir))
     plain, *answers, last = result["answers"]
     assert "FusedKVWarning" not in stderr
     assert [answer["cached_tokens"] for answer in answers] == [len(ids) - 1] * 3
@@ -196,7 +195,17 @@ def serving(model: Path, kv_dir: Path, log: Path) -> Iterator[httpx.Client]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = ["nice", "-n", "15", str(PYTHON.with_name("vllm")), "serve", str(model), "--served-model-name", "smollm2"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "4096", "--enforce-eager"]
+    command += [
+        "--dtype",
+        "float32",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--max-model-len",
+        "4096",
+        "--enforce-eager",
+    ]
     command += ["--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(connector_config(kv_dir))]
     with log.open("w") as output:
         server = subprocess.Popen(command, env=vllm_environment(1), stdout=output, stderr=subprocess.STDOUT)

@@ -63,20 +63,24 @@ def test_a_span_is_copied_before_its_blocks_change(store: PrefixStore) -> None:
 def test_what_cannot_be_read_is_told_by_its_blocks(kv_dir: Path, store: PrefixStore, worker: PrefixWorker) -> None:
     worker.save(SAVES)
     worker.close()
-    damaged = spans()[1].key
-    path = kv_dir / "chunks" / damaged[:2] / f"{damaged}.safetensors"
-    path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
+    for damaged in (spans()[1].key, spans()[2].key):
+        path = kv_dir / "chunks" / damaged[:2] / f"{damaged}.safetensors"
+        path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
     target = block_caches(2)
     other = PrefixWorker(store, target, 64)
     other.begin([LOADS])
     with pytest.warns(FusedKVWarning, match="computed afresh"):
         assert wait_for(other) == {"a"}
+    # Both are out of the store, so that both are stored again.
+    other.save(SAVES)
     # What stands behind a gap is of no use either.
     assert other.take_unread() == {22, 23, 24, 25}
     assert other.take_unread() == set()
     assert torch.equal(target.gather([20, 21])[0], block_caches(1).gather([0, 1])[0])
     assert torch.equal(target.gather([22, 23])[0], block_caches(2).gather([22, 23])[0])
     other.close()
+    for span in spans():
+        assert store.read(span, target.layout) is not None
 
 
 def test_a_store_that_is_too_slow_is_written_less(store: PrefixStore) -> None:
