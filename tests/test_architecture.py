@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent.parent
 BASES = {
     "fused_kv_llm": ROOT / "src",
     "fused_kv_kernels": ROOT / "kernels",
+    "fused_kv_vllm": ROOT / "integrations",
     "langchain_fused_kv": ROOT / "integrations",
     "llama_index_fused_kv": ROOT / "integrations",
 }
@@ -36,7 +37,7 @@ FLOORS = [
     {"adapter", "tuning"},
     {"demo"},
     {"server"},
-    {"cli", "langchain_fused_kv", "llama_index_fused_kv"},
+    {"cli", "fused_kv_vllm", "langchain_fused_kv", "llama_index_fused_kv"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 # Inside the store, the same rule holds between its rooms; the modules beside them put the rooms together.
@@ -153,7 +154,7 @@ def test_every_room_has_a_floor() -> None:
 def test_the_design_has_every_room_on_its_floor() -> None:
     rows = re.findall(r"^\| (\d+) \| (.+?) \|", (ROOT / "docs/design.md").read_text(encoding="utf-8"), re.MULTILINE)
     told = {(room, int(number)) for number, rooms in rows for room in re.findall(r"`(\w+)`", rooms)}
-    frameworks = {"langchain_fused_kv", "llama_index_fused_kv"}
+    frameworks = {"fused_kv_vllm", "langchain_fused_kv", "llama_index_fused_kv"}
     assert told == {(room, number) for room, number in FLOOR.items() if number and room not in frameworks}
 
 

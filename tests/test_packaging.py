@@ -15,7 +15,7 @@ import fused_kv_llm
 ROOT = Path(__file__).parents[1]
 # The last ones are the web UI's.
 SOURCES = {".py", ".cpp", ".h", ".html", ".js", ".css", ".svg"}
-PACKAGES = ["fused_kv_kernels", "fused_kv_llm", "langchain_fused_kv", "llama_index_fused_kv"]
+PACKAGES = ["fused_kv_kernels", "fused_kv_llm", "fused_kv_vllm", "langchain_fused_kv", "llama_index_fused_kv"]
 
 
 @pytest.fixture(scope="module")
