@@ -128,7 +128,7 @@ def test_every_selector_obeys_causality_and_budget(selector: str, tmp_path: Path
         assert rows.shape[0] == report.recomputed_tokens + report.fresh_tokens
         torch.testing.assert_close(fused.logits, dense_logits(engine.model, ids, rows, fused), atol=1e-4, rtol=1e-4)
         # Deviation transfer changes stored KV, and rows that narrowing drops keep their fresh KV up to there.
-        if selector not in ("sink_attention", "sink_attention_variants", "cacheblend"):
+        if not selector.startswith("sink_attention") and selector != "cacheblend":
             reused, _ = engine.prefill(prompt, recompute_ratio=0.0)
             kept = (states == 1).nonzero()[:, 0]
             assert torch.equal(fused.cache.values[-1][:, :, kept], reused.cache.values[-1][:, :, kept])
