@@ -1104,7 +1104,7 @@ export interface components {
          */
         FusedKVOptions: {
             /** Recompute Ratio */
-            recompute_ratio?: number | "auto" | null;
+            recompute_ratio?: number | ("auto" | "adaptive") | null;
             /** Selector */
             selector?: string | null;
             /** Tenant */
@@ -1490,7 +1490,7 @@ export interface components {
             /** Context Length */
             context_length: number;
             /** Recompute Ratio */
-            recompute_ratio: number | "auto";
+            recompute_ratio: number | ("auto" | "adaptive");
             /** Selector */
             selector: string;
             /** Selectors */
