@@ -15,7 +15,6 @@ from .decoder_layer import few_row_heads, few_row_mlp
 from .decoder_stack import LayerWeights, decode_layers
 from .dispatch import UnsupportedOperandsError
 from .elementwise import gated_silu, rms_norm, rotate_rows_
-from .fit_shifts import fit_shifts
 from .kv_deviation import kv_deviation
 from .linears import few_row_linears
 from .native import why_not_native
@@ -54,7 +53,6 @@ __all__ = [
     "few_row_heads",
     "few_row_linears",
     "few_row_mlp",
-    "fit_shifts",
     "gated_silu",
     "kv_deviation",
     "paged_row_attention",

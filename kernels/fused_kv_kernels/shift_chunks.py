@@ -100,10 +100,6 @@ class ShiftStack:
     ----------
     weights : Tensor
         float32 ``[2, len(shifts)]`` on the device of the tables: of the keys' shifts, and of the values'.
-    edges : Tensor
-        int64 ``[len(shifts), 2]``, there too: the positions ``[start, stop)`` that are shifted.
-    entries : Table or None
-        How native operators take the shifts; None where they do not.
 
     Raises
     ------
@@ -116,9 +112,7 @@ class ShiftStack:
         self._check_tables()
         device = tables[0].device if tables else None
         self.weights = torch.tensor([[shift.weight for shift in shifts]] * 2, device=device).view(2, len(shifts))
-        edges = [[shift.span.start, shift.span.stop] for shift in shifts]
-        self.edges = torch.tensor(edges, dtype=torch.int64, device=device).view(-1, 2)
-        self.entries = shift_table(self.shifts) if shifts and _on_cpu(shifts) else None
+        self._entries = shift_table(self.shifts) if shifts and _on_cpu(shifts) else None
         self._fits: set[tuple[int, torch.Size, torch.Size]] = set()
 
     def _check_tables(self) -> None:
@@ -131,7 +125,7 @@ class ShiftStack:
             msg = f"{len(self.shifts)} shifts need rotation tables of as many rows (got {sorted(rows)})"
             raise ValueError(msg)
 
-    def add(self, layer_idx: int, layer_keys: Tensor, layer_values: Tensor, weights: Tensor | None = None) -> None:
+    def add(self, layer_idx: int, layer_keys: Tensor, layer_values: Tensor) -> None:
         """Add one layer of the shifts to a layer of a cache, in place.
 
         Parameters
@@ -139,56 +133,37 @@ class ShiftStack:
         layer_idx : int
         layer_keys, layer_values : Tensor
             ``[Hk, N, Dk]`` and ``[Hv, N, Dv]``.
-        weights : Tensor or None
-            float32 ``[2, len(shifts)]``: others than the shifts' own.
 
         Raises
         ------
         ValueError
-            If a shift does not fit into the layer, or the weights are not two a shift.
+            If a shift does not fit into the layer.
         UnsupportedOperandsError
             If no kernel takes the tensors on their device.
         """
         if not self.shifts:
             return
         layer = (layer_keys, layer_values)
-        self.check(layer_idx, *layer)
-        table = self.tables[layer_idx]
-        weights = self.weights if weights is None else self._checked(weights)
+        self._check(layer_idx, *layer)
+        table, weights = self.tables[layer_idx], self.weights
         if use_triton("chunk shift", table.cos, table.sin, weights, layer_keys=layer_keys, layer_values=layer_values):
-            triton_op("shift_chunks", layer_keys.device)(self, layer_idx, weights, *layer)
-        elif self.entries is not None and supports_rows(*layer):
-            native_shift_chunks(self.entries, layer_idx, weights, table, *layer)
+            triton_op("shift_chunks", layer_keys.device)(self, layer_idx, *layer)
+        elif self._entries is not None and supports_rows(*layer):
+            native_shift_chunks(self._entries, layer_idx, weights, table, *layer)
         else:
-            self._add_in_torch(layer_idx, *layer, weights)
+            self._add_in_torch(layer_idx, *layer)
 
-    def _checked(self, weights: Tensor) -> Tensor:
-        if weights.shape != self.weights.shape:
-            msg = f"weights {list(weights.shape)} are not those of keys and values of {len(self.shifts)} shifts"
-            raise ValueError(msg)
-        return weights.to(self.weights.dtype).contiguous()
-
-    def turned(self, number: int, layer_idx: int, keys: Tensor) -> Tensor:
-        """Return differences of keys ``[Hk, T, Dk]`` of one shift, rotated to where its chunk stands, in torch."""
+    def _add_in_torch(self, layer_idx: int, layer_keys: Tensor, layer_values: Tensor) -> None:
         table = self.tables[layer_idx]
-        span = slice(number, number + 1)
-        return rotate_in_torch(keys, table.cos[span], table.sin[span], table.interleaved)
-
-    def _add_in_torch(self, layer_idx: int, layer_keys: Tensor, layer_values: Tensor, weights: Tensor) -> None:
         for number, shift in enumerate(self.shifts):
             keys, values = (part.to(layer_keys.device) for part in shift.difference(layer_idx))
-            turned = self.turned(number, layer_idx, keys) * weights[0, number]
-            layer_keys[:, shift.span] += turned.to(layer_keys.dtype)
-            layer_values[:, shift.span] += (values * weights[1, number]).to(layer_values.dtype)
+            one = slice(number, number + 1)
+            turned = rotate_in_torch(keys, table.cos[one], table.sin[one], table.interleaved)
+            layer_keys[:, shift.span] += (turned * self.weights[0, number]).to(layer_keys.dtype)
+            layer_values[:, shift.span] += (values * self.weights[1, number]).to(layer_values.dtype)
 
-    def check(self, layer_idx: int, layer_keys: Tensor, layer_values: Tensor) -> None:
-        """Look once a shape of layer whether the shifts fit into it.
-
-        Raises
-        ------
-        ValueError
-            If one does not.
-        """
+    def _check(self, layer_idx: int, layer_keys: Tensor, layer_values: Tensor) -> None:
+        """Look once a shape of layer whether the shifts fit into it."""
         is_one = 0 <= layer_idx < len(self.tables)
         half = self.tables[layer_idx].half if is_one else 0
         shape = half, layer_keys.shape, layer_values.shape

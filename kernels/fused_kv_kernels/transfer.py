@@ -12,7 +12,7 @@ from .dispatch import triton_op, use_triton
 from .native import native_transfer, supports, supports_rows
 from .rotate import RotationTable, rotate_in_torch
 
-__all__ = ["TransferPlan", "check_fresh_rows", "deviation_vectors", "transfer_deviation"]
+__all__ = ["TransferPlan", "deviation_vectors", "transfer_deviation"]
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def transfer_deviation(
     operands |= {"layer_keys": layer_keys, "layer_values": layer_values}
     indices = (plan.selected, plan.fresh_rows, plan.spans, plan.weights, table.cos, table.sin)
     # A cache has room behind the prompt, which a table of the prompt's positions does not reach.
-    check_fresh_rows(plan, (fresh_keys, fresh_values), stored, len(table))
+    _check_fresh_rows(plan, (fresh_keys, fresh_values), stored, len(table))
     if 2 * table.half > layer_keys.shape[2]:
         msg = f"a rotation table {list(table.cos.shape)} and keys {list(layer_keys.shape)} do not fit together"
         raise ValueError(msg)
@@ -164,24 +164,10 @@ def deviation_vectors(
     return summed(keys), summed(deviation(fresh[1], stored[1]))
 
 
-def check_fresh_rows(
+def _check_fresh_rows(
     plan: TransferPlan, fresh: tuple[Tensor, Tensor], stored: tuple[Tensor, Tensor], positions: int
 ) -> None:
-    """Refuse operands that do not fit together.
-
-    Parameters
-    ----------
-    plan : TransferPlan
-    fresh, stored : tuple of Tensor
-        Keys and values of fresh rows ``[H, R, D]``, and of a layer ``[H, N, D]``.
-    positions : int
-        Those that may be selected are less.
-
-    Raises
-    ------
-    ValueError
-        If a shape does not fit or, on a CPU, a position or a row lies outside the tensors.
-    """
+    """Refuse operands that do not fit together; of positions, those less than `positions` may be selected."""
     rows, length = fresh[0].shape[1], stored[0].shape[1]
     fits = fresh[1].shape[1] == rows and stored[1].shape[1] == length
     fits = fits and all(

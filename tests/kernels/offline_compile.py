@@ -88,7 +88,6 @@ def _pages(q: torch.Tensor, rows: torch.Tensor) -> None:
 
 def _call(dtype: torch.dtype, dim: int, only: str | None) -> None:
     from fused_kv_kernels.triton_ops import (
-        fit_shifts,
         kv_deviation,
         place_chunks,
         rerotate_keys,
@@ -122,9 +121,8 @@ def _call(dtype: torch.dtype, dim: int, only: str | None) -> None:
     rerotate_keys.rerotate_keys(k[0], every)
     bytes_ = (torch.empty(2, 4, 99, dim, dtype=torch.int8), torch.empty(2, 4, 99, 1))
     stack = ShiftStack([ChunkShift(5, slice(1, 99), 0.5, bytes_, bytes_)], [one] * 2)
-    shift_chunks.shift_chunks(stack, 1, stack.weights, k[0], k[0])
+    shift_chunks.shift_chunks(stack, 1, k[0], k[0])
     plan = TransferPlan(rows, rows, torch.tensor([[0, 4000]]), torch.ones(1))
-    fit_shifts.fit_shifts(plan, stack, 1, stack.edges, (q[0, :4], q[0, :4]), (k[0], k[0]))
     transfer_deviation.transfer_deviation(plan, every, q[0, :4], q[0, :4], k[0], k[0])
     kv_deviation.kv_deviation(k[0], k[0], k[0], k[0], rows, rows)
 

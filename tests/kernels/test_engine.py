@@ -23,7 +23,7 @@ from fused_kv_llm import FusedKVEngine
 CHUNKS = [random_words(40, 500, seed) for seed in (1, 2, 3)]
 NEIGHBOURS = {text: [other for other in CHUNKS if other != text] for text in CHUNKS}
 PLACING = {"place_chunks", "row_attention"}
-SHIFTING = {"shift_chunks", "fit_shifts", "transfer"}
+SHIFTING = {"shift_chunks", "transfer"}
 # What a request runs, by selector and preprocessing.
 REQUESTS = {
     ("middle_layers", "none"): PLACING | {"token_scores"},

@@ -20,7 +20,6 @@ KERNELS = {
     "_combine_kernel",
     "_denominator_kernel",
     "_deviation_kernel",
-    "_fit_kernel",
     "_mass_kernel",
     "_paged_kernel",
     "_place_kernel",

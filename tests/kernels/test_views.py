@@ -82,7 +82,7 @@ class Request:
 def make_request(
     model: Model, rotations: LayerRotations, chunks: Sequence[SharedChunk], gap: int, share: float
 ) -> Request:
-    """Place chunks with fresh text between them, shift them twice, transfer, and write what is fresh."""
+    """Place chunks with fresh text between them, shift them, transfer, and write what is fresh."""
     starts, at = [], gap
     for chunk in chunks:
         starts.append(at)
@@ -106,7 +106,8 @@ def make_request(
         for one, start in zip(chunks, starts, strict=True)
         if one.shifts is not None
     ]
-    refits = torch.rand(LAYERS, 2, len(shifts)) - 0.5
+    # A view has weights for each layer, of keys and of values.
+    shift_weights = torch.rand(LAYERS, 2, len(shifts)) - 0.2
     vectors = []
     for layer in range(LAYERS):
         of_layer = [part[layer] for part in private]
@@ -115,8 +116,8 @@ def make_request(
         moved = [delta for one, delta in zip(chunks, deltas, strict=True) if one.shifts is not None]
         by = rotation_table(torch.tensor(moved), rotations.kinds[layer], model.interleaved)
         stack = ShiftStack(shifts, [by] * LAYERS)
+        stack.weights = shift_weights[layer]
         stack.add(layer, *of_layer)
-        stack.add(layer, *of_layer, refits[layer])
         whole = rotation_table(torch.arange(length), rotations.kinds[layer], model.interleaved)
         rows = fresh[0][layer], fresh[1][layer]
         vectors.append(deviation_vectors(plan, whole, rows, (of_layer[0], of_layer[1])))
@@ -127,7 +128,7 @@ def make_request(
     for index, (one, start) in enumerate(zip(chunks, starts, strict=True)):
         weights = None
         if one.shifts is not None:
-            weights, number = 0.3 + refits[:, :, number], number + 1
+            weights, number = shift_weights[:, :, number], number + 1
         added = tuple(torch.stack([pair[part][:, index] for pair in vectors]).contiguous() for part in (0, 1))
         mine = selected[(selected >= start) & (selected < start + one.num_tokens)] - start
         weights = None if weights is None else weights.contiguous()

@@ -34,7 +34,6 @@ _ARGUMENTS = {
     "fkv_place_chunks": [_POINTER, _NUMBER, _NUMBER, *[_POINTER] * 5],
     "fkv_place_int8_chunks": [_POINTER, _NUMBER, _NUMBER, *[_POINTER] * 5],
     "fkv_shift_chunks": [_POINTER, _NUMBER, _NUMBER, *[_POINTER] * 6],
-    "fkv_fit_shifts": [_POINTER, _NUMBER, _NUMBER, *[_POINTER] * 12],
     "fkv_rms_norm": [*[_POINTER] * 3, _NUMBER, _NUMBER, _REAL, _THREADS],
     "fkv_gated_silu": [*[_POINTER] * 3, *[_NUMBER] * 4, _THREADS],
     "fkv_rotate_rows": [*[_POINTER] * 5, _NUMBER, _NUMBER, _THREADS],

@@ -20,7 +20,6 @@ __all__ = [
     "Table",
     "chunk_table",
     "int8_chunk_table",
-    "native_fit_sums",
     "native_place_chunks",
     "native_shift_chunks",
     "native_transfer",
@@ -135,27 +134,3 @@ def native_shift_chunks(
         table.sin.data_ptr(),
         *_layer(layer_keys, layer_values, table),
     )
-
-
-def native_fit_sums(
-    entries: Table, layer: int, table: RotationTable, plan: TransferPlan, bounds: Tensor, fresh: Pair, stored: Pair
-) -> Tensor:
-    """Return the inner products that :func:`fused_kv_kernels.fit_shifts` needs, float32 ``[count, 4]``."""
-    fresh_rows, selected = (rows.to(torch.int64).contiguous() for rows in (plan.fresh_rows, plan.selected))
-    out = torch.empty(bounds.shape[0], 4)
-    loaded_library(stored[0].dtype).fkv_fit_shifts(
-        entries,
-        bounds.shape[0],
-        layer,
-        table.cos.data_ptr(),
-        table.sin.data_ptr(),
-        fresh[0].data_ptr(),
-        fresh[1].data_ptr(),
-        int64_array(*fresh[0].stride()[:2], *fresh[1].stride()[:2]),
-        fresh_rows.data_ptr(),
-        selected.data_ptr(),
-        bounds.data_ptr(),
-        out.data_ptr(),
-        *_layer(*stored, table),
-    )
-    return out

@@ -17,9 +17,9 @@ from .configs import key_value_blocks
 if TYPE_CHECKING:
     from fused_kv_kernels.shift_chunks import ShiftStack
 
-__all__ = ["COLUMNS", "layer_parts", "shift_chunks"]
+__all__ = ["shift_chunks"]
 
-COLUMNS = 9
+_COLUMNS = 9
 _BLOCK_T = 32
 
 
@@ -79,42 +79,29 @@ def _shift_kernel(
         tl.store(key_at + rest, kept.to(layer_k.dtype.element_ty), mask=in_rest)
 
 
-def layer_parts(stack: ShiftStack, layer_idx: int, device: torch.device) -> tuple[list[list[Tensor]], list[int]]:
-    """Return one layer's bytes and scales on the device, and the table entries that point at them.
-
-    They must be held until the launch: a table of addresses keeps nothing alive. Of an entry's numbers all but the last
-    are filled in: addresses of keys, their scales, values and theirs, rows from head to head, first row, rows, and the
-    position where they begin.
-    """
-    parts = [
-        [part[layer_idx].to(device, non_blocking=True).contiguous() for part in (*shift.keys, *shift.values)]
-        for shift in stack.shifts
-    ]
-    rows: list[int] = []
-    for shift, layer in zip(stack.shifts, parts, strict=True):
-        rows += [*(part.data_ptr() for part in layer)]
-        rows += [layer[0].shape[1], shift.inside.start, shift.num_tokens, shift.start]
-    return parts, rows
-
-
-def shift_chunks(stack: ShiftStack, layer_idx: int, weights: Tensor, layer_keys: Tensor, layer_values: Tensor) -> None:
+def shift_chunks(stack: ShiftStack, layer_idx: int, layer_keys: Tensor, layer_values: Tensor) -> None:
     """Add the shifts of several chunks to one layer in place; see :func:`fused_kv_kernels.shift_chunks`.
 
     The layer's bytes are copied to the device where they are not there; they are dequantised on it.
     """
     device = layer_keys.device
     turns = stack.tables[layer_idx]
-    parts, entries = layer_parts(stack, layer_idx, device)
+    # Held until the launch: a table of addresses keeps nothing alive.
+    parts = [
+        [part[layer_idx].to(device, non_blocking=True).contiguous() for part in (*shift.keys, *shift.values)]
+        for shift in stack.shifts
+    ]
     rows: list[int] = []
     shift_of: list[int] = []
-    for index, shift in enumerate(stack.shifts):
-        rows += [*entries[index * (COLUMNS - 1) : (index + 1) * (COLUMNS - 1)], len(shift_of)]
+    for index, (shift, layer) in enumerate(zip(stack.shifts, parts, strict=True)):
+        rows += [*(part.data_ptr() for part in layer), layer[0].shape[1]]
+        rows += [shift.inside.start, shift.num_tokens, shift.start, len(shift_of)]
         shift_of += [index] * triton.cdiv(shift.num_tokens, _BLOCK_T)
     if not shift_of:
         return
     table = torch.tensor([*rows, *shift_of], pin_memory=device.type == "cuda").to(device, non_blocking=True)
     _shift_kernel[(len(shift_of), max(layer_keys.shape[0], layer_values.shape[0]))](
-        table, len(parts), weights, turns.cos, turns.sin, layer_keys, layer_values,
+        table, len(parts), stack.weights, turns.cos, turns.sin, layer_keys, layer_values,
         *layer_keys.stride()[:2], *layer_values.stride()[:2],
-        COLUMNS=COLUMNS, **key_value_blocks(layer_keys, layer_values, turns), BLOCK_T=_BLOCK_T, num_warps=4,
+        COLUMNS=_COLUMNS, **key_value_blocks(layer_keys, layer_values, turns), BLOCK_T=_BLOCK_T, num_warps=4,
     )  # fmt: skip

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from fused_kv_kernels import ChunkShift, ShiftStack, TransferPlan, fit_shifts
+from fused_kv_kernels import ChunkShift, ShiftStack
 from fused_kv_llm.context_shift import place_weight
 from fused_kv_llm.model import FusedCache, Geometry
 
@@ -87,34 +87,7 @@ class ShiftSink:
 
     def add(self, layer_idx: int) -> None:
         """Add one of the received layers to the chunks that stand in the cache."""
-        self._stack.add(layer_idx - self.layers.start, *self._layer(layer_idx))
-        self._note(layer_idx, self._stack.weights)
-
-    def refit(self, layer_idx: int, plan: TransferPlan, damping_tokens: float, fresh: tuple[Tensor, Tensor]) -> None:
-        """Add one of the received layers once more, as far as recomputed tokens show that it holds in this prompt.
-
-        A chunk's weight says how far its shift holds on average. How far it holds here is fitted, for keys and for
-        values, to the deviations of its recomputed tokens.
-
-        Parameters
-        ----------
-        layer_idx : int
-            Its chunks are shifted, and its fresh rows have not replaced the stored ones yet.
-        plan : TransferPlan
-            Says which the recomputed tokens are.
-        damping_tokens : float
-            Keeps chunks with few of them from trusting them.
-        fresh : tuple of Tensor
-            Keys and values ``[Hkv, R, D]`` of the pass's rows.
-        """
-        number, layer = layer_idx - self.layers.start, self._layer(layer_idx)
-        weights = fit_shifts(plan, self._stack, number, damping_tokens, fresh, layer)
-        self._stack.add(number, *layer, weights)
-        self._note(layer_idx, weights)
-
-    def _note(self, layer_idx: int, weights: Tensor) -> None:
+        layer = self._cache.keys[layer_idx, 0], self._cache.values[layer_idx, 0]
+        self._stack.add(layer_idx - self.layers.start, *layer)
         if self._changes is not None and self._numbers:
-            self._changes.shift(layer_idx, self._numbers, weights)
-
-    def _layer(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        return self._cache.keys[layer_idx, 0], self._cache.values[layer_idx, 0]
+            self._changes.shift(layer_idx, self._numbers, self._stack.weights)

@@ -2,7 +2,7 @@
 
 What is wrong with fused KV is the stored KV of the tokens that are not recomputed, as far as the question attends to
 it. How much attention that is, the probe says. How wrong stored KV is in this prompt, the recomputed tokens show: by
-how much their fresh values differ from the stored ones, after the context shift has been fitted. Both have to be large
+how much their fresh values differ from the stored ones, after the context shift has been added. Both have to be large
 for an answer to be far off, so they are multiplied. The product has no unit, says nothing across models, and is a hint
 only: docs/methods.md has its rank correlation with the true divergence.
 """

@@ -10,7 +10,6 @@ from functools import partial
 
 from torch import Tensor
 
-from fused_kv_kernels import TransferPlan
 from fused_kv_llm.errors import FusedKVWarning
 from fused_kv_llm.kv import ShiftSink
 from fused_kv_llm.store import Sidecars, StoredSidecar
@@ -92,17 +91,6 @@ class ShiftFeed:
             self._receive(layer_idx)
             self._sink.add(layer_idx)
             self._filled.add(layer_idx)
-
-    def refit(self, layer_idx: int, plan: TransferPlan, damping_tokens: float, fresh: tuple[Tensor, Tensor]) -> None:
-        """Fit one layer's shifts to its recomputed tokens, see :meth:`fused_kv_llm.kv.ShiftSink.refit`.
-
-        Raises
-        ------
-        ChunkDamagedError
-            If a sidecar turns out to be damaged.
-        """
-        self._receive(layer_idx)
-        self._sink.refit(layer_idx, plan, damping_tokens, fresh)
 
     def version(self, key: str) -> Hashable:
         """Return which of the shifts that a chunk has had is added; None if none is."""

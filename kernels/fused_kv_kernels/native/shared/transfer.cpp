@@ -1,11 +1,28 @@
 // Deviation transfer: the mean deviation of a chunk's recomputed tokens, added to the stored KV of all its tokens.
-#include "fresh_rows.h"
+#include "rotation.h"
 
 namespace {
 
 using namespace fkv;
 
 constexpr int64_t kLargestDim = 1024; // operands.py takes no larger one
+
+// Fresh keys and values, by strides as fkv_transfer takes them; row rows[i] replaces position selected[i].
+struct FreshRows {
+    const Element *keys, *values;
+    const int64_t *strides, *rows, *selected;
+
+    const Element *key(int64_t head, int64_t i) const { return keys + head * strides[0] + rows[i] * strides[1]; }
+    const Element *value(int64_t head, int64_t i) const { return values + head * strides[2] + rows[i] * strides[3]; }
+};
+
+// Reads some lanes of what a fresh row changes in a stored one.
+auto deviation(const Element *fresh, const Element *stored) {
+    return [=](int64_t column, int64_t count) {
+        const Mask here = first_lanes(count);
+        return load(fresh + column, here) - load(stored + column, here);
+    };
+}
 
 // One chunk: its part of the selected positions, its own positions, and what the sum is multiplied by.
 struct Span {
