@@ -1,0 +1,173 @@
+"""Adaptive recomputation against fixed ratios: how far the worst requests are off, at the same mean recomputation.
+
+    python benchmarks/adaptive.py --data ../shared/data/squad10.jsonl ../shared/data/musique_train100.jsonl
+
+Every question is asked with full prefill, at fixed ratios, and adaptively with several targets. The KL divergence from
+full prefill is taken along two texts: the gold answer, and the first tokens of full prefill's own greedy answer, which
+is what a user would be given. A fixed ratio of the same mean recomputation is interpolated between those measured.
+The estimate is ``FusionReport.expected_divergence`` of adaptive requests; its rank correlation with the true
+divergence is Spearman's. Records are appended question by question: the same command goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from environment import environment
+from evaluation.questions import FRAMES, PARTS, Question
+from evaluation.records import RecordFile
+from evaluation.run import Bench, open_bench
+from evaluation.setting import Setting
+from evaluation.summary import rank_correlation
+from torch import Tensor
+from torch.nn.functional import kl_div, log_softmax
+
+from fused_kv_llm import FusedKVEngine
+from fused_kv_llm.config import DEFAULT_PREPROCESSING
+from fused_kv_llm.model import load_model
+
+RATIOS = (0.05, 0.15, 0.2, 0.3, 0.5)
+TARGETS = (0.02, 0.05, 0.1)
+ANSWER_TOKENS = 8
+ALONG = ("answer", "gold")
+
+
+def parse() -> argparse.Namespace:
+    """Return the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, nargs="+", required=True, help="question files")
+    parser.add_argument("--questions", type=int, default=40, help="first questions of every file")
+    parser.add_argument("--passages", type=int, default=10)
+    parser.add_argument("--frame", choices=FRAMES, default="short")
+    parser.add_argument("--part", choices=PARTS, default="all")
+    parser.add_argument("--kv-dir", type=Path, default=None, help="kept between runs; a temporary folder without it")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "adaptive_cpu.json")
+    return parser.parse_args()
+
+
+def distributions(engine: FusedKVEngine, prompt: str, texts: dict[str, list[int]], **options: Any) -> dict[str, Any]:
+    """Prefill a prompt once; return log-probabilities ``[tokens, vocabulary]`` along each text, and the report."""
+    fused, report = engine.prefill(prompt, max_tokens=64, **options)
+    try:
+        length, found = fused.cache.length, {}
+        for name, ids in texts.items():
+            rest = [fused.append(engine.loaded, ids[:-1])] if len(ids) > 1 else []
+            found[name] = log_softmax(torch.cat((fused.logits[None], *rest)), dim=-1)
+            fused.cache.length = length
+    finally:
+        fused.cache.release()
+    return {**found, "report": report}
+
+
+def divergence(full: Tensor, fused: Tensor) -> float:
+    """Return the mean KL divergence of full prefill's distributions from the fused ones."""
+    return float(kl_div(fused, full, log_target=True, reduction="none").sum(-1).mean())
+
+
+def ask(
+    bench: Bench, adaptive: dict[float, FusedKVEngine], question: Question, setting: Setting
+) -> dict[str, dict[str, Any]]:
+    """Return the record of every way of asking a question."""
+    engine, prompt = bench.engines[DEFAULT_PREPROCESSING], question.prompt(setting.frame)
+    answer = engine.generate(prompt, max_tokens=ANSWER_TOKENS, recompute_ratio=1.0).token_ids
+    texts = {"answer": list(answer), "gold": engine.token_ids(question.answers[0])}
+    full = distributions(bench.engine, prompt, texts, recompute_ratio=1.0)
+    ways = [(f"fixed {ratio:g}", engine, {"recompute_ratio": ratio}) for ratio in RATIOS]
+    ways += [(f"adaptive {target:g}", one, {"recompute_ratio": "adaptive"}) for target, one in adaptive.items()]
+    records = {}
+    for name, one, options in ways:
+        got = distributions(one, prompt, texts, **options)
+        report = got["report"]
+        records[name] = {
+            **{along: divergence(full[along], got[along]) for along in ALONG},
+            "share": report.recomputed_tokens / max(1, report.recomputed_tokens + report.reused_tokens),
+            "expected_divergence": report.expected_divergence,
+            "seconds": sum(report.seconds.values()),
+        }
+    return records
+
+
+def summarise(records: list[dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return a row for every way and text."""
+    rows = []
+    for name in records[0]:
+        for along in ALONG:
+            kl = np.array([record[name][along] for record in records])
+            shares = [record[name]["share"] for record in records]
+            row = {"way": name, "along": along, "questions": len(records), "mean_share": float(np.mean(shares)),
+                   "mean": float(kl.mean()), "p90": float(np.quantile(kl, 0.9)), "p95": float(np.quantile(kl, 0.95)),
+                   "median_s": float(np.median([r[name]["seconds"] for r in records]))}  # fmt: skip
+            if name.startswith("adaptive"):
+                expected = [record[name]["expected_divergence"] for record in records]
+                row["rank_correlation"] = rank_correlation(expected, kl.tolist())
+            rows.append(row)
+    for row in rows:
+        if row["way"].startswith("adaptive"):
+            fixed = [one for one in rows if one["along"] == row["along"] and one["way"].startswith("fixed")]
+            shares = [one["mean_share"] for one in fixed]
+            for figure in ("mean", "p90", "p95"):
+                row[f"fixed_{figure}"] = float(np.interp(row["mean_share"], shares, [one[figure] for one in fixed]))
+    return rows
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """Return the rows as a table."""
+    lines = ["| way | along | recomputed | KL, mean | p90 | p95 | p95, fixed at the same mean | rank correlation | s |",
+             "|---|---|--:|--:|--:|--:|--:|--:|--:|"]  # fmt: skip
+    for row in rows:
+        fixed = f"{row['fixed_p95']:.4f}" if "fixed_p95" in row else ""
+        rank = f"{row['rank_correlation']:.2f}" if row.get("rank_correlation") is not None else ""
+        figures = " | ".join(f"{row[name]:.4f}" for name in ("mean", "p90", "p95"))
+        share, seconds = f"{row['mean_share']:.1%}", f"{row['median_s']:.2f}"
+        lines.append(f"| {row['way']} | {row['along']} | {share} | {figures} | {fixed} | {rank} | {seconds} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Run the benchmark."""
+    args = parse()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    kv_dir = args.kv_dir or Path(tempfile.mkdtemp(prefix="fused-kv-adaptive-"))
+    setting = Setting(frame=args.frame, passages=args.passages, part=args.part)
+    everything = []
+    with ExitStack() as stack:
+        loaded = load_model("smollm2-135m")
+        bench = open_bench(stack, loaded, kv_dir, [DEFAULT_PREPROCESSING])
+        adaptive = {
+            target: stack.enter_context(
+                FusedKVEngine(loaded, kv_dir=kv_dir, store_misses=False, memory_bytes=0, adaptive_target=target)
+            )
+            for target in TARGETS
+        }
+        for path in args.data:
+            questions = setting.questions(path, args.questions, bench.engine)
+            bench.ingest(path, questions, setting, [])
+            out = RecordFile(args.out, "adaptive " + setting.digest(path.stem, bench.engine), (0, 1))
+            known = out.read()
+            for number, question in enumerate(questions, 1):
+                if (question.id, f"fixed {RATIOS[0]:g}") not in known:
+                    out.append(question.id, ask(bench, adaptive, question, setting))
+                    print(f"{path.stem}: {number} of {len(questions)}", flush=True)
+            known = out.read()
+            everything += [{way: record for (asked, way), record in known.items() if asked == q.id} for q in questions]
+    rows = summarise(everything)
+    result = {"environment": environment(), "frame": args.frame, "passages": args.passages, "part": args.part,
+              "data": [path.stem for path in args.data], "rows": rows}  # fmt: skip
+    args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    args.out.with_suffix(".md").write_text(f"# Adaptive recomputation\n\n{markdown(rows)}", encoding="utf-8")
+    print(markdown(rows))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("Stopped. The records so far are kept: the same command goes on from here.")
