@@ -224,6 +224,13 @@ class EngineConfig(BaseModel):
     """Whether retrieved chunks that a prompt contains and the store lacks are ingested after the request, in the
     background."""
 
+    batch_tokens: Annotated[int | None, Option(unit="tokens"), BeforeValidator(_count)] = Field(
+        default=None, frozen=True
+    )
+    """How many tokens ingestion computes in one forward: the same new texts then give the same bytes, whatever the
+    speed of the machine, with the same number of threads. By default what takes half a second, or less beside
+    requests."""
+
     variants: Annotated[int, Option(unit="variants"), BeforeValidator(_variants)] = Field(default=0, frozen=True)
     """How many variants of a chunk are kept beside its plain KV: its KV behind the chunks that stood before it in
     earlier prompts (Cache-Craft section 3.3). They are computed in the background, by prefilling prompts once more, and
