@@ -17,6 +17,7 @@ from fused_kv_llm.store.format import FileCodec, check_key, open_cipher
 from fused_kv_llm.store.index import ChunkIndex, resolve_policy
 from fused_kv_llm.store.promotion import Promoter, demote
 from fused_kv_llm.store.read import FileReader, MemoryTier, Prefetcher
+from fused_kv_llm.store.refresh import Refresher, RefreshReport
 from fused_kv_llm.store.remote import RemoteTier, open_remote
 from fused_kv_llm.store.uses import UseLog
 from fused_kv_llm.store.writer import ChunkWriter
@@ -29,7 +30,7 @@ class StoreParts:
 
     Parameters
     ----------
-    kv_dir, memory_bytes, disk_bytes, policy, encryption_key, remote, remote_options, read_only
+    kv_dir, memory_bytes, disk_bytes, policy, encryption_key, remote, remote_options, learn, read_only
         As ``KVStore`` takes them.
 
     Attributes
@@ -40,6 +41,7 @@ class StoreParts:
         How files are read.
     budget, writer, damage : DiskBudget, ChunkWriter, DamageControl
         How files are written, and taken out again.
+    tier : RemoteTier or None
     promoter : Promoter or None
         The way from the remote tier, if there is one and the store may be written.
     """
@@ -54,6 +56,7 @@ class StoreParts:
         encryption_key: str | bytes | None,
         remote: str | None,
         remote_options: dict[str, Any] | None,
+        learn: bool,
         read_only: bool,
     ) -> None:
         memory_budget = parse_bytes(memory_bytes, "memory_bytes")
@@ -66,12 +69,12 @@ class StoreParts:
             # A new index is bound to the key for good.
             check_files_key(self.folder, self.codec)
         self.index = ChunkIndex(self.folder.index_path, rule, cipher, read_only=read_only)
-        self._tier: RemoteTier | None = None
+        self.tier: RemoteTier | None = None
         try:
-            self._tier = None if remote is None else open_remote(remote, remote_options)
+            self.tier = None if remote is None else open_remote(remote, remote_options)
             self.budget = DiskBudget(
                 disk_budget, self.folder, self.index, self.uses,
-                partial(demote, self._tier, self.folder, self.index, self.uses),
+                partial(demote, self.tier, self.folder, self.index, self.uses),
             )  # fmt: skip
             self.memory = MemoryTier(memory_budget, rule)
             self.reader = FileReader(self.folder, self.memory, self.codec)
@@ -79,9 +82,10 @@ class StoreParts:
             self.damage = DamageControl(self.folder, self.index, self.reader, self.uses, read_only=read_only)
             self.writer = ChunkWriter(self.folder, self.index, self.budget, self.uses, self.damage.ignored)
             self.promoter: Promoter | None = None
-            if self._tier is not None and not read_only:
-                self.promoter = Promoter(self._tier, self.folder, self.index, self.writer, self.uses, self.codec)
-                self.promoter.learn()
+            if self.tier is not None and not read_only:
+                self.promoter = Promoter(self.tier, self.folder, self.index, self.writer, self.uses, self.codec)
+                if learn:
+                    self.refresh()
         except BaseException:
             self._disconnect()
             raise
@@ -98,6 +102,17 @@ class StoreParts:
             raise StoreUnavailableError(
                 f"The store in {self.folder.root} was opened with read_only=True. Open it without, to change it."
             )
+
+    def refresh(self) -> RefreshReport:
+        """Learn what other machines have changed on the remote tier, which there has to be."""
+        tier = self.promoter_of().remote
+        return Refresher(tier, self.folder, self.index, self.reader, self.uses, self.codec).refresh()
+
+    def promoter_of(self) -> Promoter:
+        """Return the way from the remote tier; raises StoreUnavailableError if there is none."""
+        if self.promoter is None:
+            raise StoreUnavailableError(f"The store in {self.folder.root} has no remote tier, or is read-only.")
+        return self.promoter
 
     def fetch(self, keys: Sequence[str]) -> set[str]:
         """Bring chunks from the remote tier to the disk; see ``KVStore.fetch``."""
@@ -125,8 +140,8 @@ class StoreParts:
 
     def _disconnect(self) -> None:
         try:
-            if self._tier is not None:
-                self._tier.close()
+            if self.tier is not None:
+                self.tier.close()
         finally:
             self.index.close()
 
