@@ -15,7 +15,7 @@ from .engine import (
     option_of,
 )
 from .generation import GenerationConfig
-from .values import check_ratio, check_seed, parse_bytes
+from .values import check_ratio, check_seed, is_whole, parse_bytes
 
 __all__ = [
     "DEFAULT_MEMORY",
@@ -30,6 +30,7 @@ __all__ = [
     "Option",
     "check_ratio",
     "check_seed",
+    "is_whole",
     "option_of",
     "parse_bytes",
 ]

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from fused_kv_llm.engine.calibration import Calibration, calibration_path
 
+from .corpus import similarity_of
 from .engine import FusedKVEngine
+from .parts import EngineParts, open_parts
 from .requests import Messages
 from .speculation import Speculation
 
 __all__ = [
     "Calibration",
+    "EngineParts",
     "FusedKVEngine",
     "Messages",
     "Speculation",
     "calibration_path",
+    "open_parts",
+    "similarity_of",
 ]

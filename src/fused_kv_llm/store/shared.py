@@ -61,6 +61,12 @@ class SharedTier:
     def __init__(self, parts: StoreParts) -> None:
         self._parts = parts
 
+    def present(self, keys: Sequence[str]) -> set[str]:
+        """Return those of some chunks that the remote tier has, asking it; raises as :meth:`publish`."""
+        self._parts.check_open()
+        names = {file_name(check_key(key)): key for key in keys}
+        return {names[name] for name in self._remote().get(list(names), _PRESENT_NBYTES)}
+
     def publish(self, keys: Iterable[str] | None = None) -> int:
         """Copy chunks and their sidecars to the remote tier now, and keep them on the disk.
 
@@ -83,8 +89,8 @@ class SharedTier:
         remote = self._remote()
         wanted = self._parts.index.ledger.unpublished() if keys is None else [check_key(key) for key in keys]
         waiting = [key for key in wanted if self._is_waiting(key)]
-        there = remote.get([file_name(key) for key in waiting], _PRESENT_NBYTES)
-        return sum(self._publish(remote, key, with_chunk=file_name(key) not in there) for key in waiting)
+        there = self.present(waiting)
+        return sum(self._publish(remote, key, with_chunk=key not in there) for key in waiting)
 
     def bring(self, keys: Sequence[str]) -> set[str]:
         """Bring chunks to the disk, also such as the index does not know yet, in one call.
