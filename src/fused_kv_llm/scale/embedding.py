@@ -60,14 +60,14 @@ def embed_corpus(texts: Sequence[str], embedder: Any, path: Path, *, tenant: str
     rows = [{"texts": missing[at : at + TEXTS_AT_ONCE]} for at in range(0, len(missing), TEXTS_AT_ONCE)]
     dataset = ray.data.from_items(rows, override_num_blocks=min(len(rows), _MOST_BLOCKS)).map_batches(
         _EmbeddingWorker,
-        fn_constructor_args=(embedder,),
+        fn_constructor_args=None if embedder is None else (embedder,),
         batch_size=1,
         batch_format="pyarrow",
         compute=ray.data.ActorPoolStrategy(size=max(1, min(workers, len(rows)))),
         num_cpus=1,
     )
     dataset.set_name("fused-kv-embed")
-    counts = PassCounts(len(missing), sum(map(len, missing)))
+    counts = PassCounts(len(missing), sum(map(len, missing)), unit="characters")
     with progress_bar("Embedding chunks", counts, enabled=progress) as show:
         waiting = list[tuple[list[str], Any]]()
         for row in dataset.iter_rows():
@@ -94,7 +94,7 @@ def _keep(
 class _EmbeddingWorker:
     """Holds the embedder in a process of Ray's."""
 
-    def __init__(self, embedder: Any) -> None:
+    def __init__(self, embedder: Any = None) -> None:
         self._embedder = as_embedder(embedder)
 
     def __call__(self, batch: Any) -> Any:
