@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fused_kv_llm.demo import find_files, read_file
+from fused_kv_llm.demo import Passage, find_files, read_file
 from fused_kv_llm.errors import ConfigError, CorpusError
 
 from .resources import import_ray
 
-__all__ = ["read_corpus"]
+__all__ = ["read_corpus", "read_files"]
 
 _LINES = ".jsonl"
 
@@ -50,7 +50,7 @@ def read_corpus(corpus: Any, *, chunk_chars: int, text_column: str) -> list[str]
         return items
     if not all(isinstance(item, Path) for item in items):
         raise CorpusError("The corpus has paths and texts: pass one or the other")
-    return _texts_of_files(ray, items, chunk_chars, text_column)
+    return [passage.text for passage in read_files(items, chunk_chars=chunk_chars, text_column=text_column)]
 
 
 def _column(dataset: Any, text_column: str) -> list[str]:
@@ -60,7 +60,9 @@ def _column(dataset: Any, text_column: str) -> list[str]:
     return [row[text_column] for row in dataset.select_columns([text_column]).iter_rows()]
 
 
-def _texts_of_files(ray: Any, paths: list[Path], chunk_chars: int, text_column: str) -> list[str]:
+def read_files(paths: Sequence[Path], *, chunk_chars: int, text_column: str = "text") -> list[Passage]:
+    """Return the chunks of files, each with its file; takes and raises what :func:`read_corpus` does."""
+    ray = import_ray()
     files = [
         file
         for path in paths
@@ -81,8 +83,7 @@ def _texts_of_files(ray: Any, paths: list[Path], chunk_chars: int, text_column: 
     for row in found:
         if row["error"]:
             raise CorpusError(row["error"])
-    # Equal passages of several files are one chunk; what counts duplicates is told of those of one file only.
-    return [text for row in found for text in json.loads(row["texts"])]
+    return [Passage(text, str(files[int(row["number"])])) for row in found for text in json.loads(row["texts"])]
 
 
 def _read(file: Path, chunk_chars: int, text_column: str, *, named: bool) -> dict[str, str]:

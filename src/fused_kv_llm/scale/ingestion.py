@@ -125,6 +125,7 @@ def build_kv_cache_distributed(
             embed_corpus(distinct, config.embedder, path, tenant=config.tenant, workers=count, progress=progress)
         with _pool(ray, settings, backend, resources, count) as pool, _open(config, backend) as store:
             facts = pool.facts()
+            report.dtype, report.kv_dtype = facts.dtype, facts.kv_dtype
             store.namespaces.add(facts.identity)
             store.describe(facts.identity.digest, facts.about)
             first = FirstPass(pool, store, facts, config.batch_tokens or BATCH_TOKENS)

@@ -21,11 +21,15 @@ class DistributedIngestReport(IngestReport):
         Actors that died and were replaced.
     batches_retried : int
         Batches that were computed again, since their actor died or the store could not be reached.
+    dtype, kv_dtype : str
+        What the model computes in, and what is stored.
     """
 
     actors: int = 0
     actors_replaced: int = 0
     batches_retried: int = 0
+    dtype: str = ""
+    kv_dtype: str = ""
 
     def summary(self) -> str:
         """Return one line for people."""
