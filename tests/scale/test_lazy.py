@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from fused_kv_llm import scale
 from fused_kv_llm.errors import ConfigError
-from fused_kv_llm.scale import ActorResources
+from fused_kv_llm.scale import ActorResources, build_kv_cache_distributed
 
 _HEAVY = "('ray', 'torch', 'pyarrow', 'pandas')"
 
@@ -47,3 +51,13 @@ def test_resources_are_checked() -> None:
     assert ActorResources(5, gpus=1).fitting(cluster) == 5
     with pytest.raises(ConfigError, match="No actor"):
         ActorResources(gpus=4).fitting(cluster)
+
+
+def test_the_example_of_the_documentation_has_arguments_that_exist() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "scale.md").read_text(encoding="utf-8")
+    code = re.search(r"```text\n(from pathlib.*?)```", page, re.DOTALL)
+    assert code is not None
+    calls = [node for node in ast.walk(ast.parse(code[1])) if isinstance(node, ast.Call)]
+    (call,) = [node for node in calls if ast.unparse(node.func) == "build_kv_cache_distributed"]
+    known = inspect.signature(build_kv_cache_distributed).parameters
+    assert {keyword.arg for keyword in call.keywords} <= known.keys()

@@ -68,9 +68,7 @@ def ingest_on_ray(paths: Sequence[Path], chunk_chars: int, choice: RayChoice, *,
     # At once, since starting Ray takes seconds.
     out.print(f"Reading {escape(', '.join(map(str, paths)))} on Ray", highlight=False, soft_wrap=True)
     from fused_kv_llm.demo import MiniLM, PassageIndex
-    from fused_kv_llm.scale import ActorResources, build_kv_cache_distributed
-    from fused_kv_llm.scale.corpus_reader import read_files
-    from fused_kv_llm.scale.resources import running_ray
+    from fused_kv_llm.scale import ActorResources, build_kv_cache_distributed, read_files, running_ray
 
     quiet_libraries()
     given = {name: value for name, value in options.items() if name not in ("model", "remote", "kv_dir")}

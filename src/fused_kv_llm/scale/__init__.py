@@ -9,17 +9,26 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .corpus_reader import read_files
     from .ingestion import build_kv_cache_distributed
     from .reports import DistributedIngestReport
-    from .resources import ActorResources
+    from .resources import ActorResources, running_ray
 
-__all__ = ["ActorResources", "DistributedIngestReport", "build_kv_cache_distributed"]
+__all__ = [
+    "ActorResources",
+    "DistributedIngestReport",
+    "build_kv_cache_distributed",
+    "read_files",
+    "running_ray",
+]
 
 # Imported when first asked for: a module needs Ray, or takes long.
 _MODULES = {
     "ActorResources": "resources",
     "DistributedIngestReport": "reports",
     "build_kv_cache_distributed": "ingestion",
+    "read_files": "corpus_reader",
+    "running_ray": "resources",
 }
 
 
