@@ -20,6 +20,9 @@ def ray() -> Iterator[Any]:
     """Start Ray where it is installed, and stop it after the last test."""
     module = pytest.importorskip("ray", reason="Ray is not installed: make test-ray installs it")
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    # Workers unpickle what the tests define.
+    tests = str(Path(__file__).parents[1])
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [tests, os.environ.get("PYTHONPATH")]))
     with warnings.catch_warnings():
         # Ray's own about its next release.
         warnings.simplefilter("ignore")

@@ -10,7 +10,7 @@ from typing import Any
 from fused_kv_llm.demo import Passage, find_files, read_file
 from fused_kv_llm.errors import ConfigError, CorpusError
 
-from .resources import import_ray
+from .resources import import_ray, rows_of
 
 __all__ = ["read_corpus", "read_files"]
 
@@ -79,7 +79,7 @@ def read_files(paths: Sequence[Path], *, chunk_chars: int, text_column: str = "t
 
     dataset = ray.data.from_items(rows, override_num_blocks=min(len(rows), 1000)).map(read)
     dataset.set_name("fused-kv-read")
-    found = sorted(dataset.iter_rows(), key=lambda row: int(row["number"]))
+    found = sorted(rows_of(dataset, "Reading"), key=lambda row: int(row["number"]))
     for row in found:
         if row["error"]:
             raise CorpusError(row["error"])

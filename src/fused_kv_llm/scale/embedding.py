@@ -18,7 +18,7 @@ from fused_kv_llm.offline import (
     unknown_texts,
 )
 
-from .resources import import_ray
+from .resources import import_ray, rows_of
 
 __all__ = ["embed_corpus"]
 
@@ -70,7 +70,7 @@ def embed_corpus(texts: Sequence[str], embedder: Any, path: Path, *, tenant: str
     counts = PassCounts(len(missing), sum(map(len, missing)), unit="characters")
     with progress_bar("Embedding chunks", counts, enabled=progress) as show:
         waiting = list[tuple[list[str], Any]]()
-        for row in dataset.iter_rows():
+        for row in rows_of(dataset, "Embedding"):
             waiting.append((list(row["texts"]), np.stack([np.asarray(one, np.float32) for one in row["vectors"]])))
             if sum(len(group) for group, _ in waiting) >= _TEXTS_KEPT_AT_ONCE:
                 _keep(waiting, known, path, tenant, counts)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from fused_kv_llm.config import is_whole
-from fused_kv_llm.errors import ConfigError, MissingExtraError
+from fused_kv_llm.errors import ConfigError, FusedKVError, IngestionFailedError, MissingExtraError
 
-__all__ = ["ActorResources", "import_ray", "running_ray"]
+__all__ = ["ActorResources", "import_ray", "rows_of", "running_ray"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +86,33 @@ def import_ray() -> Any:
     except ImportError as error:
         raise MissingExtraError("ray[data]", "ray") from error
     return ray
+
+
+def rows_of(dataset: Any, doing: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a data set as its workers make them.
+
+    Parameters
+    ----------
+    dataset : ray.data.Dataset
+    doing : str
+        What is being done, for the message of an error.
+
+    Raises
+    ------
+    IngestionFailedError
+        If workers fail; Ray has tried again those that died.
+    FusedKVError
+        What a worker has raised.
+    """
+    exceptions = import_ray().exceptions
+    try:
+        yield from dataset.iter_rows()
+    except exceptions.RayError as error:
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, FusedKVError):
+            raise cause from None
+        last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        raise IngestionFailedError(f"{doing} on Ray failed: {last}") from error
 
 
 @contextmanager
