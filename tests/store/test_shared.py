@@ -8,10 +8,11 @@ import pytest
 import torch
 from random_chunks import Chunk
 from services import Remote
+from waiting import wait_until
 
 from fused_kv_llm.errors import ConfigError, FusedKVWarning, StoreUnavailableError
 from fused_kv_llm.prompt import content_hash
-from fused_kv_llm.store import KVStore, RefreshReport, StoredElsewhere
+from fused_kv_llm.store import KVStore, RefreshReport, StoredElsewhere, refreshing
 
 pytestmark = pytest.mark.filterwarnings("error::fused_kv_llm.errors.FusedKVWarning")
 SHIFT = "shift-9"
@@ -235,3 +236,35 @@ def test_without_a_remote_tier_it_says_so(kv_dir: Path):
         for call in (store.shared.publish, store.shared.refresh, store.shared.check):
             with pytest.raises(StoreUnavailableError, match="no remote tier"):
                 call()
+
+
+def test_a_store_looks_again_by_itself(remote, tmp_path, chunks):
+    with remote.store(tmp_path / "one") as one, remote.store(tmp_path / "two", refresh_s=0.05) as two:
+        chunks[0].put(one)
+        one.shared.publish()
+        wait_until(lambda: two.contains([chunks[0].key]))
+        one.delete([chunks[0].key])
+        wait_until(lambda: not two.contains([chunks[0].key]))
+    with pytest.raises(ConfigError, match="refresh_s"):
+        remote.store(tmp_path / "three", refresh_s=0)
+
+
+def test_a_tier_that_is_away_is_told_once_and_found_again(tmp_path, chunks, monkeypatch):
+    remote = Remote(f"file://{tmp_path}/shared")
+    with remote.store(tmp_path / "one") as one, remote.store(tmp_path / "two", refresh_s=0.02, learn=False) as two:
+        tier, told = two._parts.tier, []
+        monkeypatch.setattr(refreshing, "warn", told.append)
+        sizes, asked = tier.sizes, []
+
+        def away():
+            asked.append(1)
+            raise StoreUnavailableError("away")
+
+        monkeypatch.setattr(tier, "sizes", away)
+        wait_until(lambda: len(asked) >= 3)
+        monkeypatch.setattr(tier, "sizes", sizes)
+        chunks[0].put(one)
+        one.shared.publish()
+        wait_until(lambda: two.contains([chunks[0].key]))
+        assert len(told) == 1
+        assert "away" in told[0]

@@ -120,6 +120,8 @@ def _variants(value: Any, info: ValidationInfo) -> Any:
 
 
 def _seconds(value: Any, info: ValidationInfo) -> Any:
+    if value is None and info.field_name == "refresh_s":
+        return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
         raise ConfigError(f"{info.field_name}={value!r} is not a positive number of seconds")
     return value
@@ -196,6 +198,12 @@ class EngineConfig(BaseModel):
     remote: Annotated[str | None, Option(variable="FUSED_KV_REMOTE")] = Field(default=None, frozen=True, repr=False)
     """URL of a remote tier, ``redis://host:6379/0``, ``s3://bucket/prefix`` or ``file:///mnt/share``: evicted chunks go
     there and come back when they are needed."""
+
+    refresh_s: Annotated[float | None, Option(unit="seconds"), BeforeValidator(_seconds)] = Field(
+        default=None, frozen=True
+    )
+    """After how many seconds the store looks again for what other machines have put on the remote tier, or deleted
+    there. By default it looks when it is opened."""
 
     preprocessing: Annotated[
         Literal["similar", "fusionrag", "none"], Option(identity=True), BeforeValidator(_preprocessing)

@@ -106,6 +106,7 @@ def open_parts(
         remote=config.remote,
         remote_options=remote_options,
         learn=learn,
+        refresh_s=config.refresh_s,
     )
     try:
         loaded = _load(config)

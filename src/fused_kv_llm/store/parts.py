@@ -18,6 +18,7 @@ from fused_kv_llm.store.index import ChunkIndex, resolve_policy
 from fused_kv_llm.store.promotion import Promoter, demote
 from fused_kv_llm.store.read import FileReader, MemoryTier, Prefetcher
 from fused_kv_llm.store.refresh import Refresher, RefreshReport
+from fused_kv_llm.store.refreshing import Refreshing
 from fused_kv_llm.store.remote import RemoteTier, open_remote
 from fused_kv_llm.store.uses import UseLog
 from fused_kv_llm.store.writer import ChunkWriter
@@ -30,7 +31,7 @@ class StoreParts:
 
     Parameters
     ----------
-    kv_dir, memory_bytes, disk_bytes, policy, encryption_key, remote, remote_options, learn, read_only
+    kv_dir, memory_bytes, disk_bytes, policy, encryption_key, remote, remote_options, learn, refresh_s, read_only
         As ``KVStore`` takes them.
 
     Attributes
@@ -57,12 +58,14 @@ class StoreParts:
         remote: str | None,
         remote_options: dict[str, Any] | None,
         learn: bool,
+        refresh_s: float | None,
         read_only: bool,
     ) -> None:
         memory_budget = parse_bytes(memory_bytes, "memory_bytes")
         disk_budget = None if disk_bytes is None else parse_bytes(disk_bytes, "disk_bytes")
         rule, cipher = resolve_policy(policy), open_cipher(encryption_key)
         self.read_only, self.closed = read_only, False
+        self._refreshing: Refreshing | None = None
         self.codec, self.uses = FileCodec(cipher), UseLog()
         self.folder = StoreFolder(kv_dir, read_only=read_only)
         if not read_only and not _has_index(self.folder.index_path):
@@ -86,6 +89,8 @@ class StoreParts:
                 self.promoter = Promoter(self.tier, self.folder, self.index, self.writer, self.uses, self.codec)
                 if learn:
                     self.refresh()
+                if refresh_s is not None:
+                    self._refreshing = Refreshing(self.refresh, refresh_s)
         except BaseException:
             self._disconnect()
             raise
@@ -130,6 +135,8 @@ class StoreParts:
         if self.closed:
             return
         self.closed = True
+        if self._refreshing is not None:
+            self._refreshing.close()
         self.prefetcher.close()
         if not self.read_only:
             # Only a few uses can be lost here.

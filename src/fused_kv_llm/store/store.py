@@ -56,6 +56,8 @@ class KVStore:
         Further arguments of the remote tier's backend.
     learn : bool
         Whether to learn at once what other machines have changed there, see :meth:`SharedTier.refresh`.
+    refresh_s : float or None
+        Seconds after which a thread looks again for such changes; None never does.
     read_only : bool
         Change nothing in the folder.
 
@@ -92,6 +94,7 @@ class KVStore:
         remote: str | None = None,
         remote_options: dict[str, Any] | None = None,
         learn: bool = True,
+        refresh_s: float | None = None,
         read_only: bool = False,
     ) -> None:
         self.kv_dir = Path(kv_dir).expanduser()
@@ -105,6 +108,7 @@ class KVStore:
             remote=remote,
             remote_options=remote_options,
             learn=learn,
+            refresh_s=refresh_s,
             read_only=read_only,
         )
         self._upkeep = StoreUpkeep(self._parts)
