@@ -240,9 +240,10 @@ def test_without_a_remote_tier_it_says_so(kv_dir: Path):
 
 def test_a_store_looks_again_by_itself(remote, tmp_path, chunks):
     with remote.store(tmp_path / "one") as one, remote.store(tmp_path / "two", refresh_s=0.05) as two:
-        chunks[0].put(one)
+        for chunk in chunks[:2]:
+            chunk.put(one)
         one.shared.publish()
-        wait_until(lambda: two.contains([chunks[0].key]))
+        wait_until(lambda: len(two.contains(c.key for c in chunks)) == 2)
         one.delete([chunks[0].key])
         wait_until(lambda: not two.contains([chunks[0].key]))
     with pytest.raises(ConfigError, match="refresh_s"):
