@@ -129,11 +129,21 @@ def running_ray(address: str | None) -> Iterator[Any]:
     ------
     module
         ``ray``.
+
+    Raises
+    ------
+    IngestionFailedError
+        If Ray cannot be started or reached.
     """
     ray = import_ray()
     started = not ray.is_initialized()
     if started:
-        ray.init(address=address, logging_level=logging.WARNING)
+        try:
+            ray.init(address=address, logging_level=logging.WARNING)
+        except Exception as error:  # whatever Ray raises; a start that takes too long is a plain exception
+            ray.shutdown()
+            where = "started on this machine" if address is None else f"reached at {address!r}"
+            raise IngestionFailedError(f"Ray could not be {where}: {error}") from error
     context = ray.data.DataContext.get_current()
     before = context.enable_progress_bars
     # Beside ours, its bars would overwrite them. The dashboard shows what Ray Data does in either case.
