@@ -13,7 +13,7 @@ GEMMA := $(foreach part,gguf gguf-part1 gguf-part2 gguf-part3 gguf-part4,gemma3-
 WITH_DEPENDENCIES := tests/adapter tests/decoding tests/integrations tests/model tests/report tests/selectors \
 	tests/store/test_cipher.py tests/store/test_index.py tests/store/test_remote.py tests/store/test_round_trip.py
 
-.PHONY: demo test test-heavy test-lowest test-newest has-newest-python test-gpu test-services test-fuzz test-vllm load stress soak lint format bench bench-gpu dist test-dist docs web web-types test-ui has-ui-tools clean
+.PHONY: demo test test-heavy test-lowest test-newest has-newest-python test-gpu test-services test-ray test-fuzz test-vllm load stress soak lint format bench bench-gpu dist test-dist docs web web-types test-ui has-ui-tools clean
 
 $(BIN)/python:
 	@echo "Making a virtual environment in $(VENV)"
@@ -74,6 +74,15 @@ build/newest/.done: pyproject.toml constraints.txt | $(VENV)/.dev
 # prometheus).
 test-services: $(VENV)/.dev
 	FUSED_KV_REQUIRE_SERVICES=1 $(BIN)/python -m pytest tests/store/test_remote.py tests/server/test_prometheus.py
+
+# Ingestion on Ray with two actors, into a folder, Redis and S3. Ray is not part of the development environment: 200 MB
+# that nothing else needs.
+test-ray: $(VENV)/.ray
+	FUSED_KV_REQUIRE_SERVICES=1 RAY_AUTH_MODE=disabled OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n0 tests/scale
+
+$(VENV)/.ray: pyproject.toml constraints.txt | $(VENV)/.dev
+	$(PIP) -e '.[ray]'
+	touch $@
 
 # What takes too long for every day: 8 processes for 5 minutes on one store, 1,000 kills, 10,000 flipped bytes.
 stress: $(VENV)/.dev

@@ -30,7 +30,7 @@ from fused_kv_llm.offline import SentenceEmbedder
 from fused_kv_llm.offline.batches import PendingChunk
 from fused_kv_llm.offline.neighbours import find_neighbours
 from fused_kv_llm.offline.prefill import BATCH_TOKENS
-from fused_kv_llm.offline.preprocess import CONTEXT_CHUNKS
+from fused_kv_llm.offline.preprocessing_plan import CONTEXT_CHUNKS
 
 
 def length_sorted_batches(chunks: list[PendingChunk], max_tokens: int) -> Iterator[list[PendingChunk]]:

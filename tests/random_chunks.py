@@ -41,14 +41,16 @@ def build_chunk(
     tokens: int = 5,
     dim: int = 8,
     model: str = "model-a",
+    tenant: str = "",
+    more_text: str = "",
 ) -> Chunk:
     generator = torch.Generator().manual_seed(seed)
     shape = (layers, heads, tokens, dim)
     keys = torch.randn(shape, generator=generator).to(dtype)
     values = torch.randn(shape, generator=generator).to(dtype)
     ids = tuple(int(i) for i in torch.randint(0, 50_000, (tokens,), generator=generator))
-    identity = KVIdentity(model, "tokenizer", str(dtype), "rope", "prefix").digest
-    text = f'Chunk {seed} says: naïve café, 夜间渡轮, \x00 and "quotes" \\ 🛳'
+    identity = KVIdentity(model, "tokenizer", str(dtype), "rope", "prefix", tenant=tenant).digest
+    text = f'Chunk {seed} says: naïve café, 夜间渡轮, \x00 and "quotes" \\ 🛳{more_text}'
     digest = hashlib.sha256(text.encode()).digest()
     content = ContentHash(
         int.from_bytes(digest[:8], "little") | 1 << 63, int.from_bytes(digest[8:16], "little"), len(text)

@@ -14,9 +14,14 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
+
+from fused_kv_llm.store import KVStore
+from fused_kv_llm.store.remote.tier import RemoteTier, open_remote
 
 _START_S = 60.0
 
@@ -77,3 +82,17 @@ def s3_server() -> Iterator[str]:
     port = free_port()
     with server([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], port):
         yield f"http://127.0.0.1:{port}"
+
+
+@dataclass
+class Remote:
+    """Where a remote tier is, and the arguments that open it."""
+
+    url: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def open(self) -> RemoteTier:
+        return open_remote(self.url, self.options)
+
+    def store(self, kv_dir: Path, **options: Any) -> KVStore:
+        return KVStore(kv_dir, remote=self.url, remote_options=self.options, **options)

@@ -36,7 +36,7 @@ FLOORS = [
     {"engine"},
     {"adapter", "tuning"},
     {"demo"},
-    {"server"},
+    {"server", "scale"},
     {"cli", "fused_kv_vllm", "langchain_fused_kv", "llama_index_fused_kv"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

@@ -142,6 +142,10 @@ class StepFailedError(RequestError):
     """Computing a request failed as often as it was tried; its cause is the last error."""
 
 
+class IngestionFailedError(FusedKVError):
+    """A batch of a distributed ingestion could not be computed; what was stored before stays stored."""
+
+
 class StoreError(FusedKVError):
     """Base class of the errors about a chunk-KV store."""
 

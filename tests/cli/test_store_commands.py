@@ -310,3 +310,30 @@ def test_pins(kv_dir):
 
 def test_pins_take_keys_only(kv_dir):
     assert "64 hexadecimal digits" in run("pin", "xyz", "--for", "me", "--kv-dir", kv_dir, code=1).output
+
+
+def test_a_remote_tier_is_published_to_refreshed_from_and_checked(kv_dir, tmp_path):
+    url = f"file://{tmp_path}/shared"
+    shared = tmp_path / "shared"
+    assert "6 chunks are there" in run("publish", "--kv-dir", kv_dir, "--remote", url).output
+    assert len(list(shared.iterdir())) == 7
+    assert put_out(kv_dir) == {path.name for path in shared.iterdir()}, "they stay here"
+    assert "0 bytes copied" in run("publish", "--kv-dir", kv_dir, "--remote", url).output
+    KVStore(tmp_path / "two").close()
+    assert (
+        "6 chunks and 0 sidecars are new, 0 chunks"
+        in run("refresh", "--kv-dir", tmp_path / "two", "--remote", url).output
+    )
+    assert "6 on the remote tier" in run("check", "--kv-dir", kv_dir, "--remote", url).output
+    damaged = shared / f"{CHUNKS[1].key}.safetensors"
+    raw = bytearray(damaged.read_bytes())
+    raw[-3] ^= 1
+    damaged.write_bytes(raw)
+    assert "damaged" in run("check", "--kv-dir", kv_dir, "--remote", url, code=1).output
+    run("check", "--kv-dir", kv_dir, "--remote", url, "--fix")
+    assert not damaged.exists()
+    run("publish", "--kv-dir", kv_dir, "--remote", url)
+    run("check", "--kv-dir", kv_dir, "--remote", url)
+    (shared / f"{CHUNKS[4].key}.safetensors").unlink()
+    assert "1 chunks are gone" in run("refresh", "--kv-dir", tmp_path / "two", "--remote", url).output
+    assert "no remote tier" in run("publish", "--kv-dir", kv_dir, code=1).output

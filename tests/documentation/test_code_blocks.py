@@ -27,6 +27,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```[ {.]*(\w*)[ }]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # They ask many questions, or serve until they are told to end; their own tests run them.
 PARSED_ONLY = {"calibrate", "demo", "serve"}
+# It needs a cluster; tests/scale runs it on this machine.
+ON_A_CLUSTER = "--ray"
 SHOWN = {
     "quickstart-langchain.md": r"[1-9]\d\d prompt tokens came from stored KV",
     "quickstart-llama-index.md": r"[1-9]\d\d prompt tokens came from stored KV",
@@ -124,7 +126,7 @@ def run_command(words: list[str]) -> None:
 
 
 def run_cli(arguments: list[str]) -> None:
-    if arguments[0] in PARSED_ONLY:
+    if arguments[0] in PARSED_ONLY or ON_A_CLUSTER in arguments:
         command = typer.main.get_command(app).commands[arguments[0]]  # type: ignore[attr-defined]
         command.make_context(arguments[0], arguments[1:])
         return

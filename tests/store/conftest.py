@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from random_chunks import Chunk, build_chunk
+from services import Remote, redis_server, s3_server
 
 from fused_kv_llm.store import KVStore
 
@@ -52,3 +54,26 @@ def store(kv_dir: Path) -> Iterator[KVStore]:
 def diskonly(kv_dir: Path) -> Iterator[KVStore]:
     with KVStore(kv_dir, memory_bytes=0) as opened:
         yield opened
+
+
+@pytest.fixture(scope="session")
+def redis_url() -> Iterator[str]:
+    with redis_server() as (url, _):
+        yield url
+
+
+@pytest.fixture(scope="session")
+def s3_url() -> Iterator[str]:
+    with s3_server() as url:
+        yield url
+
+
+@pytest.fixture(params=["file", "redis", "s3"])
+def remote(request: pytest.FixtureRequest, tmp_path: Path) -> Remote:
+    name = uuid.uuid4().hex
+    if request.param == "file":
+        return Remote(f"file://{tmp_path}/remote")
+    if request.param == "redis":
+        return Remote(request.getfixturevalue("redis_url"), {"prefix": f"{name}:"})
+    keys = {"key": "test", "secret": "test", "endpoint_url": request.getfixturevalue("s3_url")}
+    return Remote(f"s3://bucket-{name}/some/folder", keys)

@@ -3,58 +3,17 @@
 from __future__ import annotations
 
 import os
-import uuid
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from services import free_port, redis_server, s3_server
+from services import free_port, redis_server
 
 from fused_kv_llm.errors import ConfigError, FusedKVWarning, StoreUnavailableError
 from fused_kv_llm.store import KVStore, parts
 from fused_kv_llm.store.remote.redis_tier import RemoteRedis
-from fused_kv_llm.store.remote.tier import RemoteTier, open_remote
+from fused_kv_llm.store.remote.tier import open_remote
 
 pytestmark = pytest.mark.filterwarnings("error::fused_kv_llm.errors.FusedKVWarning")
-
-
-@dataclass
-class Remote:
-    """Where a remote tier is, and the arguments that open it."""
-
-    url: str
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def open(self) -> RemoteTier:
-        return open_remote(self.url, self.options)
-
-    def store(self, kv_dir: Path, **options: Any) -> KVStore:
-        return KVStore(kv_dir, remote=self.url, remote_options=self.options, **options)
-
-
-@pytest.fixture(scope="session")
-def redis_url():
-    with redis_server() as (url, _):
-        yield url
-
-
-@pytest.fixture(scope="session")
-def s3_url():
-    with s3_server() as url:
-        yield url
-
-
-@pytest.fixture(params=["file", "redis", "s3"])
-def remote(request, tmp_path):
-    name = uuid.uuid4().hex
-    if request.param == "file":
-        return Remote(f"file://{tmp_path}/remote")
-    if request.param == "redis":
-        return Remote(request.getfixturevalue("redis_url"), {"prefix": f"{name}:"})
-    keys = {"key": "test", "secret": "test", "endpoint_url": request.getfixturevalue("s3_url")}
-    return Remote(f"s3://bucket-{name}/some/folder", keys)
 
 
 @pytest.fixture

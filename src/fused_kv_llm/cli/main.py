@@ -15,6 +15,7 @@ from fused_kv_llm.cli.demo_web import serve_demo
 from fused_kv_llm.cli.explain import add_explain_command
 from fused_kv_llm.cli.layers import add_layers_command
 from fused_kv_llm.cli.options import IDENTITY_OPTIONS, takes_engine_options
+from fused_kv_llm.cli.ray_ingest import RayChoice, ingest_on_ray
 from fused_kv_llm.cli.serve import add_serve_command
 from fused_kv_llm.cli.store import store_app
 from fused_kv_llm.cli.terminal import FriendlyGroup, doing, out, print_data, quiet_libraries, talking_aside
@@ -54,6 +55,12 @@ def ingest(
     *,
     chunk_chars: ChunkChars = 1000,
     refresh: Annotated[bool, typer.Option(help="Preprocess passages again whose neighbours have changed.")] = False,
+    ray: Annotated[bool, typer.Option("--ray", help="Compute on a Ray cluster, into the store of --remote.")] = False,
+    ray_address: Annotated[str | None, typer.Option(help="Of the cluster; by default Ray starts here.")] = None,
+    actors: Annotated[int | None, typer.Option(min=1, help="With --ray: processes that hold the model.")] = None,
+    cpus_per_actor: Annotated[float, typer.Option(help="With --ray: cores of each.")] = 1.0,
+    gpus_per_actor: Annotated[float, typer.Option(help="With --ray: GPUs of each.")] = 0.0,
+    prune: Annotated[bool, typer.Option("--prune", help="With --ray: delete what is stored and not here.")] = False,
     **options: Any,
 ) -> None:
     """Read files, split them into passages, and store the KV and the embedding of each passage.
@@ -62,6 +69,12 @@ def ingest(
     answers; Ctrl-C stops it, and running the command again goes on from there. It also replaces the passages of files
     that have changed.
     """
+    if ray:
+        choice = RayChoice(ray_address, actors, cpus_per_actor, gpus_per_actor, prune)
+        ingest_on_ray(paths, chunk_chars, choice, refresh=refresh, **options)
+        return
+    if prune or ray_address is not None or actors is not None:
+        raise ConfigError("--prune, --ray-address and --actors are for ingestion on Ray: give --ray too")
     _ingest(paths, chunk_chars, refresh=refresh, **options).close()
 
 

@@ -57,6 +57,7 @@ def check(
     *,
     kv_dir: KvDir = Path("./kv"),
     fix: Annotated[bool, typer.Option("--fix", help="Mend what is found.")] = False,
+    remote: Annotated[str | None, typer.Option(help="URL of a remote tier, every object of which is read too.")] = None,
     take_other_keys: Annotated[
         bool,
         typer.Option(
@@ -69,7 +70,7 @@ def check(
     With --fix, an index that is damaged is made anew from the files alone; an encrypted store needs its key for that.
     """
     try:
-        report = _check(kv_dir, fix=fix, take_other_keys=take_other_keys)
+        report = _check(kv_dir, remote, fix=fix, take_other_keys=take_other_keys)
     except IndexDamagedError:
         if not fix:
             raise
@@ -77,7 +78,7 @@ def check(
 
         check_folder_key(kv_dir)
         err.print(f"[yellow]Note:[/] the index was moved to {rebuild_index(kv_dir)} and is made anew", soft_wrap=True)
-        report = _check(kv_dir, fix=True, take_other_keys=take_other_keys)
+        report = _check(kv_dir, remote, fix=True, take_other_keys=take_other_keys)
     if report.findings:
         out.print(_findings(report))
     out.print(", ".join(_summary(report)), highlight=False, soft_wrap=True)
@@ -99,6 +100,28 @@ def evict(
         left = store.stats()
     chunks, nbytes = left.tiers["disk"]
     out.print(f"{gone:,} chunks evicted; {chunks:,} stay, {_size(nbytes)}", highlight=False)
+
+
+@store_app.command()
+@takes_engine_options("remote")
+def publish(*, kv_dir: KvDir = Path("./kv"), **options: Any) -> None:
+    """Copy chunks and sidecars to the remote tier that it lacks, for other machines; they stay on the disk."""
+    with _open(kv_dir, **options) as store, doing("Copying"):
+        nbytes = store.shared.publish()
+        chunks, there = store.stats().tiers["remote"]
+    out.print(f"{_size(nbytes)} copied; {chunks:,} chunks are there, {_size(there)}", highlight=False)
+
+
+@store_app.command()
+@takes_engine_options("remote")
+def refresh(*, kv_dir: KvDir = Path("./kv"), **options: Any) -> None:
+    """Learn what other machines have put on the remote tier, and delete here what they have deleted there."""
+    with _open(kv_dir, learn=False, **options) as store, doing("Comparing"):
+        found = store.shared.refresh()
+    out.print(
+        f"{found.chunks:,} chunks and {found.sidecars:,} sidecars are new, {found.gone:,} chunks are gone",
+        highlight=False,
+    )
 
 
 @store_app.command("export")
@@ -158,13 +181,22 @@ def _open(kv_dir: Path, *, read_only: bool = False, **options: Any) -> KVStore:
 add_pin_commands(store_app, _open)
 
 
-def _check(kv_dir: Path, *, fix: bool, take_other_keys: bool) -> CheckReport:
+def _check(kv_dir: Path, remote: str | None, *, fix: bool, take_other_keys: bool) -> CheckReport:
     from fused_kv_llm.store import KVStore
 
     # Files without an index are enough to make one of.
     files = fix and (kv_dir.expanduser() / "chunks").is_dir()
-    with KVStore(kv_dir) if files else _open(kv_dir, read_only=not fix) as store, _bar("Checking files") as progress:
-        return store.check(fix=fix, take_other_keys=take_other_keys, progress=progress)
+    # Learning what is there would mend rows unseen.
+    options: dict[str, Any] = {"remote": remote, "learn": False}
+    with KVStore(kv_dir, **options) if files else _open(kv_dir, read_only=not fix, **options) as store:
+        with _bar("Checking files") as progress:
+            report = store.check(fix=fix, take_other_keys=take_other_keys, progress=progress)
+        if remote is not None:
+            with _bar("Checking the remote tier") as progress:
+                there = store.shared.check(fix=fix, progress=progress)
+            report.findings += there.findings
+            report.remote_chunks, report.remote_nbytes = there.remote_chunks, there.remote_nbytes
+    return report
 
 
 def _identity(store: KVStore, beginning: str) -> str:
@@ -278,6 +310,8 @@ def _findings(report: CheckReport) -> Table:
 
 def _summary(report: CheckReport) -> Iterator[str]:
     yield f"{report.chunks:,} chunks are sound ({_size(report.nbytes)})"
+    if report.remote_nbytes:
+        yield f"{report.remote_chunks:,} on the remote tier ({_size(report.remote_nbytes)})"
     if report.left < len(report.findings):
         yield f"{len(report.findings) - report.left:,} findings mended"
     if report.left and report.fixed:

@@ -15,7 +15,7 @@ from .engine import (
     option_of,
 )
 from .generation import GenerationConfig
-from .values import RecomputeRatio, check_ratio, check_seed, parse_bytes
+from .values import RecomputeRatio, check_ratio, check_seed, is_whole, parse_bytes
 
 __all__ = [
     "DEFAULT_MEMORY",
@@ -31,6 +31,7 @@ __all__ = [
     "RecomputeRatio",
     "check_ratio",
     "check_seed",
+    "is_whole",
     "option_of",
     "parse_bytes",
 ]

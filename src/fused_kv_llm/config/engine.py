@@ -132,6 +132,8 @@ def _variants(value: Any, info: ValidationInfo) -> Any:
 
 
 def _seconds(value: Any, info: ValidationInfo) -> Any:
+    if value is None and info.field_name == "refresh_s":
+        return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
         raise ConfigError(f"{info.field_name}={value!r} is not a positive number of seconds")
     return value
@@ -221,6 +223,12 @@ class EngineConfig(BaseModel):
     """URL of a remote tier, ``redis://host:6379/0``, ``s3://bucket/prefix`` or ``file:///mnt/share``: evicted chunks go
     there and come back when they are needed."""
 
+    refresh_s: Annotated[float | None, Option(unit="seconds"), BeforeValidator(_seconds)] = Field(
+        default=None, frozen=True
+    )
+    """After how many seconds the store looks again for what other machines have put on the remote tier, or deleted
+    there. By default it looks when it is opened."""
+
     preprocessing: Annotated[
         Literal["similar", "fusionrag", "none"], Option(identity=True), BeforeValidator(_preprocessing)
     ] = Field(default=DEFAULT_PREPROCESSING, frozen=True)
@@ -247,6 +255,13 @@ class EngineConfig(BaseModel):
     store_misses: bool = Field(default=True, frozen=True)
     """Whether retrieved chunks that a prompt contains and the store lacks are ingested after the request, in the
     background."""
+
+    batch_tokens: Annotated[int | None, Option(unit="tokens"), BeforeValidator(_count)] = Field(
+        default=None, frozen=True
+    )
+    """How many tokens ingestion computes in one forward: the same new texts then give the same bytes, whatever the
+    speed of the machine, with the same number of threads. By default what takes half a second, or less beside
+    requests."""
 
     variants: Annotated[int, Option(unit="variants"), BeforeValidator(_variants)] = Field(default=0, frozen=True)
     """How many variants of a chunk are kept beside its plain KV: its KV behind the chunks that stood before it in

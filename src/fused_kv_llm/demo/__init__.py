@@ -13,7 +13,15 @@ if TYPE_CHECKING:
     from fused_kv_llm.demo.embedder import MiniLM
     from fused_kv_llm.demo.llama_embedder import MiniLMEmbedding
     from fused_kv_llm.demo.page_cache import drop_page_cache
-    from fused_kv_llm.demo.passages import SUFFIXES, FoundPassage, Passage, read_passages, split_text
+    from fused_kv_llm.demo.passages import (
+        SUFFIXES,
+        FoundPassage,
+        Passage,
+        find_files,
+        read_file,
+        read_passages,
+        split_text,
+    )
     from fused_kv_llm.demo.rag import Rag, RagPrompt
     from fused_kv_llm.demo.retrieval import PassageIndex
     from fused_kv_llm.demo.settings import DEMO
@@ -36,10 +44,12 @@ __all__ = [
     "describe",
     "drop_page_cache",
     "explain",
+    "find_files",
     "handbook_folder",
     "handbook_passages",
     "handbook_questions",
     "medians",
+    "read_file",
     "read_passages",
     "sources",
     "split_text",
@@ -64,6 +74,8 @@ _MODULES = {
     "describe": "show",
     "drop_page_cache": "page_cache",
     "explain": "show",
+    "find_files": "passages",
+    "read_file": "passages",
     "medians": "comparison",
     "read_passages": "passages",
     "sources": "show",

@@ -12,7 +12,7 @@ from pathlib import Path
 from fused_kv_llm.demo.plain_text import csv_text, html_text
 from fused_kv_llm.errors import ConfigError, CorpusError, FusedKVWarning, MissingExtraError
 
-__all__ = ["SUFFIXES", "FoundPassage", "Passage", "read_passages", "split_text"]
+__all__ = ["SUFFIXES", "FoundPassage", "Passage", "find_files", "read_file", "read_passages", "split_text"]
 
 SUFFIXES = (".txt", ".md", ".pdf", ".csv", ".html", ".htm")
 _BLANK_LINES = re.compile(r"\n[^\S\n]*\n\s*")
@@ -83,13 +83,27 @@ def read_passages(
         raise ConfigError(f"chunk_chars={chunk_chars} is too small to be worth storing: use 100 or more")
     named = [Path(path) for path in paths]
     passages: dict[str, Passage] = {}
-    for file in _files(named):
-        for text in split_text(_read(file, max_pages, named=file in named), chunk_chars):
+    for file in find_files(named):
+        for text in read_file(file, chunk_chars, max_pages, named=file in named):
             passages.setdefault(text, Passage(text, str(file)))
     if not passages:
         places = ", ".join(map(str, named)) or "nothing"
         raise CorpusError(f"No text in {places}: expected files of type {', '.join(SUFFIXES)}")
     return list(passages.values())
+
+
+def read_file(file: Path, chunk_chars: int, max_pages: int | None = None, *, named: bool = True) -> list[str]:
+    """Read one file and split it; as :func:`read_passages`, but that equal texts are there as often as they are.
+
+    Parameters
+    ----------
+    file : Path
+    chunk_chars : int
+    max_pages : int or None
+    named : bool
+        Whether somebody named the file, so that it is an error if it cannot be read.
+    """
+    return split_text(_read(file, max_pages, named=named), chunk_chars)
 
 
 def split_text(text: str, chunk_chars: int) -> list[str]:
@@ -121,7 +135,8 @@ def _split_long(paragraph: str, chunk_chars: int) -> list[str]:
     return [piece.strip() for piece in splitter.split_text(paragraph)]
 
 
-def _files(paths: Iterable[Path]) -> Iterator[Path]:
+def find_files(paths: Iterable[Path]) -> Iterator[Path]:
+    """Yield files, and those in folders that can be read, in the order of :func:`read_passages`."""
     for path in paths:
         if path.is_dir():
             yield from sorted(file for file in path.rglob("*") if _is_wanted(file, path))

@@ -14,6 +14,7 @@ from fused_kv_llm.offline import (
     AnchorBuilder,
     BackgroundWork,
     CorpusPlanner,
+    FixedPieces,
     GivenNeighbours,
     Ingestor,
     PrefillCost,
@@ -65,6 +66,8 @@ class EngineCorpus:
         What the engine's selector sees: chunks that are ingested in the background get the anchors that it asks for.
     variants, variant_bytes : int, int, str or None
         How many variants are kept of a chunk, and bytes of all.
+    batch_tokens : int or None
+        Tokens of one forward; None leaves it to the loop that owns the model.
 
     Attributes
     ----------
@@ -85,10 +88,12 @@ class EngineCorpus:
         store_misses: bool,
         variants: int = 0,
         variant_bytes: int | str | None = None,
+        batch_tokens: int | None = None,
     ) -> None:
         loaded, store, encode = parts.loaded, parts.store, parts.renderer.encode_chunk
         self._store, self._catalog = store, parts.catalog
-        owner = loop_of(loaded.model)
+        loop = loop_of(loaded.model)
+        owner = loop if batch_tokens is None else FixedPieces(loop, batch_tokens)
         room = parts.context_length - len(parts.prefix.token_ids)
         planner = CorpusPlanner(parts.catalog, parts.identity, encode, room)
         self._preprocessor = (

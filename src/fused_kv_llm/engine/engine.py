@@ -98,6 +98,7 @@ class FusedKVEngine(ChunkMethods, PromptMethods, ExplainMethods):
                 store_misses=config.store_misses,
                 variants=config.variants,
                 variant_bytes=config.variant_bytes,
+                batch_tokens=config.batch_tokens,
             )
             limits = limits_of(config, parts.loaded.device)
             self.store.wait_at_most(config.load_timeout_s)

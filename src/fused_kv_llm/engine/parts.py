@@ -77,10 +77,20 @@ class EngineParts:
         return self.loaded.geometry.context_length
 
 
-def open_parts(config: EngineConfig) -> EngineParts:
+def open_parts(
+    config: EngineConfig, *, remote_options: dict[str, Any] | None = None, learn: bool = True
+) -> EngineParts:
     """Open the store, then load the model.
 
     A store that cannot be used is known at once, while loading a model takes long.
+
+    Parameters
+    ----------
+    config : EngineConfig
+    remote_options : dict or None
+        Further arguments of the remote tier's backend.
+    learn : bool
+        Whether to learn at once what other machines have put on the remote tier.
 
     Raises
     ------
@@ -94,6 +104,9 @@ def open_parts(config: EngineConfig) -> EngineParts:
         policy=config.policy,
         kv_dtype=config.kv_dtype,
         remote=config.remote,
+        remote_options=remote_options,
+        learn=learn,
+        refresh_s=config.refresh_s,
     )
     try:
         loaded = _load(config)

@@ -5,35 +5,66 @@ from __future__ import annotations
 from .alternative_path import AlternativePath
 from .anchors import AnchorBuilder
 from .background import BackgroundWork, Preprocess, PreprocessingCounts
+from .batches import PendingChunk, batches, walk_neighbours
+from .context_prefill import BATCH_TOKENS as CONTEXT_BATCH_TOKENS
+from .context_prefill import BETWEEN_CHUNKS, PLAIN_KV_BYTES
 from .corpus import CorpusPlanner
 from .embedder import Embedder, SentenceEmbedder, as_embedder
+from .fixed_pieces import FixedPieces
 from .neighbour_graph import Similarity
+from .neighbour_index import NearestSearch, nearest
 from .neighbours import GivenNeighbours
-from .prefill import Ingestor
+from .prefill import BATCH_TOKENS, Ingestor
 from .prefill_cost import PrefillCost
 from .preprocess import Preprocessor
+from .preprocessing_plan import PreprocessingPlan, PreprocessingPlanner
+from .progress import PassCounts, progress_bar
 from .questions import questions_from_chunks, retriever_of
+from .shift_fitting import shift_map_name
+from .shift_map import ShiftMap
+from .shift_prompts import prompts_of_chunks
 from .variant_builder import PromptChunks, VariantBuilder
-from .vectors import corpus_vectors
+from .vectors import TEXTS_AT_ONCE, VECTORS_FILE, corpus_vectors, keep_vectors, unknown_texts
 
 __all__ = [
+    "BATCH_TOKENS",
+    "BETWEEN_CHUNKS",
+    "CONTEXT_BATCH_TOKENS",
+    "PLAIN_KV_BYTES",
+    "TEXTS_AT_ONCE",
+    "VECTORS_FILE",
     "AlternativePath",
     "AnchorBuilder",
     "BackgroundWork",
     "CorpusPlanner",
     "Embedder",
+    "FixedPieces",
     "GivenNeighbours",
     "Ingestor",
+    "NearestSearch",
+    "PassCounts",
+    "PendingChunk",
     "PrefillCost",
     "Preprocess",
     "PreprocessingCounts",
+    "PreprocessingPlan",
+    "PreprocessingPlanner",
     "Preprocessor",
     "PromptChunks",
     "SentenceEmbedder",
+    "ShiftMap",
     "Similarity",
     "VariantBuilder",
     "as_embedder",
+    "batches",
     "corpus_vectors",
+    "keep_vectors",
+    "nearest",
+    "progress_bar",
+    "prompts_of_chunks",
     "questions_from_chunks",
     "retriever_of",
+    "shift_map_name",
+    "unknown_texts",
+    "walk_neighbours",
 ]

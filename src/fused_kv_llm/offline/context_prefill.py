@@ -16,7 +16,7 @@ from fused_kv_llm.store import KVStore
 from .batches import PendingChunk, batches, walk_neighbours
 from .plain_kv import PlainKVCache
 
-__all__ = ["BATCH_TOKENS", "BETWEEN_CHUNKS", "ContextPrefill"]
+__all__ = ["BATCH_TOKENS", "BETWEEN_CHUNKS", "PLAIN_KV_BYTES", "ContextPrefill"]
 
 BETWEEN_CHUNKS = "\n\n"
 """What prompts usually have between chunks: LangChain's and LlamaIndex' default."""
@@ -24,7 +24,8 @@ BETWEEN_CHUNKS = "\n\n"
 BATCH_TOKENS = 1024
 """Most tokens of one forward."""
 
-_PLAIN_KV_BYTES = 2**28
+PLAIN_KV_BYTES = 2**28
+"""Most bytes of plain KV that stand by in memory."""
 
 
 class ContextPrefill:
@@ -64,7 +65,7 @@ class ContextPrefill:
         self._loaded, self._store, self._prefix, self._owner = loaded, store, prefix, owner
         self._token_ids, self.stopped = token_ids, stopped
         self._separator = separator
-        self._plain = PlainKVCache(self._plain_kv, _PLAIN_KV_BYTES)
+        self._plain = PlainKVCache(self._plain_kv, PLAIN_KV_BYTES)
         self.neighbour_tokens = 0
 
     def plain(self, key: str) -> ChunkKV:
@@ -80,7 +81,7 @@ class ContextPrefill:
             If it was stopped.
         """
         num_tokens = {key: len(ids) for key, ids in self._token_ids.items()}
-        budget_tokens = _PLAIN_KV_BYTES // self._loaded.geometry.kv_bytes_per_token(self._loaded.dtype)
+        budget_tokens = PLAIN_KV_BYTES // self._loaded.geometry.kv_bytes_per_token(self._loaded.dtype)
         for batch in batches(walk_neighbours(chunks), self._piece_tokens, num_tokens, budget_tokens):
             kept = self._plain.get(key for chunk in batch for key in (chunk.key, *chunk.neighbours))
             after: dict[str, list[ChunkKV]] = {chunk.key: [] for chunk in batch}

@@ -15,8 +15,8 @@ from fused_kv_llm.errors import MissingExtraError
 
 from .embedder import Embedder, SentenceEmbedder
 from .neighbour_file import NeighbourFile
-from .neighbour_index import NeighbourIndex
-from .vectors import corpus_vectors
+from .neighbour_index import NearestSearch, NeighbourIndex
+from .vectors import VECTORS_FILE, corpus_vectors
 
 __all__ = ["NeighbourGraph", "Similarity"]
 
@@ -43,6 +43,8 @@ class Similarity:
     replaces : bool
         Whether all neighbours stand before a chunk at once and the KV behind them replaces its own, as FusionRAG has
         it; otherwise what a few at a time change in it is averaged.
+    search : NearestSearch or None
+        What searches among the vectors; None is faiss in this process.
     """
 
     count: int
@@ -50,6 +52,7 @@ class Similarity:
     folder: Path | None
     tenant: str = ""
     replaces: bool = False
+    search: NearestSearch | None = None
 
 
 class NeighbourGraph:
@@ -71,9 +74,9 @@ class NeighbourGraph:
         self._corpus = f"{identity}:{similarity.count}:{similarity.embedder.name}"
         self._recipe = f"{identity}:{'replaces:' if similarity.replaces else ''}{similarity.count}"
         folder = similarity.folder
-        self._vectors_path = None if folder is None else folder / "vectors.sqlite"
+        self._vectors_path = None if folder is None else folder / VECTORS_FILE
         self._file = NeighbourFile(None if folder is None else folder / "neighbours.sqlite")
-        self._index = NeighbourIndex(similarity.count)
+        self._index = NeighbourIndex(similarity.count, similarity.search)
         self._index_is_current = False
         self._given: dict[str, tuple[str, ...]] = {}
         self._used: dict[str, tuple[str, ...]] = {}

@@ -10,11 +10,15 @@ from numpy.typing import NDArray
 
 from fused_kv_llm.errors import MissingExtraError
 
-__all__ = ["Near", "NeighbourIndex"]
+__all__ = ["Near", "NearestSearch", "NeighbourIndex", "nearest"]
 
 _NONE = -1
 # Beyond this many decimals, the same product differs with the order in which BLAS adds.
 _DECIMALS = 6
+
+
+NearestSearch = Callable[[NDArray[np.float32], NDArray[np.float32], int], tuple[NDArray[np.float32], NDArray[np.int64]]]
+"""Vectors, queries and a number to the similarities of so many vectors nearest to each query, and their rows."""
 
 
 class Near(NamedTuple):
@@ -35,10 +39,12 @@ class NeighbourIndex:
     ----------
     count : int
         Neighbours of a chunk; in a smaller corpus there are fewer.
+    search : NearestSearch
+        What searches; :func:`nearest` does it in this process.
     """
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def __init__(self, count: int, search: NearestSearch | None = None) -> None:
+        self._count, self._nearest = count, search or nearest
         self._clear()
 
     def __len__(self) -> int:
@@ -149,9 +155,15 @@ class NeighbourIndex:
         if len(rows) == 0:
             return
         vectors = self._vectors[: len(self)]
-        similarity, found = _nearest(vectors, vectors[rows], width + 1)
+        similarity, found = self._search_in(vectors, vectors[rows], width + 1)
         for row, scores, others in zip(rows.tolist(), similarity.tolist(), found.tolist(), strict=True):
             self._set(row, [(s, o) for s, o in zip(scores, others, strict=True) if o != row], width)
+
+    def _search_in(
+        self, vectors: NDArray[np.float32], queries: NDArray[np.float32], count: int
+    ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        similarity, rows = self._nearest(vectors, queries, count)
+        return np.round(similarity, _DECIMALS), rows
 
     def _rows_with_nearer(self, first: int, width: int) -> NDArray[np.int64]:
         """Give old chunks the new ones, from `first` on, that are nearer than their last neighbour."""
@@ -159,7 +171,7 @@ class NeighbourIndex:
         if len(old) == 0:
             return old
         new = self._vectors[first : len(self)]
-        similarity, found = _nearest(new, self._vectors[old], min(width, len(new)))
+        similarity, found = self._search_in(new, self._vectors[old], min(width, len(new)))
         closer = similarity[:, 0] >= self._similarity[old, width - 1]
         changed = []
         for row, scores, others in zip(old[closer].tolist(), similarity[closer], found[closer], strict=True):
@@ -176,16 +188,34 @@ class NeighbourIndex:
         self._similarity[row, :width] = [score for score, _ in ordered]
 
 
-def _nearest(
+def nearest(
     vectors: NDArray[np.float32], queries: NDArray[np.float32], count: int
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Return the similarities of the `count` vectors nearest to each query, and their rows; the nearest one first."""
+    """Return the vectors nearest to each query, by the inner product.
+
+    Parameters
+    ----------
+    vectors, queries : numpy.ndarray
+        ``[vectors, dimensions]`` and ``[queries, dimensions]`` float32.
+    count : int
+        At most the number of vectors.
+
+    Returns
+    -------
+    similarity, rows : numpy.ndarray
+        ``[queries, count]`` float32 and int64, the nearest one first.
+
+    Raises
+    ------
+    MissingExtraError
+        If faiss is not installed.
+    """
     try:
         import faiss
     except ImportError as error:
         raise MissingExtraError("faiss-cpu", "similar") from error
     similarity, rows = faiss.knn(queries, vectors, count, metric=faiss.METRIC_INNER_PRODUCT)
-    return np.round(similarity, _DECIMALS), rows
+    return similarity, rows
 
 
 def _joined(rows: NDArray[np.float32], used: int, more: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -123,6 +123,17 @@ class Ingestor:
         report.seconds = time.perf_counter() - started
         return report
 
+    def prefill_together(self, chunks: Sequence[PendingChunk]) -> None:
+        """Compute chunks in one forward and store those that are not stored; for whoever plans the batches elsewhere.
+
+        Raises
+        ------
+        StoreFullError, StoreUnavailableError
+            They cannot be written.
+        """
+        for chunk, kv in zip(chunks, self._prefill(chunks), strict=True):
+            self._write(chunk, kv)
+
     def adopt(self, texts: Iterable[str]) -> int:
         """Store those of several chunks whose KV answered prompts have left; nothing is computed.
 

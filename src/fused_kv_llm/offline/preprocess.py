@@ -9,59 +9,32 @@ chunk can be used before this pass, and the pass can stop anywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from fused_kv_llm.chunk import ChunkKV
-from fused_kv_llm.context_shift import context_shift, shift_name
+from fused_kv_llm.context_shift import context_shift
 from fused_kv_llm.errors import ConfigError
-from fused_kv_llm.model import LoadedModel, ModelOwner, PrefixKV, StoppedError
+from fused_kv_llm.model import LoadedModel, ModelOwner, PrefixKV
 from fused_kv_llm.prompt import Segment
-from fused_kv_llm.store import KVStore, replacement_name, replacement_tensors
+from fused_kv_llm.store import KVStore, replacement_tensors
 
 from .batches import PendingChunk
 from .context_prefill import BETWEEN_CHUNKS, ContextPrefill
 from .corpus import CorpusPlanner
-from .neighbour_graph import NeighbourGraph, Similarity
+from .neighbour_graph import Similarity
 from .neighbours import GivenNeighbours, given_neighbours
-from .shift_fitting import ShiftFitting
+from .preprocessing_plan import PreprocessingPlan, PreprocessingPlanner
+from .shift_fitting import ShiftFitting, shift_map_name
+from .shift_map import ShiftMap
 from .variant_builder import PromptChunks
 from .writer import BackgroundWriter
 
-__all__ = ["CONTEXT_CHUNKS", "PreprocessingPlan", "Preprocessor"]
-
-CONTEXT_CHUNKS = 3
-"""Neighbours that stand before a chunk at a time, where what they change is averaged."""
+__all__ = ["Preprocessor"]
 
 _CHUNKS_TO_WRITE = 8
-
-
-@dataclass(slots=True)
-class PreprocessingPlan:
-    """What the second pass has to do.
-
-    Parameters
-    ----------
-    chunks : list of PendingChunk
-        Chunks to preprocess, with their contexts.
-    refreshed : set of str
-        Keys of those among them that were preprocessed after other neighbours.
-    stale : int
-        Chunks that were preprocessed after other neighbours and stay as they are.
-    neighbours : dict of str to tuple of str
-        Keys of the neighbours of every chunk, also of those that do not fit before it.
-    token_ids : dict of str to tuple of int
-        Stand-alone ids of the chunks and of their neighbours, by key.
-    """
-
-    chunks: list[PendingChunk] = field(default_factory=list)
-    refreshed: set[str] = field(default_factory=set)
-    stale: int = 0
-    neighbours: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    token_ids: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 class Preprocessor:
@@ -94,15 +67,11 @@ class Preprocessor:
         self._store = store
         self._prefix = prefix
         self._planner = planner
-        self._graph = NeighbourGraph(planner.identity, similarity)
+        self._plans = PreprocessingPlanner(store, planner.catalog, planner.identity, planner.max_tokens, similarity)
         self._owner = owner
         self._replaces = similarity.replaces
-        self._name = replacement_name(similarity.count) if self._replaces else shift_name(similarity.count)
-        self._context_chunks = similarity.count if self._replaces else CONTEXT_CHUNKS
-        self._met: set[str] = set()
-        self._unstored: dict[str, tuple[int, ...]] = {}
-        name = f"shift-map-{planner.identity[:16]}-{similarity.count}.safetensors"
-        self._fitting = ShiftFitting(loaded, owner, prefix, planner, store.kv_dir / name)
+        path = store.kv_dir / shift_map_name(planner.identity, similarity.count)
+        self._fitting = ShiftFitting(loaded, owner, prefix, planner, path)
 
     @property
     def storage(self) -> str:
@@ -120,23 +89,21 @@ class Preprocessor:
         MissingExtraError
             If the embedder has to be asked and what it needs is not installed.
         """
-        self._met.update(chunk.key for chunk in chunks)
+        self._plans.met.update(chunk.key for chunk in chunks)
         if neighbours is None:
-            self._graph.check_installed()
+            self._plans.graph.check_installed()
             return
         found = given_neighbours([chunk.text for chunk in chunks], neighbours)
         known = {chunk.text: chunk for chunk in chunks}
         others = {text: known.get(text) or self._planner.chunk(text) for texts in found.values() for text in texts}
         # A neighbour that is not stored itself can be prefilled as long as this process knows its ids.
         stored = self._store.contains([other.key for other in others.values()]) | {chunk.key for chunk in chunks}
-        self._unstored.update({o.key: o.token_ids for o in others.values() if o.key not in stored})
-        self._graph.give({chunk.key: [others[text].key for text in found[chunk.text]] for chunk in chunks})
+        self._plans.unstored.update({o.key: o.token_ids for o in others.values() if o.key not in stored})
+        self._plans.graph.give({chunk.key: [others[text].key for text in found[chunk.text]] for chunk in chunks})
 
     def lacking(self) -> int:
         """Return how many stored chunks are not preprocessed, without asking who their neighbours are."""
-        keys = self._store.sidecars.lacking(self._planner.identity, self._name)
-        alone = len(keys) == 1 == len(self._planner.catalog.keys())
-        return 0 if alone else sum(self._graph.may_have_neighbours(key) for key in keys)
+        return self._plans.lacking()
 
     def plan(self, stopped: Callable[[], bool], *, refresh: bool) -> PreprocessingPlan:
         """Compare chunks that are new with the others, and return what has to be done.
@@ -155,22 +122,24 @@ class Preprocessor:
         StoppedError
             If it was stopped, or chunks were deleted meanwhile; it can be called again.
         """
-        self._graph.update(
-            self._planner.catalog.keys(), self._texts_of, lambda: self._owner.run(lambda: None, stopped=stopped)
-        )
-        lacking = set(self._store.sidecars.lacking(self._planner.identity, self._name))
-        met, self._met = self._met, set()
-        lacking |= {key for key in met - lacking if not self._store.sidecars.has(key, self._name)}
-        stale = self._graph.stale() - lacking
-        plan = PreprocessingPlan(refreshed=stale if refresh else set(), stale=0 if refresh else len(stale))
-        plan.neighbours = near = {key: self._graph.neighbours(key) for key in sorted(lacking | plan.refreshed)}
-        rows = self._store.rows({*near, *(other for others in near.values() for other in others)})
-        plan.token_ids = {**self._unstored, **{key: row.token_ids for key, row in rows.items()}}
-        for key, others in near.items():
-            contexts = self._contexts(key, others, plan.token_ids) if key in rows else ()
-            if contexts:
-                plan.chunks.append(PendingChunk(key, rows[key].text, rows[key].token_ids, contexts))
-        return plan
+        return self._plans.plan(lambda: self._owner.run(lambda: None, stopped=stopped), refresh=refresh)
+
+    def fit(self, plan: PreprocessingPlan, prompts: Sequence[PromptChunks]) -> ShiftMap:
+        """Fit the shift map to prompts, for this process and others; see :func:`.prompts_of_chunks`.
+
+        Parameters
+        ----------
+        plan : PreprocessingPlan
+            Has the chunks of the prompts, with their contexts.
+        prompts : sequence of PromptChunks
+            At least two.
+        """
+        prefill = self._context_prefill(plan, lambda: False)
+        return self._fitting.fit(prompts, {chunk.key: chunk for chunk in plan.chunks}, prefill)
+
+    def settle(self, shift_map: ShiftMap | None) -> None:
+        """Correct shifts by a map that was fitted elsewhere, or by none, from now on."""
+        self._fitting.settle(shift_map)
 
     def run(
         self, plan: PreprocessingPlan, written: Callable[[PendingChunk, int], None], stopped: Callable[[], bool]
@@ -197,17 +166,13 @@ class Preprocessor:
         StoppedError
             If it was stopped.
         """
-        # FusionRAG's equation 10 has none between chunks.
-        separator = () if self._replaces else self._planner.chunk(BETWEEN_CHUNKS).token_ids
-        prefill = ContextPrefill(
-            self._loaded, self._store, self._prefix, self._owner, plan.token_ids, stopped, separator
-        )
+        prefill = self._context_prefill(plan, stopped)
 
         def write(item: tuple[PendingChunk, ChunkKV, list[ChunkKV]]) -> None:
             chunk, before, after = item
             nbytes = self._write(chunk.key, self._side(before, after))
             if nbytes is not None:
-                self._graph.preprocessed(chunk.key, plan.neighbours[chunk.key])
+                self._plans.graph.preprocessed(chunk.key, plan.neighbours[chunk.key])
                 written(chunk, nbytes)
 
         # The next batch is computed while what a chunk's contexts change is compressed and written.
@@ -242,34 +207,12 @@ class Preprocessor:
 
     def close(self) -> None:
         """Close the file of neighbours."""
-        self._graph.close()
+        self._plans.graph.close()
 
-    def _texts_of(self, keys: Sequence[str]) -> dict[str, str]:
-        rows = self._store.rows(keys)
-        if len(rows) < len(keys):
-            # Some were deleted since they were listed, so it is planned again without them.
-            raise StoppedError
-        return {key: row.text for key, row in rows.items()}
-
-    def _contexts(
-        self, key: str, nearest: Sequence[str], token_ids: Mapping[str, tuple[int, ...]]
-    ) -> tuple[tuple[str, ...], ...]:
-        """Return contexts of so many neighbours as stand together and fit before the chunk, the nearest one first.
-
-        That order measured closer to full prefill than the nearest one last.
-        """
-        contexts = []
-        known = [other for other in nearest if other in token_ids]
-        for begin in range(0, len(known), self._context_chunks):
-            room, fitting = self._planner.max_tokens - len(token_ids[key]), list[str]()
-            for other in known[begin : begin + self._context_chunks]:
-                room -= len(token_ids[other])
-                if room <= 0:
-                    break
-                fitting.append(other)
-            if fitting:
-                contexts.append(tuple(fitting))
-        return tuple(contexts)
+    def _context_prefill(self, plan: PreprocessingPlan, stopped: Callable[[], bool]) -> ContextPrefill:
+        # FusionRAG's equation 10 has none between chunks.
+        separator = () if self._replaces else self._planner.chunk(BETWEEN_CHUNKS).token_ids
+        return ContextPrefill(self._loaded, self._store, self._prefix, self._owner, plan.token_ids, stopped, separator)
 
     def _side(self, before: ChunkKV, after: Sequence[ChunkKV]) -> dict[str, Tensor]:
         """Return a chunk's sidecar: what its neighbours change in it, or its KV behind them."""
@@ -284,7 +227,7 @@ class Preprocessor:
 
     def _write(self, key: str, side: dict[str, Tensor]) -> int | None:
         try:
-            return self._store.sidecars.put(key, self._name, side, by_rows=True)
+            return self._store.sidecars.put(key, self._plans.name, side, by_rows=True)
         except ConfigError:
             if self._store.contains([key]):
                 raise

@@ -27,6 +27,8 @@ class PassCounts:
         What is done and written.
     nbytes : int
         Bytes written.
+    unit : str
+        What is counted as tokens.
     """
 
     total_chunks: int = 0
@@ -34,6 +36,7 @@ class PassCounts:
     chunks: int = 0
     tokens: int = 0
     nbytes: int = 0
+    unit: str = "tokens"
 
     def add(self, tokens: int, nbytes: int) -> None:
         """Count one chunk that is written."""
@@ -44,8 +47,8 @@ class PassCounts:
     def speed(self, elapsed_s: float) -> str:
         """Return chunks and tokens per second, and bytes written, for people."""
         elapsed_s = max(elapsed_s, 1e-9)
-        rate = f"{self.chunks / elapsed_s:.1f} chunks/s, {self.tokens / elapsed_s:,.0f} tokens/s"
-        return f"{rate}, {self.nbytes / 1e6:,.0f} MB"
+        rate = f"{self.chunks / elapsed_s:.1f} chunks/s, {self.tokens / elapsed_s:,.0f} {self.unit}/s"
+        return f"{rate}, {self.nbytes / 1e6:,.0f} MB" if self.nbytes or self.unit == "tokens" else rate
 
 
 @contextmanager
@@ -107,7 +110,7 @@ class _Lines:
     def __init__(self, title: str, counts: PassCounts, console: Console) -> None:
         self._title, self._counts, self._console = title, counts, console
         self._started_s = self._shown_s = time.monotonic()
-        self._print(f"{counts.total_chunks} chunks, {counts.total_tokens:,} tokens")
+        self._print(f"{counts.total_chunks} chunks, {counts.total_tokens:,} {counts.unit}")
 
     def show(self) -> None:
         now = time.monotonic()

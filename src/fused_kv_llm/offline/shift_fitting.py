@@ -20,7 +20,19 @@ from .shift_prompts import prompts_of_chunks
 from .true_kv import true_kv
 from .variant_builder import PromptChunks
 
-__all__ = ["ShiftFitting"]
+__all__ = ["ShiftFitting", "shift_map_name"]
+
+
+def shift_map_name(identity: str, num_neighbours: int) -> str:
+    """Return the name of the file of a map.
+
+    Parameters
+    ----------
+    identity : str
+        ``KVIdentity.digest``.
+    num_neighbours : int
+    """
+    return f"shift-map-{identity[:16]}-{num_neighbours}.safetensors"
 
 
 class ShiftFitting:
@@ -44,6 +56,7 @@ class ShiftFitting:
         self._loaded, self._owner, self._prefix, self._planner = loaded, owner, prefix, planner
         self._path = path
         self._map: ShiftMap | None = None
+        self._is_settled = False
 
     def prepare(
         self, chunks: Sequence[PendingChunk], token_ids: Mapping[str, tuple[int, ...]], prefill: ContextPrefill
@@ -57,20 +70,40 @@ class ShiftFitting:
         StoppedError
             If `prefill` was stopped.
         """
-        if self._map is not None or not chunks or not self._loaded.geometry.attends_cache:
+        if self._is_settled or not chunks or not self._loaded.geometry.attends_cache:
             return
         self._map = read_shift_map(self._path, prefill.plain(chunks[0].key))
         if self._map is not None:
+            self._is_settled = True
             return
         separator = self._planner.chunk(BETWEEN_CHUNKS).token_ids
         prompts = prompts_of_chunks(chunks, token_ids, self._prefix.token_ids, separator, self._planner.max_tokens)
         if prompts:
-            pending = {chunk.key: chunk for chunk in chunks}
-            known, last = ShiftLessons(), ShiftLessons()
-            for prompt in prompts:
-                self._learn(last if prompt is prompts[-1] else known, prompt, pending, prefill)
-            self._map = fit_shift_map(known, last)
-            self._map.write(self._path)
+            found = self.fit(prompts, {chunk.key: chunk for chunk in chunks}, prefill)
+            found.write(self._path)
+            self.settle(found)
+
+    def fit(
+        self, prompts: Sequence[PromptChunks], chunks: Mapping[str, PendingChunk], prefill: ContextPrefill
+    ) -> ShiftMap:
+        """Return the map that is fitted to prompts; raises as :meth:`prepare`.
+
+        Parameters
+        ----------
+        prompts : sequence of PromptChunks
+            At least two.
+        chunks : mapping of str to PendingChunk
+            Those that stand in them, with their contexts, by key.
+        prefill : ContextPrefill
+        """
+        known, last = ShiftLessons(), ShiftLessons()
+        for prompt in prompts:
+            self._learn(last if prompt is prompts[-1] else known, prompt, chunks, prefill)
+        return fit_shift_map(known, last)
+
+    def settle(self, shift_map: ShiftMap | None) -> None:
+        """Use this map, or none, from now on: nothing is read or fitted any more."""
+        self._map, self._is_settled = shift_map, True
 
     def shift(self, before: ChunkKV, after: Sequence[ChunkKV]) -> tuple[Tensor, Tensor]:
         """Return a chunk's shift, float32 keys and values ``[L, Hkv, T, D]``, corrected if there is a map.

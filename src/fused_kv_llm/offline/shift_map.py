@@ -67,7 +67,16 @@ class ShiftMap:
 
     def write(self, path: Path) -> None:
         """Write the map; raises OSError."""
-        write_atomically(path, save({"weights": self.weights.cpu().contiguous()}))
+        write_atomically(path, self.to_bytes())
+
+    def to_bytes(self) -> bytes:
+        """Return the content of the map's file."""
+        return save({"weights": self.weights.cpu().contiguous()})
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> ShiftMap:
+        """Return the map in a file's content; raises SafetensorError or KeyError if there is none."""
+        return cls(load(data)["weights"].float())
 
 
 def read_shift_map(path: Path, plain: ChunkKV) -> ShiftMap | None:

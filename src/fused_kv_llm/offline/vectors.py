@@ -16,10 +16,15 @@ from fused_kv_llm.errors import FusedKVWarning
 
 from .embedder import Embedder
 
-__all__ = ["corpus_vectors"]
+__all__ = ["TEXTS_AT_ONCE", "VECTORS_FILE", "corpus_vectors", "keep_vectors", "unknown_texts"]
+
+VECTORS_FILE = "vectors.sqlite"
+"""Name of the file beside the store."""
+
+TEXTS_AT_ONCE = 16
+"""Texts that an embedder gets at once: together with others, a text may get a vector with other last digits."""
 
 _ROWS_AT_ONCE = 256
-_TEXTS_AT_ONCE = 16
 _BUSY_S = 30.0
 
 
@@ -52,19 +57,48 @@ def corpus_vectors(
     numpy.ndarray
         ``[texts, dimensions]`` float32.
     """
-    # Nothing is added without a tenant, so that vectors of earlier releases are found.
-    salt = f"{embedder.name}\0" if not tenant else f"{embedder.name}\0{len(tenant)}\0{tenant}\0"
-    digests = [hashlib.sha256(f"{salt}{text}".encode("utf-8", "surrogatepass")).digest() for text in texts]
+    digests = _digests(texts, embedder, tenant)
     known = _recall(digests, path)
     missing = [i for i, digest in enumerate(digests) if digest not in known]
-    for begin in range(0, len(missing), _TEXTS_AT_ONCE):
+    for begin in range(0, len(missing), TEXTS_AT_ONCE):
         wait()
-        batch = missing[begin : begin + _TEXTS_AT_ONCE]
+        batch = missing[begin : begin + TEXTS_AT_ONCE]
         made = embedder.encode([texts[i] for i in batch])
         fresh = {digests[i]: vector for i, vector in zip(batch, made, strict=True)}
         _remember(fresh, path)
         known.update(fresh)
     return np.stack([known[digest] for digest in digests]) if texts else np.zeros((0, 1), np.float32)
+
+
+def unknown_texts(texts: Sequence[str], embedder: Embedder, path: Path, *, tenant: str = "") -> list[str]:
+    """Return those of some distinct texts whose vectors are not remembered, in their order."""
+    digests = _digests(texts, embedder, tenant)
+    known = _recall(digests, path)
+    return [text for text, digest in zip(texts, digests, strict=True) if digest not in known]
+
+
+def keep_vectors(
+    texts: Sequence[str], vectors: NDArray[np.float32], embedder: Embedder, path: Path, *, tenant: str = ""
+) -> None:
+    """Remember vectors that were made elsewhere.
+
+    Parameters
+    ----------
+    texts : sequence of str
+    vectors : numpy.ndarray
+        ``[texts, dimensions]`` float32, of unit length.
+    embedder : Embedder
+        Whose vectors they are.
+    path : Path
+    tenant : str
+    """
+    _remember(dict(zip(_digests(texts, embedder, tenant), vectors, strict=True)), path)
+
+
+def _digests(texts: Sequence[str], embedder: Embedder, tenant: str) -> list[bytes]:
+    # Nothing is added without a tenant, so that vectors of earlier releases are found.
+    salt = f"{embedder.name}\0" if not tenant else f"{embedder.name}\0{len(tenant)}\0{tenant}\0"
+    return [hashlib.sha256(f"{salt}{text}".encode("utf-8", "surrogatepass")).digest() for text in texts]
 
 
 def _connect(path: Path) -> sqlite3.Connection:

@@ -25,8 +25,10 @@ from fused_kv_llm.store.read import (
     StoredSidecar,
     ThrottledReader,
 )
+from fused_kv_llm.store.refresh import RefreshReport
 from fused_kv_llm.store.remote import public_url
 from fused_kv_llm.store.replacement import REPLACEMENT, open_replacement, replacement_name, replacement_tensors
+from fused_kv_llm.store.shared import SharedTier, StoredElsewhere
 from fused_kv_llm.store.sidecars import Sidecars
 from fused_kv_llm.store.stats import ChunkStanding, StoreStats
 from fused_kv_llm.store.store import KVStore
@@ -53,9 +55,12 @@ __all__ = [
     "KVStore",
     "Policy",
     "RecomputeCost",
+    "RefreshReport",
+    "SharedTier",
     "Sidecars",
     "StoreCounters",
     "StoreStats",
+    "StoredElsewhere",
     "StoredKV",
     "StoredLayers",
     "StoredSidecar",

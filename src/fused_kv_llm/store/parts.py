@@ -17,6 +17,8 @@ from fused_kv_llm.store.format import FileCodec, check_key, open_cipher
 from fused_kv_llm.store.index import ChunkIndex, resolve_policy
 from fused_kv_llm.store.promotion import Promoter, demote
 from fused_kv_llm.store.read import FileReader, MemoryTier, Prefetcher
+from fused_kv_llm.store.refresh import Refresher, RefreshReport
+from fused_kv_llm.store.refreshing import Refreshing
 from fused_kv_llm.store.remote import RemoteTier, open_remote
 from fused_kv_llm.store.uses import UseLog
 from fused_kv_llm.store.writer import ChunkWriter
@@ -29,7 +31,7 @@ class StoreParts:
 
     Parameters
     ----------
-    kv_dir, memory_bytes, disk_bytes, policy, encryption_key, remote, remote_options, read_only
+    kv_dir, memory_bytes, disk_bytes, policy, encryption_key, remote, remote_options, learn, refresh_s, read_only
         As ``KVStore`` takes them.
 
     Attributes
@@ -40,6 +42,7 @@ class StoreParts:
         How files are read.
     budget, writer, damage : DiskBudget, ChunkWriter, DamageControl
         How files are written, and taken out again.
+    tier : RemoteTier or None
     promoter : Promoter or None
         The way from the remote tier, if there is one and the store may be written.
     """
@@ -54,24 +57,27 @@ class StoreParts:
         encryption_key: str | bytes | None,
         remote: str | None,
         remote_options: dict[str, Any] | None,
+        learn: bool,
+        refresh_s: float | None,
         read_only: bool,
     ) -> None:
         memory_budget = parse_bytes(memory_bytes, "memory_bytes")
         disk_budget = None if disk_bytes is None else parse_bytes(disk_bytes, "disk_bytes")
         rule, cipher = resolve_policy(policy), open_cipher(encryption_key)
         self.read_only, self.closed = read_only, False
+        self._refreshing: Refreshing | None = None
         self.codec, self.uses = FileCodec(cipher), UseLog()
         self.folder = StoreFolder(kv_dir, read_only=read_only)
         if not read_only and not _has_index(self.folder.index_path):
             # A new index is bound to the key for good.
             check_files_key(self.folder, self.codec)
         self.index = ChunkIndex(self.folder.index_path, rule, cipher, read_only=read_only)
-        self._tier: RemoteTier | None = None
+        self.tier: RemoteTier | None = None
         try:
-            self._tier = None if remote is None else open_remote(remote, remote_options)
+            self.tier = None if remote is None else open_remote(remote, remote_options)
             self.budget = DiskBudget(
                 disk_budget, self.folder, self.index, self.uses,
-                partial(demote, self._tier, self.folder, self.index, self.uses),
+                partial(demote, self.tier, self.folder, self.index, self.uses),
             )  # fmt: skip
             self.memory = MemoryTier(memory_budget, rule)
             self.reader = FileReader(self.folder, self.memory, self.codec)
@@ -79,9 +85,12 @@ class StoreParts:
             self.damage = DamageControl(self.folder, self.index, self.reader, self.uses, read_only=read_only)
             self.writer = ChunkWriter(self.folder, self.index, self.budget, self.uses, self.damage.ignored)
             self.promoter: Promoter | None = None
-            if self._tier is not None and not read_only:
-                self.promoter = Promoter(self._tier, self.folder, self.index, self.writer, self.uses, self.codec)
-                self.promoter.learn()
+            if self.tier is not None and not read_only:
+                self.promoter = Promoter(self.tier, self.folder, self.index, self.writer, self.uses, self.codec)
+                if learn:
+                    self.refresh()
+                if refresh_s is not None:
+                    self._refreshing = Refreshing(self.refresh, refresh_s)
         except BaseException:
             self._disconnect()
             raise
@@ -99,6 +108,17 @@ class StoreParts:
                 f"The store in {self.folder.root} was opened with read_only=True. Open it without, to change it."
             )
 
+    def refresh(self) -> RefreshReport:
+        """Learn what other machines have changed on the remote tier, which there has to be."""
+        tier = self.promoter_of().remote
+        return Refresher(tier, self.folder, self.index, self.reader, self.uses, self.codec).refresh()
+
+    def promoter_of(self) -> Promoter:
+        """Return the way from the remote tier; raises StoreUnavailableError if there is none."""
+        if self.promoter is None:
+            raise StoreUnavailableError(f"The store in {self.folder.root} has no remote tier, or is read-only.")
+        return self.promoter
+
     def fetch(self, keys: Sequence[str]) -> set[str]:
         """Bring chunks from the remote tier to the disk; see ``KVStore.fetch``."""
         self.check_open()
@@ -115,6 +135,8 @@ class StoreParts:
         if self.closed:
             return
         self.closed = True
+        if self._refreshing is not None:
+            self._refreshing.close()
         self.prefetcher.close()
         if not self.read_only:
             # Only a few uses can be lost here.
@@ -125,8 +147,8 @@ class StoreParts:
 
     def _disconnect(self) -> None:
         try:
-            if self._tier is not None:
-                self._tier.close()
+            if self.tier is not None:
+                self.tier.close()
         finally:
             self.index.close()
 

@@ -7,18 +7,14 @@ from collections.abc import Iterable, Sequence
 from fused_kv_llm.errors import ChunkDamagedError, ChunkKeyError, StoreError
 from fused_kv_llm.store.damage import warn
 from fused_kv_llm.store.folder import StoreFolder
-from fused_kv_llm.store.format import ChunkHeader, FileCodec, file_name, parse_name
-from fused_kv_llm.store.index import ChunkIndex, ChunkRow, Place
+from fused_kv_llm.store.format import FileCodec, file_name
+from fused_kv_llm.store.index import ChunkIndex, Place
 from fused_kv_llm.store.read import as_file, verify_chunk
 from fused_kv_llm.store.remote import RemoteTier
 from fused_kv_llm.store.uses import UseLog
 from fused_kv_llm.store.writer import ChunkWriter
 
 __all__ = ["Promoter", "demote"]
-
-_LEARNT_AT_ONCE = 256
-# Enough for the texts and token ids of chunks of several thousand tokens.
-_HEADER_NBYTES = 256 * 1024
 
 
 def demote(remote: RemoteTier | None, folder: StoreFolder, index: ChunkIndex, uses: UseLog, key: str) -> bool:
@@ -90,45 +86,6 @@ class Promoter:
         self._uses.add(promoted=len(fetched))
         return fetched
 
-    def learn(self) -> int:
-        """Add rows for chunks on the remote tier that the index does not know; returns how many.
-
-        Raises
-        ------
-        StoreUnavailableError
-            The remote tier cannot be used.
-        """
-        sizes = self.remote.sizes()
-        parsed = [parse_name(name) for name in sizes]
-        keys = [found[0] for found in parsed if found is not None and found[1] is None]
-        known = self._index.present(keys)
-        new = [key for key in keys if key not in known]
-        added = 0
-        for start in range(0, len(new), _LEARNT_AT_ONCE):
-            batch = new[start : start + _LEARNT_AT_ONCE]
-            beginnings = self.remote.get([file_name(key) for key in batch], _HEADER_NBYTES)
-            for key in batch:
-                name = file_name(key)
-                if name not in beginnings:
-                    continue
-                with as_file(beginnings[name]) as fd:
-                    try:
-                        header = self._codec.read_chunk_header(fd, key, sizes[name])
-                    except ChunkDamagedError as error:
-                        self._report(key, error.reason)
-                    else:
-                        self._add_row(header, sizes[name])
-                        added += 1
-        return added
-
-    def _add_row(self, header: ChunkHeader, nbytes: int) -> None:
-        row = ChunkRow.from_header(header, nbytes)
-        with self._index.transaction():
-            if not self._index.present([header.key]):
-                self._index.add(row, header.content)
-                place = Place(on_disk=False, on_remote=True)
-                self._index.ledger.add(header.key, nbytes, header.num_tokens, 0.0, place)
-
     def _keep(self, key: str, files: dict[str | None, memoryview], place: Place) -> bool:
         if None not in files:
             self._drop(key, "the remote tier does not have it any more")
@@ -157,9 +114,10 @@ class Promoter:
                 # Another process has deleted the chunk, or copied it to the disk.
                 return
             self._index.remove([key], "damaged")
-        self._report(key, reason)
+        self.report(key, reason)
 
-    def _report(self, key: str, reason: str) -> None:
+    def report(self, key: str, reason: str) -> None:
+        """Count and warn about a chunk on the remote tier that cannot be used."""
         self._uses.add(damaged=1)
         warn(f"The KV of chunk {key} on {self.remote.url} cannot be used: {reason}. It is computed afresh.")
 

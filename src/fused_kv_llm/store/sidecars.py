@@ -48,6 +48,10 @@ class Sidecars:
         """Return the names of a chunk's sidecars, in their order."""
         return sorted(self._parts.index.ledger.sidecars(key))
 
+    def sizes_of(self, key: str) -> dict[str, int]:
+        """Return the names and bytes of a chunk's sidecars."""
+        return self._parts.index.ledger.sidecars(key)
+
     def sizes(self, beginning: str) -> dict[tuple[str, str], int]:
         """Return the bytes of all sidecars on the disk whose names have this beginning, by chunk and name."""
         return self._parts.index.ledger.sidecars_named(beginning)

@@ -18,6 +18,7 @@ from fused_kv_llm.store.opening import open_chunk
 from fused_kv_llm.store.parts import StoreParts
 from fused_kv_llm.store.read import BlockReader, StoredKV
 from fused_kv_llm.store.references import References
+from fused_kv_llm.store.shared import SharedTier
 from fused_kv_llm.store.sidecars import Sidecars
 from fused_kv_llm.store.stats import ChunkStanding, StoreStats
 from fused_kv_llm.store.upkeep import StoreUpkeep
@@ -53,6 +54,10 @@ class KVStore:
         that other machines have put there are found when the store is opened.
     remote_options : dict or None
         Further arguments of the remote tier's backend.
+    learn : bool
+        Whether to learn at once what other machines have changed there, see :meth:`SharedTier.refresh`.
+    refresh_s : float or None
+        Seconds after which a thread looks again for such changes; None never does.
     read_only : bool
         Change nothing in the folder.
 
@@ -64,6 +69,8 @@ class KVStore:
         Chunks in one file, for another machine.
     references : References
         What models computed when their first chunks were stored.
+    shared : SharedTier
+        The remote tier as a store that other machines write to as well.
     namespaces : Namespaces
         For which models, dtypes and templates there are chunks.
 
@@ -86,6 +93,8 @@ class KVStore:
         encryption_key: str | bytes | None = None,
         remote: str | None = None,
         remote_options: dict[str, Any] | None = None,
+        learn: bool = True,
+        refresh_s: float | None = None,
         read_only: bool = False,
     ) -> None:
         self.kv_dir = Path(kv_dir).expanduser()
@@ -98,6 +107,8 @@ class KVStore:
             encryption_key=encryption_key,
             remote=remote,
             remote_options=remote_options,
+            learn=learn,
+            refresh_s=refresh_s,
             read_only=read_only,
         )
         self._upkeep = StoreUpkeep(self._parts)
@@ -105,6 +116,7 @@ class KVStore:
         self.archive = Archive(self._parts)
         self.references = References(self._parts)
         self.namespaces = Namespaces(self._parts)
+        self.shared = SharedTier(self._parts)
 
     # -- writing ---------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fused_kv_llm.store.audit.check import check_store
+from fused_kv_llm.store.audit.check import check_remote, check_store
 from fused_kv_llm.store.audit.findings import CheckReport, Finding, Progress
 from fused_kv_llm.store.audit.rebuild import rebuild_index
 
@@ -10,6 +10,7 @@ __all__ = [
     "CheckReport",
     "Finding",
     "Progress",
+    "check_remote",
     "check_store",
     "rebuild_index",
 ]

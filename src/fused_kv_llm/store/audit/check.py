@@ -11,6 +11,8 @@ The kinds of findings:
 - wrong row: a row that disagrees with its file
 - temporary: what a dead writer left
 
+Those of a remote tier are the same, see :mod:`fused_kv_llm.store.audit.remote`.
+
 Chunks are audited before sidecars, their files before their rows: whether a sidecar still has a chunk is known only
 when all chunks were audited, and so one audit mends everything.
 """
@@ -24,12 +26,14 @@ from functools import partial
 from fused_kv_llm.store.audit.audit import Audit
 from fused_kv_llm.store.audit.chunks import ChunkAudit
 from fused_kv_llm.store.audit.findings import CheckReport, Progress
+from fused_kv_llm.store.audit.remote import RemoteAudit
 from fused_kv_llm.store.audit.sidecars import SidecarAudit
 from fused_kv_llm.store.folder import STAGING, StoreFolder, check_files_key
 from fused_kv_llm.store.format import FileCodec
 from fused_kv_llm.store.index import ChunkIndex
+from fused_kv_llm.store.remote import RemoteTier
 
-__all__ = ["check_store"]
+__all__ = ["check_remote", "check_store"]
 
 
 def check_store(
@@ -85,6 +89,47 @@ def check_store(
     if fix:
         with index.transaction():
             index.ledger.recount()
+    return audit.report
+
+
+def check_remote(
+    folder: StoreFolder,
+    index: ChunkIndex,
+    codec: FileCodec,
+    remote: RemoteTier,
+    is_ours: Callable[[str], bool],
+    *,
+    fix: bool,
+    progress: Progress | None = None,
+) -> CheckReport:
+    """Audit the remote tier of a store, and mend it if asked to; other machines may go on using it.
+
+    Parameters
+    ----------
+    folder, index, codec : StoreFolder, ChunkIndex, FileCodec
+        The store's.
+    remote : RemoteTier
+    is_ours : callable
+        Whether a name that is no chunk's is nevertheless one of the store's.
+    fix : bool
+        Whether to mend.
+    progress : callable or None
+        Called with the number of bytes read and their number.
+
+    Returns
+    -------
+    CheckReport
+        Of the remote tier alone.
+
+    Raises
+    ------
+    StoreUnavailableError
+        The remote tier cannot be used. With `fix`: no file on the disk was written with this key.
+    """
+    if fix:
+        check_files_key(folder, codec)
+    audit = Audit(folder, index, codec, fix=fix, take_other_keys=False)
+    RemoteAudit(audit, remote, is_ours).run(progress)
     return audit.report
 
 

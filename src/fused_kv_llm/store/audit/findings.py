@@ -48,6 +48,8 @@ class CheckReport:
         Bytes of their files.
     findings : list of Finding
         What was wrong.
+    remote_chunks, remote_nbytes : int
+        Undamaged chunks on the remote tier and their bytes, if it was checked.
     fixed : bool
         Whether it was mended.
     """
@@ -56,6 +58,8 @@ class CheckReport:
     nbytes: int = 0
     findings: list[Finding] = field(default_factory=list)
     fixed: bool = False
+    remote_chunks: int = 0
+    remote_nbytes: int = 0
 
     @property
     def by_kind(self) -> dict[str, int]:

@@ -122,10 +122,12 @@ class Ledger:
         with self._database.connection() as connection:
             old = connection.execute("SELECT nbytes FROM sides WHERE key = ? AND name = ?", (key, name)).fetchone()
             more = nbytes - (old[0] if old else 0)
-            if connection.execute("UPDATE places SET nbytes = nbytes + ? WHERE key = ?", (more, key)).rowcount == 0:
+            update = "UPDATE places SET nbytes = nbytes + ? WHERE key = ? RETURNING on_disk"
+            found = connection.execute(update, (more, key)).fetchall()
+            if not found:
                 return False
             connection.execute("INSERT OR REPLACE INTO sides VALUES (?, ?, ?)", (key, name, nbytes))
-            self._grow(more)
+            self._grow(more * found[0][0])
         return True
 
     def drop_sidecar(self, key: str, name: str) -> None:
@@ -134,8 +136,9 @@ class Ledger:
             query = "DELETE FROM sides WHERE key = ? AND name = ? RETURNING nbytes"
             freed = connection.execute(query, (key, name)).fetchall()
             if freed:
-                connection.execute("UPDATE places SET nbytes = nbytes - ? WHERE key = ?", (freed[0][0], key))
-                self._grow(-freed[0][0])
+                update = "UPDATE places SET nbytes = nbytes - ? WHERE key = ? RETURNING on_disk"
+                found = connection.execute(update, (freed[0][0], key)).fetchall()
+                self._grow(-freed[0][0] * (found[0][0] if found else 1))
 
     def sidecars(self, key: str) -> dict[str, int]:
         """Return names and sizes of a chunk's sidecars."""
@@ -157,6 +160,17 @@ class Ledger:
         with self._database.connection() as connection:
             found = connection.execute("SELECT value FROM totals WHERE name = ?", (name,)).fetchone()
         return found[0] if found is not None else 0.0
+
+    def remote_keys(self) -> set[str]:
+        """Return the keys of all chunks that the remote tier has, as far as is known."""
+        with self._database.connection() as connection:
+            return {row[0] for row in connection.execute("SELECT key FROM places WHERE on_remote = 1")}
+
+    def unpublished(self) -> list[str]:
+        """Return the keys of all chunks on the disk that the remote tier lacks, or lacks a sidecar of."""
+        with self._database.connection() as connection:
+            query = "SELECT key FROM places WHERE on_disk = 1 AND on_remote = 0 ORDER BY key"
+            return [row[0] for row in connection.execute(query)]
 
     def recount(self) -> None:
         """Sum the chunks' bytes anew; inside a transaction."""

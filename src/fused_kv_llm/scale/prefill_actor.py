@@ -1,0 +1,227 @@
+"""An ingestion actor: holds the model, computes batches that the driver has planned, and writes to the shared store.
+
+What it computes with is what an engine ingests with. Its node has a local tier of the shared store, a folder that all
+actors of the node use; the driver is told what is stored, so nobody has to look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fused_kv_llm.chunk import KVIdentity
+from fused_kv_llm.config import EngineConfig
+from fused_kv_llm.engine import EngineParts, open_parts, similarity_of
+from fused_kv_llm.errors import PromptError
+from fused_kv_llm.offline import (
+    BATCH_TOKENS,
+    BETWEEN_CHUNKS,
+    CorpusPlanner,
+    FixedPieces,
+    Ingestor,
+    PendingChunk,
+    PrefillCost,
+    PreprocessingPlan,
+    Preprocessor,
+    PromptChunks,
+    ShiftMap,
+)
+from fused_kv_llm.serving import loop_of
+
+__all__ = ["CorpusFacts", "PrefillActor", "Preprocessed", "StoredChunk"]
+
+
+@dataclass(frozen=True, slots=True)
+class CorpusFacts:
+    """What the driver has to know of the model, which it does not load.
+
+    Parameters
+    ----------
+    identity : KVIdentity
+    about : str
+        What people call it.
+    max_tokens : int
+        Tokens that fit behind the header.
+    header_ids, separator_ids : tuple of int
+        What stands before every chunk, and between two of a prompt.
+    kv_bytes_per_token : int
+    has_shift_map : bool
+        Whether a shift map can be fitted for the model.
+    dtype, kv_dtype : str
+        What it computes in, and what is stored.
+    """
+
+    identity: KVIdentity
+    about: str
+    max_tokens: int
+    header_ids: tuple[int, ...]
+    separator_ids: tuple[int, ...]
+    kv_bytes_per_token: int
+    has_shift_map: bool
+    dtype: str
+    kv_dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoredChunk:
+    """A chunk that is in the shared store: its key, the bytes of its file, and whether it was computed just now."""
+
+    key: str
+    nbytes: int
+    is_new: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Preprocessed:
+    """What a batch of the second pass has stored.
+
+    Parameters
+    ----------
+    sidecars : dict of str to dict of str to int
+        By the chunks' keys, names and bytes of their sidecars.
+    written : dict of str to int
+        By the keys, the bytes of the sidecars that are new.
+    neighbour_tokens : int
+        Tokens of similar chunks that had to be prefilled.
+    """
+
+    sidecars: dict[str, dict[str, int]]
+    written: dict[str, int]
+    neighbour_tokens: int
+
+
+class PrefillActor:
+    """Computes and stores batches of chunks; one call at a time.
+
+    Parameters
+    ----------
+    options : dict
+        Of ``EngineConfig``.
+    store_options : dict
+        Further arguments of the shared store's backend.
+    """
+
+    def __init__(self, options: dict[str, Any], store_options: dict[str, Any]) -> None:
+        self._options, self._store_options = options, store_options
+        self._is_settled = False
+
+    def start(self) -> CorpusFacts:
+        """Load the model, and return what the driver has to know of it.
+
+        Raises
+        ------
+        ConfigError, ModelError, StoreError
+            As an engine does.
+        """
+        config = EngineConfig(**self._options)
+        parts = open_parts(config, remote_options=self._store_options, learn=False)
+        loaded, store = parts.loaded, parts.store
+        room = parts.context_length - len(parts.prefix.token_ids)
+        owner = FixedPieces(loop_of(loaded.model), config.batch_tokens or BATCH_TOKENS)
+        planner = CorpusPlanner(parts.catalog, parts.identity, parts.renderer.encode_chunk, room)
+        similarity = similarity_of(config)
+        self._parts, self._store, self._planner = parts, store, planner
+        self._ingestor = Ingestor(loaded, store, parts.identity, parts.prefix, planner, owner, None,
+                                  PrefillCost(loaded, store.kv_dir))  # fmt: skip
+        # The neighbours are the driver's: nothing is remembered about them here.
+        self._preprocessor = None if similarity is None else Preprocessor(
+            loaded, store, parts.prefix, planner, replace(similarity, folder=None), owner
+        )  # fmt: skip
+        return self._facts(parts, room, fits=similarity is not None and not similarity.replaces)
+
+    def describe(self, texts: Sequence[str]) -> list[tuple[int, ...] | str]:
+        """Return the stand-alone token ids of texts, or why a text cannot have any."""
+        found = list[tuple[int, ...] | str]()
+        for text in texts:
+            try:
+                found.append(tuple(self._parts.renderer.encode_chunk(text)))
+            except PromptError as error:
+                found.append(str(error))
+        return found
+
+    def prefill(self, chunks: Sequence[PendingChunk]) -> list[StoredChunk]:
+        """Compute chunks in one forward, unless all are in the shared store, and store there those that are not.
+
+        Raises
+        ------
+        StoreError
+            If the shared store or the disk cannot be used; what was stored stays, and it can be called again.
+        """
+        keys = [chunk.key for chunk in chunks]
+        # Only a batch that is computed again, since its actor died or another ingestion runs, finds some.
+        there = self._store.shared.present(keys)
+        if there:
+            self._store.shared.bring(sorted(there))
+        new = [chunk for chunk in chunks if chunk.key not in there]
+        if new:
+            # All of them: with others missing, the last bits of the rest would be other ones.
+            self._ingestor.prefill_together(chunks)
+            self._store.shared.publish(keys)
+        rows = self._store.rows(keys)
+        return [StoredChunk(key, rows[key].nbytes, key not in there) for key in keys if key in rows]
+
+    def fit(self, plan: PreprocessingPlan, prompts: Sequence[PromptChunks]) -> bytes:
+        """Fit the shift map to prompts, and return the content of its file.
+
+        Raises
+        ------
+        StoreError
+            If the shared store or the disk cannot be used.
+        """
+        self._bring(plan)
+        return self._second_pass.fit(plan, prompts).to_bytes()
+
+    def preprocess(self, plan: PreprocessingPlan, shift_map: bytes | None) -> Preprocessed:
+        """Preprocess chunks behind their contexts and store what that makes.
+
+        Parameters
+        ----------
+        plan : PreprocessingPlan
+            One batch.
+        shift_map : bytes or None
+            The file of the map that corrects shifts, the same in every call; None corrects nothing.
+
+        Raises
+        ------
+        StoreError
+            If the shared store or the disk cannot be used; it can be called again.
+        """
+        if not self._is_settled:
+            self._second_pass.settle(None if shift_map is None else ShiftMap.from_bytes(shift_map))
+            self._is_settled = True
+        self._bring(plan)
+        written: dict[str, int] = {}
+        tokens = self._second_pass.run(plan, lambda chunk, n: written.__setitem__(chunk.key, n), lambda: False)
+        self._store.shared.publish(written)
+        sidecars = {key: self._store.sidecars.sizes_of(key) for key in written}
+        return Preprocessed(sidecars, written, tokens)
+
+    def close(self) -> None:
+        """Close the store's local tier."""
+        self._store.close()
+
+    @property
+    def _second_pass(self) -> Preprocessor:
+        if self._preprocessor is None:
+            raise ValueError('preprocessing="none" has no second pass')
+        return self._preprocessor
+
+    def _bring(self, plan: PreprocessingPlan) -> None:
+        """Have the plain KV of a plan's chunks and of those in their contexts on the disk."""
+        wanted = dict.fromkeys(key for chunk in plan.chunks for key in (chunk.key, *chunk.neighbours))
+        self._store.shared.bring(list(wanted))
+
+    def _facts(self, parts: EngineParts, room: int, *, fits: bool) -> CorpusFacts:
+        loaded = parts.loaded
+        return CorpusFacts(
+            parts.namespace,
+            parts.store.namespaces.names().get(parts.identity, loaded.model_id),
+            room,
+            parts.prefix.token_ids,
+            self._planner.chunk(BETWEEN_CHUNKS).token_ids,
+            loaded.geometry.kv_bytes_per_token(loaded.dtype),
+            fits and loaded.geometry.attends_cache,
+            parts.dtype,
+            parts.kv_dtype,
+        )

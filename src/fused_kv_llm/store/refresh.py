@@ -1,0 +1,184 @@
+"""Keeping the index in step with a remote tier that other machines write to as well.
+
+The tier is the truth about what it holds, the disk is a cache of it. So what others have put there becomes a row; a
+cached chunk that has got another sidecar there is fetched again when it is read next; and a chunk that is not there any
+more, since its document has changed or was deleted, leaves this machine too. Chunks that were never copied there are
+not touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fused_kv_llm.errors import ChunkDamagedError
+from fused_kv_llm.store.damage import warn
+from fused_kv_llm.store.folder import StoreFolder
+from fused_kv_llm.store.format import FileCodec, file_name, parse_name
+from fused_kv_llm.store.index import ChunkIndex, ChunkRow, Place
+from fused_kv_llm.store.read import FileReader, as_file
+from fused_kv_llm.store.remote import RemoteTier
+from fused_kv_llm.store.uses import UseLog
+
+__all__ = ["RefreshReport", "Refresher"]
+
+_LEARNT_AT_ONCE = 256
+# Most headers are far shorter; those with the texts and token ids of chunks of several thousand tokens are not.
+_HEADER_NBYTES = 16 * 1024
+_LONG_HEADER_NBYTES = 256 * 1024
+_LENGTH_NBYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class RefreshReport:
+    """What had changed on a remote tier.
+
+    Parameters
+    ----------
+    chunks : int
+        Chunks that other machines have put there.
+    sidecars : int
+        Sidecars of chunks that were known, likewise.
+    gone : int
+        Chunks that are not there any more, and were deleted here.
+    """
+
+    chunks: int = 0
+    sidecars: int = 0
+    gone: int = 0
+
+
+class Refresher:
+    """Compares a remote tier with the index, and mends the index.
+
+    Parameters
+    ----------
+    remote : RemoteTier
+    folder, index, reader, uses : StoreFolder, ChunkIndex, FileReader, UseLog
+        The store's.
+    codec : FileCodec
+        Decodes headers.
+    """
+
+    def __init__(
+        self,
+        remote: RemoteTier,
+        folder: StoreFolder,
+        index: ChunkIndex,
+        reader: FileReader,
+        uses: UseLog,
+        codec: FileCodec,
+    ) -> None:
+        self._remote, self._folder, self._index = remote, folder, index
+        self._reader, self._uses, self._codec = reader, uses, codec
+
+    def refresh(self) -> RefreshReport:
+        """Learn what has changed on the remote tier.
+
+        Raises
+        ------
+        StoreUnavailableError
+            The remote tier cannot be used.
+        """
+        # Before the tier is listed: what is copied there meanwhile is not in the list and has not gone.
+        before = self._index.ledger.remote_keys()
+        sizes = self._remote.sizes()
+        there: dict[str, dict[str, int]] = {}
+        parsed = {name: found for name in sizes if (found := parse_name(name)) is not None}
+        for name, (key, side) in parsed.items():
+            if side is None:
+                there.setdefault(key, {})
+            elif file_name(key) in sizes:
+                there.setdefault(key, {})[side] = sizes[name]
+        known = self._index.present(there)
+        new = [key for key in there if key not in known]
+        added = sum(self._learn(new[at : at + _LEARNT_AT_ONCE], sizes, there)
+                    for at in range(0, len(new), _LEARNT_AT_ONCE))  # fmt: skip
+        more = sum(self._compare(key, there[key]) for key in known)
+        return RefreshReport(added, more, self._forget(before - there.keys(), is_empty=not there))
+
+    def _learn(self, keys: Sequence[str], sizes: Mapping[str, int], there: Mapping[str, Mapping[str, int]]) -> int:
+        beginnings = self._beginnings([file_name(key) for key in keys])
+        added = 0
+        for key in keys:
+            name = file_name(key)
+            if name not in beginnings:
+                continue
+            with as_file(beginnings[name]) as fd:
+                try:
+                    header = self._codec.read_chunk_header(fd, key, sizes[name])
+                except ChunkDamagedError as error:
+                    self._uses.add(damaged=1)
+                    warn(f"The KV of chunk {key} on {self._remote.url} cannot be used: {error.reason}. "
+                         "It is computed afresh.")  # fmt: skip
+                    continue
+            row = ChunkRow.from_header(header, sizes[name])
+            with self._index.transaction():
+                if not self._index.present([key]):
+                    self._index.add(row, header.content)
+                    place = Place(on_disk=False, on_remote=True)
+                    self._index.ledger.add(key, row.nbytes, header.num_tokens, 0.0, place)
+                    for side, nbytes in there[key].items():
+                        self._index.ledger.add_sidecar(key, side, nbytes)
+                    added += 1
+        return added
+
+    def _beginnings(self, names: Sequence[str]) -> dict[str, bytes]:
+        found = self._remote.get(names, _HEADER_NBYTES)
+        longer = [
+            name
+            for name, data in found.items()
+            if len(data) == _HEADER_NBYTES
+            and int.from_bytes(data[:_LENGTH_NBYTES], "little") + _LENGTH_NBYTES > _HEADER_NBYTES
+        ]
+        return {**found, **self._remote.get(longer, _LONG_HEADER_NBYTES)}
+
+    def _compare(self, key: str, there: Mapping[str, int]) -> int:
+        """Take note of what the tier has of a chunk that is known; return how many sidecars are new."""
+        with self._index.transaction():
+            place, sidecars = self._index.ledger.place(key), self._index.ledger.sidecars(key)
+            if place is None:
+                return 0
+            new = [name for name, nbytes in there.items() if sidecars.get(name) != nbytes]
+            if not place.on_remote:
+                # Computed on both machines. What only this one has is copied when the chunk is evicted.
+                if place.on_disk and not new and sidecars.keys() <= there.keys():
+                    self._index.ledger.move(key, Place(on_disk=True, on_remote=True))
+                return 0
+            if not new:
+                return 0
+            if place.on_disk:
+                # What is cached lacks them. A chunk that is being read is left for the next time.
+                if not self._folder.evict(key):
+                    return 0
+                for name in sidecars:
+                    self._folder.remove(key, name)
+                self._index.ledger.move(key, Place(on_disk=False, on_remote=True))
+            for name in sidecars.keys() - there.keys():
+                self._index.ledger.drop_sidecar(key, name)
+            for name in new:
+                self._index.ledger.add_sidecar(key, name, there[name])
+        self._reader.forget(key, *sidecars)
+        return len(new)
+
+    def _forget(self, gone: set[str], *, is_empty: bool) -> int:
+        """Delete chunks that the tier does not have any more, and return how many."""
+        if gone and is_empty:
+            # A server that was emptied, or another bucket: that is no reason to throw a cache away.
+            warn(f"Nothing is left of {len(gone)} chunks on {self._remote.url}. What is on the disk here is kept, and "
+                 "copied there again when it is evicted.")  # fmt: skip
+        forgotten = 0
+        for key in gone:
+            with self._index.transaction():
+                place, sidecars = self._index.ledger.place(key), self._index.ledger.sidecars(key)
+                if place is None or not place.on_remote:
+                    continue
+                if is_empty and place.on_disk:
+                    self._index.ledger.move(key, Place(on_disk=True, on_remote=False))
+                    continue
+                self._index.remove([key], "deleted")
+                for name in (None, *sidecars):
+                    self._folder.remove(key, name)
+            self._reader.forget(key, *sidecars)
+            forgotten += 1
+        return forgotten

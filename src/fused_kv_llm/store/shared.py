@@ -1,0 +1,250 @@
+"""The remote tier as a store that many machines write to and read from; each machine's disk is a cache of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from fused_kv_llm.chunk import ContentHash
+from fused_kv_llm.errors import ChunkDamagedError, ConfigError, StoreUnavailableError
+from fused_kv_llm.store.audit import CheckReport, Progress, check_remote
+from fused_kv_llm.store.format import check_key, file_name
+from fused_kv_llm.store.index import ChunkRow, Place
+from fused_kv_llm.store.parts import StoreParts
+from fused_kv_llm.store.read import as_file, verify_chunk
+from fused_kv_llm.store.refresh import RefreshReport
+from fused_kv_llm.store.remote import RemoteTier
+
+__all__ = ["SharedTier", "StoredElsewhere", "is_shared_file"]
+
+_PRESENT_NBYTES = 8
+_SHARED_FILE = re.compile(r"shift-map-[0-9a-f]{16}-[0-9]+\.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredElsewhere:
+    """What another process has put on the remote tier.
+
+    Parameters
+    ----------
+    row : ChunkRow
+        The chunk; the bytes are those of its own file.
+    content : ContentHash
+        Hashes of its text.
+    sidecars : dict of str to int
+        Names and bytes of its sidecars.
+    """
+
+    row: ChunkRow
+    content: ContentHash
+    sidecars: Mapping[str, int] = field(default_factory=dict)
+
+
+def is_shared_file(name: str) -> bool:
+    """Whether an object of a remote tier is a file that belongs to no chunk, such as a shift map."""
+    return _SHARED_FILE.fullmatch(name) is not None
+
+
+class SharedTier:
+    """What is done with the remote tier of one store besides evicting and reading, ``KVStore.shared``.
+
+    Any number of machines may do it at once. An object is written whole, under a name that says what it holds, so two
+    that write the same chunk write the same object.
+
+    Parameters
+    ----------
+    parts : StoreParts
+        The store's.
+    """
+
+    def __init__(self, parts: StoreParts) -> None:
+        self._parts = parts
+
+    def present(self, keys: Sequence[str]) -> set[str]:
+        """Return those of some chunks that the remote tier has, asking it; raises as :meth:`publish`."""
+        self._parts.check_open()
+        names = {file_name(check_key(key)): key for key in keys}
+        return {names[name] for name in self._remote().get(list(names), _PRESENT_NBYTES)}
+
+    def publish(self, keys: Iterable[str] | None = None) -> int:
+        """Copy chunks and their sidecars to the remote tier now, and keep them on the disk.
+
+        Parameters
+        ----------
+        keys : iterable of str or None
+            Chunks on the disk; those that the tier has already cost nothing. None is all.
+
+        Returns
+        -------
+        int
+            Bytes copied. A chunk's own file that another machine has put there is not copied again.
+
+        Raises
+        ------
+        StoreUnavailableError
+            There is no remote tier, or it cannot be used; or this store is read-only.
+        """
+        self._parts.check_writable()
+        remote = self._remote()
+        wanted = self._parts.index.ledger.unpublished() if keys is None else [check_key(key) for key in keys]
+        waiting = [key for key in wanted if self._is_waiting(key)]
+        there = self.present(waiting)
+        return sum(self._publish(remote, key, with_chunk=key not in there) for key in waiting)
+
+    def bring(self, keys: Sequence[str]) -> set[str]:
+        """Bring chunks to the disk, also such as the index does not know yet, in one call.
+
+        Parameters
+        ----------
+        keys : sequence of str
+
+        Returns
+        -------
+        set of str
+            Those of `keys` that are on the disk now. What is not on the remote tier, or damaged there, is left out.
+
+        Raises
+        ------
+        StoreUnavailableError, StoreFullError
+            The remote tier or the disk cannot be used.
+        """
+        self._parts.check_writable()
+        remote = self._remote()
+        wanted = [check_key(key) for key in keys]
+        known = self._parts.index.present(wanted)
+        self._parts.fetch([key for key in wanted if key in known])
+        unknown = [key for key in dict.fromkeys(wanted) if key not in known]
+        for name, data in remote.get([file_name(key) for key in unknown]).items():
+            self._take(name, memoryview(data))
+        return {key for key in wanted if self._parts.folder.has(key)}
+
+    def note(self, stored: Iterable[StoredElsewhere]) -> None:
+        """Take note of what others have put on the remote tier, without asking it."""
+        self._parts.check_writable()
+        ledger = self._parts.index.ledger
+        for one in stored:
+            key = one.row.key
+            with self._parts.index.transaction():
+                if not self._parts.index.present([key]):
+                    self._parts.index.add(one.row, one.content)
+                    place = Place(on_disk=False, on_remote=True)
+                    ledger.add(key, one.row.nbytes, float(len(one.row.token_ids)), 0.0, place)
+                place = ledger.place(key) or Place(on_disk=False, on_remote=False)
+                # On the disk there are those that this machine has written, and nothing else.
+                if not place.on_disk:
+                    for name, nbytes in one.sidecars.items():
+                        ledger.add_sidecar(key, name, nbytes)
+
+    def refresh(self) -> RefreshReport:
+        """Learn what other machines have changed on the remote tier; see :mod:`fused_kv_llm.store.refresh`.
+
+        Raises
+        ------
+        StoreUnavailableError
+            There is no remote tier, or it cannot be used; or this store is read-only.
+        """
+        self._parts.check_writable()
+        self._remote()
+        return self._parts.refresh()
+
+    def check(self, *, fix: bool = False, progress: Progress | None = None) -> CheckReport:
+        """Read every object of the remote tier and compare it with its row.
+
+        Open the store with ``learn=False``, or the rows have just been brought in step.
+
+        Parameters
+        ----------
+        fix : bool
+            Mend what was found: delete damaged objects, of which the disk's copy is published anew, and sidecars
+            without a chunk; add rows of undamaged objects; drop rows without one.
+        progress : callable or None
+            Called with the number of bytes read and their number.
+
+        Returns
+        -------
+        CheckReport
+            Of the remote tier alone.
+
+        Raises
+        ------
+        StoreUnavailableError
+            There is no remote tier, or it cannot be used. To mend: the store is read-only, or none of the files on
+            its disk was written with its key.
+        """
+        if fix:
+            self._parts.check_writable()
+        else:
+            self._parts.check_open()
+        parts = self._parts
+        return check_remote(
+            parts.folder, parts.index, parts.codec, self._remote(), is_shared_file, fix=fix, progress=progress
+        )
+
+    def read_file(self, name: str) -> bytes | None:
+        """Return a file that belongs to no chunk; None if it is not there.
+
+        Raises
+        ------
+        ConfigError
+            The name is not one of such files.
+        StoreUnavailableError
+            There is no remote tier, or it cannot be used.
+        """
+        self._parts.check_open()
+        return self._remote().get([_checked(name)]).get(name)
+
+    def write_file(self, name: str, data: bytes) -> None:
+        """Write a file that belongs to no chunk; raises as :meth:`read_file`."""
+        self._parts.check_writable()
+        self._remote().put(_checked(name), [memoryview(data)])
+
+    def _remote(self) -> RemoteTier:
+        if self._parts.tier is None:
+            raise StoreUnavailableError(
+                f"The store in {self._parts.folder.root} has no remote tier: open it with remote=URL (--remote)."
+            )
+        return self._parts.tier
+
+    def _is_waiting(self, key: str) -> bool:
+        place = self._parts.index.ledger.place(key)
+        return place is not None and place.on_disk and not place.on_remote
+
+    def _publish(self, remote: RemoteTier, key: str, *, with_chunk: bool) -> int:
+        sidecars = self._parts.index.ledger.sidecars(key)
+        nbytes = 0
+        try:
+            # The chunk comes last, so that its sidecars are there when it is.
+            for name in (*sidecars, *((None,) if with_chunk else ())):
+                with open(self._parts.folder.open_file(key, name), "rb") as file:
+                    data = file.read()
+                remote.put(file_name(key, name), [memoryview(data)])
+                nbytes += len(data)
+        except FileNotFoundError:
+            # Another process has evicted or deleted the chunk.
+            return nbytes
+        with self._parts.index.transaction():
+            # A sidecar that came meanwhile is copied with the next call.
+            if self._is_waiting(key) and self._parts.index.ledger.sidecars(key) == sidecars:
+                self._parts.index.ledger.move(key, Place(on_disk=True, on_remote=True))
+        self._parts.uses.add(demoted=1)
+        return nbytes
+
+    def _take(self, name: str, data: memoryview) -> None:
+        key = name.partition(".")[0]
+        with self._parts.writer.lock(key), as_file(data) as fd:
+            try:
+                header = verify_chunk(self._parts.codec, fd, key)
+            except ChunkDamagedError as error:
+                self._parts.promoter_of().report(key, error.reason)
+                return
+            row = ChunkRow.from_header(header, len(data))
+            if self._parts.writer.write(row, header.content, [data], float(header.num_tokens)):
+                with self._parts.index.transaction():
+                    self._parts.index.ledger.move(key, Place(on_disk=True, on_remote=True))
+
+
+def _checked(name: str) -> str:
+    if not is_shared_file(name):
+        raise ConfigError(f"{name!r} is not the name of a file beside the chunks, such as a shift map's.")
+    return name

@@ -1,0 +1,271 @@
+"""A remote tier that several machines write to and read from; every store of its own folder is a machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from random_chunks import Chunk
+from services import Remote
+from waiting import wait_until
+
+from fused_kv_llm.errors import ConfigError, FusedKVWarning, StoreUnavailableError
+from fused_kv_llm.prompt import content_hash
+from fused_kv_llm.store import KVStore, RefreshReport, StoredElsewhere, refreshing
+
+pytestmark = pytest.mark.filterwarnings("error::fused_kv_llm.errors.FusedKVWarning")
+SHIFT = "shift-9"
+
+
+@pytest.fixture
+def chunks(make_chunk) -> list[Chunk]:
+    return [make_chunk(seed) for seed in range(4)]
+
+
+def objects(remote: Remote) -> dict[str, bytes]:
+    tier = remote.open()
+    return tier.get(list(tier.sizes()))
+
+
+def put_shift(store: KVStore, chunk: Chunk, start: int = 0) -> None:
+    store.sidecars.put(chunk.key, SHIFT, {"shift": torch.arange(start, start + 5)})
+
+
+def test_what_one_machine_publishes_others_learn_with_its_sidecars(remote, tmp_path, chunks):
+    with remote.store(tmp_path / "one") as one, remote.store(tmp_path / "two") as two:
+        for chunk in chunks:
+            chunk.put(one)
+        put_shift(one, chunks[0])
+        assert two.shared.refresh() == RefreshReport()
+        copied = one.shared.publish()
+        assert copied == sum(len(data) for data in objects(remote).values()) > 0
+        # They stay on the disk, and are not copied twice.
+        assert one.stats().tiers["disk"][0] == one.stats().tiers["remote"][0] == 4
+        assert one.shared.publish() == 0
+        assert two.shared.refresh() == RefreshReport(chunks=4)
+        assert two.stats().tiers["disk"] == (0, 0)
+        assert two.rows([chunks[2].key])[chunks[2].key].text == chunks[2].text
+        assert torch.equal(two.sidecars.read(chunks[0].key, SHIFT)["shift"], torch.arange(5))
+        assert chunks[1].open(two).tier == "remote"
+        assert chunks[1].open(two).tier == "disk", "the disk is a cache of what was read"
+        assert two.check().findings == two.shared.check().findings == []
+
+
+def test_a_machine_that_opens_the_store_later_has_the_sidecars_too(remote, tmp_path, chunks):
+    with remote.store(tmp_path / "one") as one:
+        chunks[0].put(one)
+        put_shift(one, chunks[0])
+        one.shared.publish()
+    with remote.store(tmp_path / "two") as two:
+        assert two.sidecars.lacking(chunks[0].identity, SHIFT) == []
+        assert torch.equal(two.sidecars.read(chunks[0].key, SHIFT)["shift"], torch.arange(5))
+
+
+def test_two_that_compute_the_same_chunk_write_one_object(remote, tmp_path, chunks):
+    with remote.store(tmp_path / "one") as one, remote.store(tmp_path / "two") as two:
+        for store in (one, two):
+            chunks[0].put(store)
+        assert one.shared.publish() > 0
+        assert two.shared.publish() == 0
+        assert set(objects(remote)) == {f"{chunks[0].key}.safetensors"}
+        # Both know that it is there, so evicting it copies nothing.
+        assert two.evict(0) == 1
+        assert two.counters().demoted == 1
+        assert chunks[0].open(two).tier == "remote"
+
+
+def test_a_cached_chunk_that_got_another_sidecar_is_fetched_again(remote, tmp_path, chunks):
+    with remote.store(tmp_path / "one") as one, remote.store(tmp_path / "two") as two:
+        chunks[0].put(one)
+        one.shared.publish()
+        two.shared.refresh()
+        chunks[0].open(two).close()
+        put_shift(one, chunks[0])
+        assert one.shared.publish() < len(objects(remote)[f"{chunks[0].key}.safetensors"]), "only the sidecar is copied"
+        assert two.sidecars.read(chunks[0].key, SHIFT) is None
+        assert two.shared.refresh() == RefreshReport(sidecars=1)
+        assert torch.equal(two.sidecars.read(chunks[0].key, SHIFT)["shift"], torch.arange(5))
+        assert two.check().findings == []
+        assert two.shared.refresh() == RefreshReport()
+
+
+def test_deleted_chunks_leave_every_machine(remote, tmp_path, chunks, make_chunk):
+    with remote.store(tmp_path / "one") as one, remote.store(tmp_path / "two") as two:
+        for chunk in chunks:
+            chunk.put(one)
+        one.shared.publish()
+        two.shared.refresh()
+        for chunk in chunks[:2]:
+            chunk.open(two).close()
+        own = make_chunk(77)
+        own.put(two)
+        assert one.delete([chunks[0].key, chunks[2].key]) == 2
+        assert two.shared.refresh() == RefreshReport(gone=2)
+        assert two.contains(c.key for c in chunks) == {chunks[1].key, chunks[3].key}
+        assert chunks[0].open(two) is None
+        assert not list((tmp_path / "two").rglob(f"{chunks[0].key}*"))
+        assert two.contains([own.key]) == {own.key}, "what was never shared stays"
+        assert two.departures([chunks[0].key]) == {chunks[0].key: "deleted"}
+        assert two.check().findings == []
+
+
+def test_a_tier_that_was_emptied_costs_no_cache(remote, tmp_path, chunks):
+    with remote.store(tmp_path / "one") as one:
+        for chunk in chunks[:2]:
+            chunk.put(one)
+        one.shared.publish()
+        one.evict(0)
+        chunks[0].open(one).close()
+        tier = remote.open()
+        tier.delete(list(tier.sizes()))
+        with pytest.warns(FusedKVWarning, match="Nothing is left of 2 chunks"):
+            assert one.shared.refresh() == RefreshReport(gone=1)
+        assert chunks[0].open(one).tier == "disk"
+        assert one.shared.publish() > 0
+
+
+def test_tenants_share_a_tier_and_find_nothing_of_each_other(remote, tmp_path, make_chunk):
+    one, two = make_chunk(5, tenant="ada"), make_chunk(5, tenant="bob")
+    assert one.text == two.text
+    with remote.store(tmp_path / "one") as store:
+        one.put(store)
+        two.put(store)
+        store.shared.publish()
+    assert len(objects(remote)) == 2
+    with remote.store(tmp_path / "three") as store:
+        assert store.keys(one.identity) == [one.key]
+        assert store.keys(two.identity) == [two.key]
+
+
+def test_chunks_are_brought_that_the_index_does_not_know(remote, tmp_path, chunks):
+    with remote.store(tmp_path / "one") as one:
+        for chunk in chunks[:3]:
+            chunk.put(one)
+        one.shared.publish()
+    damaged = bytearray(objects(remote)[f"{chunks[2].key}.safetensors"])
+    damaged[-3] ^= 1
+    remote.open().put(f"{chunks[2].key}.safetensors", [memoryview(bytes(damaged))])
+    with remote.store(tmp_path / "two", learn=False) as two:
+        assert two.stats().chunks == 0
+        with pytest.warns(FusedKVWarning, match="cannot be used"):
+            assert two.shared.bring([c.key for c in chunks]) == {chunks[0].key, chunks[1].key}
+        assert chunks[0].open(two).tier == "disk"
+        assert two.shared.publish() == 0
+
+
+def test_what_others_have_stored_is_noted_without_asking_the_tier(remote, tmp_path, chunks, monkeypatch):
+    with remote.store(tmp_path / "one") as one:
+        chunks[0].put(one)
+        put_shift(one, chunks[0])
+        one.shared.publish()
+        row = one.rows([chunks[0].key])[chunks[0].key]
+    with remote.store(tmp_path / "two", learn=False) as two:
+        sizes = {name: len(data) for name, data in objects(remote).items()}
+        side = {SHIFT: sizes[f"{chunks[0].key}.{SHIFT}.safetensors"]}
+        two.shared.note([StoredElsewhere(row, content_hash(row.text), side)] * 2)
+        assert two.sidecars.lacking(row.identity, SHIFT) == []
+        assert two.stats().tiers["remote"] == (1, sum(sizes.values()))
+        assert two.stats().tiers["disk"] == (0, 0)
+        assert two.shared.refresh() == RefreshReport()
+        assert chunks[0].open(two).tier == "remote"
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_the_check_reads_every_object_and_mends(remote, tmp_path, chunks, cached):
+    with remote.store(tmp_path / "one") as one:
+        for chunk in chunks:
+            chunk.put(one)
+        put_shift(one, chunks[1])
+        one.shared.publish()
+        if not cached:
+            one.evict(0)
+    before, tier = objects(remote), remote.open()
+    names = [f"{chunk.key}.safetensors" for chunk in chunks]
+    raw = bytearray(before[names[0]])
+    raw[-9] ^= 8
+    tier.put(names[0], [memoryview(bytes(raw))])
+    tier.delete([names[1]])
+    tier.put("notes.txt", [memoryview(b"hello")])
+    tier.put(f"shift-map-{'0' * 16}-9.safetensors", [memoryview(b"a map")])
+    with remote.store(tmp_path / "one", learn=False) as one:
+        report = one.shared.check()
+        assert report.by_kind == {"damaged": 1, "missing": 1, "orphaned": 1, "foreign": 1}
+        assert (report.remote_chunks, report.left) == (2, 4)
+        assert one.shared.check().by_kind == report.by_kind, "nothing was mended"
+        assert one.shared.check(fix=True).left == 1
+        assert one.shared.check().by_kind == {"foreign": 1}
+        assert one.contains(c.key for c in chunks) == {c.key for c in (chunks if cached else chunks[2:])}
+        one.shared.publish()
+        after = objects(remote)
+        assert after.pop("notes.txt") == b"hello"
+        after.pop(f"shift-map-{'0' * 16}-9.safetensors")
+        assert after == (before if cached else {name: before[name] for name in names[2:]})
+    # A machine that knows nothing learns what is sound.
+    with remote.store(tmp_path / "two", learn=False) as two:
+        assert two.shared.check().by_kind["orphaned"] == (4 if cached else 2)
+        two.shared.check(fix=True)
+        assert two.stats().chunks == (4 if cached else 2)
+        assert two.sidecars.has(chunks[1].key, SHIFT) == cached
+
+
+def test_an_archive_of_rows_with_long_texts_is_learnt(remote, tmp_path, make_chunk):
+    long = make_chunk(9, more_text=" word" * 9000)
+    with remote.store(tmp_path / "one") as one:
+        long.put(one)
+        one.shared.publish()
+    with remote.store(tmp_path / "two") as two:
+        assert two.rows([long.key])[long.key].text == long.text
+
+
+def test_shared_files_have_names_of_their_own(remote, tmp_path):
+    name = f"shift-map-{'ab' * 8}-9.safetensors"
+    with remote.store(tmp_path / "one") as one:
+        assert one.shared.read_file(name) is None
+        one.shared.write_file(name, b"map")
+        assert one.shared.read_file(name) == b"map"
+        for wrong in ("../x", f"{'0' * 64}.safetensors", "shift-map-x-9.safetensors"):
+            with pytest.raises(ConfigError, match="not the name"):
+                one.shared.write_file(wrong, b"")
+    with remote.store(tmp_path / "two") as two:
+        assert two.stats().chunks == 0
+
+
+def test_without_a_remote_tier_it_says_so(kv_dir: Path):
+    with KVStore(kv_dir) as store:
+        for call in (store.shared.publish, store.shared.refresh, store.shared.check):
+            with pytest.raises(StoreUnavailableError, match="no remote tier"):
+                call()
+
+
+def test_a_store_looks_again_by_itself(remote, tmp_path, chunks):
+    with remote.store(tmp_path / "one") as one, remote.store(tmp_path / "two", refresh_s=0.05) as two:
+        for chunk in chunks[:2]:
+            chunk.put(one)
+        one.shared.publish()
+        wait_until(lambda: len(two.contains(c.key for c in chunks)) == 2)
+        one.delete([chunks[0].key])
+        wait_until(lambda: not two.contains([chunks[0].key]))
+    with pytest.raises(ConfigError, match="refresh_s"):
+        remote.store(tmp_path / "three", refresh_s=0)
+
+
+def test_a_tier_that_is_away_is_told_once_and_found_again(tmp_path, chunks, monkeypatch):
+    remote = Remote(f"file://{tmp_path}/shared")
+    with remote.store(tmp_path / "one") as one, remote.store(tmp_path / "two", refresh_s=0.02, learn=False) as two:
+        tier, told = two._parts.tier, []
+        monkeypatch.setattr(refreshing, "warn", told.append)
+        sizes, asked = tier.sizes, []
+
+        def away():
+            asked.append(1)
+            raise StoreUnavailableError("away")
+
+        monkeypatch.setattr(tier, "sizes", away)
+        wait_until(lambda: len(asked) >= 3)
+        monkeypatch.setattr(tier, "sizes", sizes)
+        chunks[0].put(one)
+        one.shared.publish()
+        wait_until(lambda: two.contains([chunks[0].key]))
+        assert len(told) == 1
+        assert "away" in told[0]
