@@ -4,7 +4,7 @@
 
 Every prompt is a system text with passages of the handbook, the same ones every time, and a question of its own. Four
 processes answer them, one after the other: vLLM alone; vLLM with the connector and an empty store, where the first
-prompt is stored; vLLM with the connector again; and once more with a file damaged. Before every prompt vLLM's own
+prompt is stored; vLLM with the connector again; and once more with every file damaged. Before every prompt vLLM's own
 prefix cache is emptied, and the system forgets what it has cached of the store's files.
 
 vLLM needs another environment, which ``make test-vllm`` makes. `run_vllm` is what the tests use as well.
@@ -147,7 +147,8 @@ def measure(model: Path, num_tokens: int, questions: Sequence[str], threads: int
             steps += [{"ask": ids, "max_tokens": 24}]
         for name, transfer in (("vllm", None), ("empty store", config), ("stored", config), ("damaged", config)):
             if name == "damaged":
-                damage(sorted((kv_dir / "chunks").rglob("*.safetensors"))[0])
+                for path in (kv_dir / "chunks").rglob("*.safetensors"):
+                    damage(path)
             result, _ = run_vllm(model, steps, transfer, threads=threads, dtype="bfloat16")
             answers, whole = result["answers"][1::2], result["answers"][2::2]
             tokens = [answer["tokens"] for answer in whole]
