@@ -7,6 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from fused_kv_llm.errors import ConfigError
 
@@ -225,11 +226,17 @@ def rendezvous_weight(key: int, replica: str) -> int:
 
     When a replica comes or goes, only its own keys move.
     """
-    # FNV-1a over the name, then the finaliser of splitmix64 over both: quick, and the same in every process.
-    state = 0xCBF29CE484222325
-    for byte in replica.encode():
-        state = ((state ^ byte) * 0x100000001B3) & _MASK
-    value = (state ^ key * 0x9E3779B97F4A7C15) & _MASK
+    # The finaliser of splitmix64: quick, and the same in every process.
+    value = (_hashed(replica) ^ key * 0x9E3779B97F4A7C15) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
+
+
+@lru_cache(4096)
+def _hashed(replica: str) -> int:
+    """Return the name's FNV-1a hash."""
+    state = 0xCBF29CE484222325
+    for byte in replica.encode():
+        state = ((state ^ byte) * 0x100000001B3) & _MASK
+    return state

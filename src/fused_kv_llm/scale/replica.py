@@ -97,10 +97,6 @@ class EngineReplica:
             await begun.aclose()
         await asyncio.to_thread(self.engine.close)
 
-    async def __del__(self) -> None:
-        """Ray Serve awaits it when a replica is stopped."""
-        await self.close()
-
     async def _begin(self) -> None:
         async with self._beginning:
             if self._begun is None:

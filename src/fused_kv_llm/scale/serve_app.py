@@ -77,6 +77,12 @@ class Gateway:
         return more
 
 
+class _DeployedReplica(EngineReplica):
+    async def __del__(self) -> None:
+        # Ray Serve awaits it when a replica is stopped.
+        await self.close()
+
+
 class _Answer:
     """A response under way, with Ray's own errors of a full queue as the library's."""
 
@@ -122,7 +128,7 @@ def build_app(args: Mapping[str, Any]) -> Any:
     # Wrong options are refused here, and not by every replica again and again.
     ServerConfig(**options.server)
     replica: Any = serve.deployment(
-        EngineReplica,
+        _DeployedReplica,
         name="replica",
         ray_actor_options={"num_cpus": options.replica_cpus, "num_gpus": options.replica_gpus},
         max_ongoing_requests=options.requests_at_once,
