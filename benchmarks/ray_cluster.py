@@ -13,6 +13,12 @@ from typing import Any
 __all__ = ["replica_pids", "serving"]
 
 _OBJECT_STORE_BYTES = 200 * 2**20
+# Where other work has the cores, Ray's own processes answer late, and are not to be taken for dead.
+_PATIENT = {
+    "RAY_health_check_timeout_ms": "60000",
+    "RAY_health_check_failure_threshold": "20",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
+}
 
 
 @contextmanager
@@ -26,6 +32,7 @@ def serving(options: Mapping[str, Any], cpus: int = 2) -> Iterator[str]:
     cpus : int
         Cores that Ray may give away.
     """
+    os.environ.update({name: value for name, value in _PATIENT.items() if name not in os.environ})
     import ray
     from ray import serve
 

@@ -160,7 +160,7 @@ async def killed(url: str, bodies: Sequence[Mapping[str, Any]], users: int) -> d
 def _options(args: argparse.Namespace, kv_dir: Path, routing: str) -> dict[str, Any]:
     engine = {**_engine_options(kv_dir), "memory_bytes": args.memory_bytes}
     return {"engine": engine, "server": {"request_log": "off"}, "replicas": 2, "replica_cpus": 0.5,
-            "routing": routing, "stats_period_s": 1.0}  # fmt: skip
+            "routing": routing, "stats_period_s": 1.0, "health_timeout_s": 600}  # fmt: skip
 
 
 def _engine_options(kv_dir: Path) -> dict[str, Any]:

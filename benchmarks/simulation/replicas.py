@@ -35,9 +35,9 @@ __all__ = ["COUNTS", "SimulatedReplicas", "run", "sections"]
 
 RESULTS = Path(__file__).parents[1] / "results" / "simulation_replicas.json"
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
-CHUNKS, RATE_PER_REPLICA = 4000, 1.0
+CHUNKS, RATE_PER_REPLICA = 2000, 1.0
 # A replica's memory holds about one chunk in twelve, its disk a third; the shared store has all of them.
-MACHINE: dict[str, Any] = {"host_bytes": 100 * GB, "disk_bytes": 400 * GB}
+MACHINE: dict[str, Any] = {"host_bytes": 50 * GB, "disk_bytes": 200 * GB}
 _SECTION = 8
 
 
@@ -161,13 +161,13 @@ def run(trace: Trace, count: int, routing: str, one: Setup | None = None) -> dic
 
 def predictions(counts: Sequence[int], each: int) -> Iterator[dict[str, Any]]:
     """Yield figures for so many replicas, at a rate that grows with them."""
-    for count in counts:
-        requests, rate = each * count, RATE_PER_REPLICA * count
-        traces = {
-            "sections": sections(0.8, CHUNKS, requests, rate),
-            "independent": zipf(0.8, CHUNKS, requests, rate, k=4, answer_tokens=32),
-        }
-        for name, trace in traces.items():
+    for name in ("sections", "independent"):
+        for count in counts:
+            requests, rate = each * count, RATE_PER_REPLICA * count
+            if name == "sections":
+                trace = sections(0.8, CHUNKS, requests, rate)
+            else:
+                trace = zipf(0.8, CHUNKS, requests, rate, k=4, answer_tokens=32)
             for routing in ("random", "chunks"):
                 began_s = time.perf_counter()
                 found = run(trace, count, routing)
@@ -189,7 +189,7 @@ def main() -> None:
     """Simulate, and write the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--counts", type=int, nargs="+", default=list(COUNTS), help="of replicas")
-    parser.add_argument("--each", type=int, default=200, help="questions for each replica")
+    parser.add_argument("--each", type=int, default=100, help="questions for each replica")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     one = setup("7B", "fused", **MACHINE)

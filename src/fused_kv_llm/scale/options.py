@@ -79,6 +79,9 @@ class ServingOptions(BaseModel):
     attempts: int = Field(default=4, ge=1)
     """Replicas that a request is sent to at most, one after another, if they die before its answer begins."""
 
+    health_timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds that a replica has to say that it is well; one that does not three times is replaced."""
+
     drain_s: float = Field(default=120.0, ge=0)
     """Seconds that a replica which is to be stopped has for the answers it has begun."""
 

@@ -134,6 +134,7 @@ def build_app(args: Mapping[str, Any]) -> Any:
         max_ongoing_requests=options.requests_at_once,
         max_queued_requests=options.max_waiting,
         graceful_shutdown_timeout_s=options.drain_s,
+        health_check_timeout_s=options.health_timeout_s,
         request_router_config=_router_config(options),
         **_scaling(options),
     )
