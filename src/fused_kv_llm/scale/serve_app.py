@@ -150,20 +150,27 @@ def build_app(args: Mapping[str, Any]) -> Any:
 
 
 def run_app(options: Mapping[str, Any], host: str, port: int) -> None:
-    """Start Ray Serve in this process' Ray, or one of its own, and the application in it.
+    """Serve until the process is told to end (Ctrl-C), on the Ray cluster that there is, or on one of its own.
 
     Parameters
     ----------
     options : mapping
         As :func:`build_app` takes them.
     host, port : str and int
-        Where every node listens.
+        Where Ray Serve listens.
+
+    Raises
+    ------
+    ConfigError
+        If an option cannot work.
+    MissingExtraError
+        If Ray is not installed.
     """
     app = build_app(options)
     from ray import serve
 
     serve.start(http_options={"host": host, "port": port})
-    serve.run(app, name="fused-kv")
+    serve.run(app, name="fused-kv", blocking=True)
 
 
 def check_ray() -> None:
