@@ -63,7 +63,8 @@ def test_what_is_slow_is_named() -> None:
     # The replicas that are needed hold all of a smaller corpus on their disks.
     assert size(WORK, MODEL, replace(MACHINE, remote_bytes_per_s=1e7)).remote_share == 0
     assert size(large, MODEL, replace(MACHINE, disk_bytes_per_s=1e8)).limit == "disk"
-    assert size(WORK, MODEL, replace(MACHINE, load_bytes_per_s=1e8)).limit == "load"
+    slow = size(WORK, MODEL, replace(MACHINE, load_bytes_per_s=1e8))
+    assert (slow.limit, slow.service_s > 1) == ("compute", True)
     roomy = replace(MACHINE, disk_bytes=1e14, disk_bytes_per_s=1e11)
     assert size(WORK, MODEL, roomy).limit == "compute"
     assert size(WORK, MODEL, roomy).remote_bytes_per_s == 0

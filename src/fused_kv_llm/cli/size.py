@@ -20,8 +20,7 @@ __all__ = ["add_size_command"]
 
 _UNITS = ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _LIMITS = {
-    "compute": "computing",
-    "load": "bringing KV to the device",
+    "compute": "its device",
     "disk": "reading from the disk",
     "remote": "reading from the shared store",
 }

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from fused_kv_llm.errors import ConfigError
+from fused_kv_llm.server import ServerConfig
 
 from .placement import PlacementOptions
 
-__all__ = ["ServingOptions"]
+__all__ = ["ServingOptions", "server_config"]
+
+_FROM_VARIABLE = "env:"
+# Stands for a key that only the nodes know which serve.
+_UNKNOWN_KEY = "a-key-that-is-not-known-here"
 
 
 class ServingOptions(BaseModel):
@@ -28,8 +35,9 @@ class ServingOptions(BaseModel):
     """Options of the engine, the same in every replica."""
 
     server: dict[str, Any] = Field(default_factory=dict)
-    """Options of the server: keys, quotas, names. Where it listens is Ray Serve's business, but its ``host`` decides
-    whether keys are required."""
+    """Options of the server: keys, quotas, names. A key ``"env:NAME"`` is read from that environment variable where
+    requests are served. Where the server listens is Ray Serve's business, but its ``host`` decides whether keys are
+    required."""
 
     replicas: int = Field(default=1, ge=1)
     """Replicas to begin with, and with ``max_replicas=None`` for good."""
@@ -97,3 +105,36 @@ class ServingOptions(BaseModel):
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             raise ValueError(f"max_replicas={self.max_replicas} is less than replicas={self.replicas}")
         return self
+
+
+def server_config(given: Mapping[str, Any], *, anywhere: bool = False) -> ServerConfig:
+    """Return a server's options with its keys, of which some may be in environment variables.
+
+    Parameters
+    ----------
+    given : mapping
+        As ``ServingOptions.server`` has them.
+    anywhere : bool
+        Whether variables may be missing, since nothing is served here.
+
+    Raises
+    ------
+    ConfigError
+        If a value cannot work, or a variable is not set.
+    """
+    keys = given.get("api_keys")
+    if not isinstance(keys, Mapping):
+        return ServerConfig(**given)
+    return ServerConfig(**{**given, "api_keys": {name: _key(key, anywhere=anywhere) for name, key in keys.items()}})
+
+
+def _key(key: Any, *, anywhere: bool) -> Any:
+    if not isinstance(key, str) or not key.startswith(_FROM_VARIABLE):
+        return key
+    variable = key.removeprefix(_FROM_VARIABLE)
+    found = os.environ.get(variable, _UNKNOWN_KEY if anywhere else None)
+    if found is None:
+        raise ConfigError(
+            f"api_keys: the environment variable {variable} is not set: set it where requests are served."
+        )
+    return found

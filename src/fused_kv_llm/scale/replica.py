@@ -12,9 +12,10 @@ import numpy as np
 
 from fused_kv_llm.engine import FusedKVEngine
 from fused_kv_llm.errors import EngineClosedError
-from fused_kv_llm.server import ServerConfig, create_app
+from fused_kv_llm.server import create_app
 
 from .forwarding import Call, answered_by
+from .options import server_config
 from .placement import RoutingKey
 from .routing_keys import StoredHashes
 from .routing_stats import ReplicaStats
@@ -33,11 +34,11 @@ class EngineReplica:
     engine : dict
         Options of :class:`~fused_kv_llm.FusedKVEngine`.
     server : dict
-        Options of :class:`~fused_kv_llm.server.ServerConfig`.
+        As :func:`.options.server_config` takes them.
     """
 
     def __init__(self, engine: Mapping[str, Any], server: Mapping[str, Any]) -> None:
-        config = ServerConfig(**server)
+        config = server_config(server)
         self.engine = FusedKVEngine(**engine)
         self._app = create_app(self.engine, config)
         self._stats = ReplicaStats()

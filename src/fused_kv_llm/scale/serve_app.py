@@ -12,11 +12,10 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from fused_kv_llm.errors import MissingExtraError, QueueFullError
-from fused_kv_llm.server import ServerConfig
 
 from .forwarding import Call
 from .gateway import Answering, gateway_app
-from .options import ServingOptions
+from .options import ServingOptions, server_config
 from .placement import RoutingKey
 from .replica import EngineReplica
 from .routing_keys import RoutingKeys
@@ -48,7 +47,7 @@ class Gateway:
         """Return the ASGI application, as Ray Serve asks for it."""
         from ray.exceptions import RayActorError
 
-        config = ServerConfig(**self._options.server)
+        config = server_config(self._options.server)
         return gateway_app(self._ask, self._keys, config, (RayActorError,), self._options.attempts, self._learn)
 
     def _ask(self, call: Call, key: RoutingKey) -> Answering:
@@ -126,7 +125,7 @@ def build_app(args: Mapping[str, Any]) -> Any:
 
     options = ServingOptions(**args)
     # Wrong options are refused here, and not by every replica again and again.
-    ServerConfig(**options.server)
+    server_config(options.server, anywhere=True)
     replica: Any = serve.deployment(
         _DeployedReplica,
         name="replica",

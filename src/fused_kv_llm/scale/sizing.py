@@ -192,7 +192,8 @@ class Sizing:
         Stored KV of a chunk and of the corpus, without preprocessing's sidecars, which add up to as much again.
     replicas : int
     limit : str
-        What a replica comes up against first: ``"compute"``, ``"load"``, ``"disk"`` or ``"remote"``.
+        What a replica comes up against first: ``"compute"``, which includes bringing KV to the device, ``"disk"`` or
+        ``"remote"``.
     requests_per_s_each : float
         What a replica can answer at most.
     at_once : int
@@ -332,7 +333,6 @@ def _most_per_s(
 
     return {
         "compute": 1 / service_s,
-        "load": most(machine.load_bytes_per_s, 1.0),
         # What comes from the shared store is written to the disk, and read from there.
         "disk": most(machine.disk_bytes_per_s, disk + remote),
         "remote": most(machine.remote_bytes_per_s, remote),
