@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -21,6 +22,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -190,18 +192,28 @@ def main() -> None:
     args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
+def answered_alone(
+    kv_dir: Path, passages: Sequence[str], bodies: Sequence[Mapping[str, Any]]
+) -> tuple[int, int, list[str]]:
+    """Store the corpus, and return its chunks and bytes, and the answers of one engine."""
+    with FusedKVEngine(**_engine_options(kv_dir)) as engine:
+        engine.build_kv_cache(passages)
+        stored = engine.store.stats()
+        want = [engine.generate(body["messages"], max_tokens=24, temperature=0).text for body in bodies]
+    return stored.chunks, stored.bytes_on_disk, want
+
+
 def measured(args: argparse.Namespace, questions: Questions, kv_dir: Path) -> dict[str, Any]:
     """Return the record."""
     bodies = [questions.body(number, max_tokens=4) for number in range(args.questions)]
     singles = [questions.body(number, max_tokens=24) for number in range(10_000, 10_020)]
-    with FusedKVEngine(**_engine_options(kv_dir)) as engine:
-        engine.build_kv_cache(questions.passages)
-        stored = engine.store.stats()
-        want = [engine.generate(body["messages"], max_tokens=24, temperature=0).text for body in singles]
+    # In a process of its own, whose memory is free again when the replicas start.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:
+        chunks, nbytes, want = other.submit(answered_alone, kv_dir, questions.passages, singles).result()
     record: dict[str, Any] = {
         "environment": environment(),
         "model": MODEL,
-        "corpus": {"sections": args.sections, "chunks": stored.chunks, "stored_bytes": stored.bytes_on_disk},
+        "corpus": {"sections": args.sections, "chunks": chunks, "stored_bytes": nbytes},
         "trace": {"questions": args.questions, "zipf_exponent": args.exponent, "passages_each": args.each,
                   "users": args.users, "warm_up": args.questions // 3},
         "memory_bytes_each": args.memory_bytes,
