@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```[ {.]*(\w*)[ }]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # They ask many questions, or serve until they are told to end; their own tests run them.
-PARSED_ONLY = {"calibrate", "demo", "serve"}
+PARSED_ONLY = {"calibrate", "demo", "serve", "size"}
 SHOWN = {
     "quickstart-langchain.md": r"[1-9]\d\d prompt tokens came from stored KV",
     "quickstart-llama-index.md": r"[1-9]\d\d prompt tokens came from stored KV",

@@ -502,3 +502,33 @@ def test_simulated_machines() -> None:
          *(f"{seconds(row[f'ttft_{share}_s'])} s" for share in ("mean", "p50", "p95")), f"{row['requests_per_s']:.2f}"]
         for row in found["reordering"]
     ]  # fmt: skip
+
+
+def test_replicas_on_ray() -> None:
+    found = record("ray_serving_cpu.json")
+    assert table("docs/scale.md", "routing") == [
+        ["random", f"{100 * found['random']['resident_share']:.0f}%"],
+        ["by chunk", f"{100 * found['chunks']['resident_share']:.0f}%"],
+    ]
+    assert found["ratio"] >= 1.5
+    assert found["random"]["kinds"] == found["chunks"]["kinds"] == {"answered": found["trace"]["questions"]}
+    assert found["equal_answers"]["equal"] == found["equal_answers"]["asked"]
+    outcomes = found["killed"]["outcomes"]
+    # A stream that had begun is all that a killed replica may cost.
+    assert set(outcomes) <= {"streamed: answered", "whole: answered", "streamed: error event: replica_lost"}
+    assert outcomes["whole: answered"] == found["killed"]["requests"] / 2
+
+
+def test_simulated_replicas() -> None:
+    found: dict[int, dict[tuple[str, str], dict[str, Any]]] = {}
+    for row in record("simulation_replicas.json")["replicas"]:
+        found.setdefault(row["replicas"], {})[row["trace"], row["routing"]] = row
+    want = []
+    for count, rows in found.items():
+        random, chunks = rows["sections", "random"], rows["sections", "chunks"]
+        shares = [f"{100 * one['resident']:.0f}%" for one in (random, chunks)]
+        ttft_s = [f"{one['ttft_mean_s']:.3f} s" for one in (random, chunks)]
+        others = [f"{100 * rows['independent', how]['resident']:.0f}%" for how in ("random", "chunks")]
+        want.append([str(count), *shares, *ttft_s, f"{chunks['busiest_over_mean']:.1f}", *others])
+    assert table("docs/scale.md", "replicas") == want
+    assert list(found) == [1, 2, 4, 8, 16, 32, 64]

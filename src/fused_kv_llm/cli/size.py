@@ -14,7 +14,7 @@ from fused_kv_llm.config import parse_bytes
 from fused_kv_llm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fused_kv_llm.scale.sizing import ModelGeometry, Sizing
+    from fused_kv_llm.scale import ModelGeometry, Sizing
 
 __all__ = ["add_size_command"]
 
@@ -59,7 +59,7 @@ def _size(
 
     The defaults of a device are assumptions about a large GPU, not measurements: give what yours reaches.
     """
-    from fused_kv_llm.scale.sizing import Machine, Workload, size
+    from fused_kv_llm.scale import Machine, Workload, size
 
     model = _geometry(config, kv_dtype, params)
     machine = Machine(
@@ -91,7 +91,7 @@ def _size(
 
 
 def _geometry(config: Path, kv_dtype: str, params: float | None) -> ModelGeometry:
-    from fused_kv_llm.scale.sizing import ModelGeometry
+    from fused_kv_llm.scale import ModelGeometry
 
     try:
         read = json.loads(config.read_text(encoding="utf-8"))

@@ -7,10 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .serve_app import build_app, run_app
+    from .sizing import Machine, ModelGeometry, Sizing, Workload, size
 
-__all__ = ["build_app", "run_app"]
+__all__ = ["Machine", "ModelGeometry", "Sizing", "Workload", "build_app", "run_app", "size"]
 
-_HOMES = {"build_app": "serve_app", "run_app": "serve_app"}
+_HOMES = {
+    "Machine": "sizing",
+    "ModelGeometry": "sizing",
+    "Sizing": "sizing",
+    "Workload": "sizing",
+    "build_app": "serve_app",
+    "run_app": "serve_app",
+    "size": "sizing",
+}
 
 
 def __getattr__(name: str) -> Any:
