@@ -188,8 +188,7 @@ def main() -> None:
     questions = Questions(args.data, args.sections, args.passage_chars, args.exponent, args.each)
     with tempfile.TemporaryDirectory() as folder:
         kv_dir = args.kv_dir or Path(folder) / "kv"
-        record = measured(args, questions, kv_dir)
-    args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        measured(args, questions, kv_dir)
 
 
 def answered_alone(
@@ -203,8 +202,8 @@ def answered_alone(
     return stored.chunks, stored.bytes_on_disk, want
 
 
-def measured(args: argparse.Namespace, questions: Questions, kv_dir: Path) -> dict[str, Any]:
-    """Return the record."""
+def measured(args: argparse.Namespace, questions: Questions, kv_dir: Path) -> None:
+    """Measure, and write what is known after each part."""
     bodies = [questions.body(number, max_tokens=4) for number in range(args.questions)]
     singles = [questions.body(number, max_tokens=24) for number in range(10_000, 10_020)]
     # In a process of its own, whose memory is free again when the replicas start.
@@ -222,6 +221,7 @@ def measured(args: argparse.Namespace, questions: Questions, kv_dir: Path) -> di
         with serving(_options(args, kv_dir, routing)) as url:
             rows = asyncio.run(asked(url, bodies, args.users))
             record[routing] = resident_share(rows, args.questions // 3)
+            _write(args.out, record)
             print(routing, record[routing])
             if routing == "chunks":
                 alone = asyncio.run(asked(url, singles, 1))
@@ -230,8 +230,12 @@ def measured(args: argparse.Namespace, questions: Questions, kv_dir: Path) -> di
                 load = [questions.body(20_000 + number, max_tokens=32, stream=number % 2 == 0) for number in range(120)]
                 record["killed"] = asyncio.run(killed(url, load, 2 * args.users))
     record["ratio"] = record["chunks"]["resident_share"] / record["random"]["resident_share"]
+    _write(args.out, record)
     print({name: record[name] for name in ("ratio", "equal_answers", "killed")})
-    return record
+
+
+def _write(path: Path, record: dict[str, Any]) -> None:
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

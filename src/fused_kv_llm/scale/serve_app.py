@@ -45,10 +45,11 @@ class Gateway:
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the ASGI application, as Ray Serve asks for it."""
-        from ray.exceptions import RayActorError
+        from ray.exceptions import ObjectLostError, RayActorError
 
         config = server_config(self._options.server)
-        return gateway_app(self._ask, self._keys, config, (RayActorError,), self._options.attempts, self._learn)
+        lost = (RayActorError, ObjectLostError)
+        return gateway_app(self._ask, self._keys, config, lost, self._options.attempts, self._learn)
 
     def _ask(self, call: Call, key: RoutingKey) -> Answering:
         return _Answer(self._answers.remote(call, key))
