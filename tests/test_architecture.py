@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import pkgutil
 import re
+import warnings
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -36,12 +38,15 @@ FLOORS = [
     {"engine"},
     {"adapter", "tuning"},
     {"demo"},
-    {"server", "scale"},
+    {"server"},
+    {"scale"},
     {"cli", "fused_kv_vllm", "langchain_fused_kv", "llama_index_fused_kv"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 # Inside the store, the same rule holds between its rooms; the modules beside them put the rooms together.
 STORE_FLOORS = [{"format", "remote"}, {"folder"}, {"index"}, {"read"}, {"audit"}]
+# Subclasses of Ray's classes; nothing imports them before Ray is used.
+NEED_RAY = {"fused_kv_llm.scale.router"}
 SURFACE = [
     "FusedKVEngine",
     "FusedKVError",
@@ -239,7 +244,12 @@ def test_public_surface_is_pinned() -> None:
 
 def test_every_module_lists_what_it_exports() -> None:
     for info in pkgutil.walk_packages(fused_kv_llm.__path__, "fused_kv_llm."):
-        module = importlib.import_module(info.name)
+        if info.name in NEED_RAY and importlib.util.find_spec("ray") is None:
+            continue
+        with warnings.catch_warnings():
+            if info.name in NEED_RAY:
+                warnings.simplefilter("ignore")  # Ray's own, when it is imported
+            module = importlib.import_module(info.name)
         assert hasattr(module, "__all__"), f"{info.name} has no __all__"
         for name in module.__all__:
             assert hasattr(module, name), f"{info.name}.__all__ names {name}, which is not there"

@@ -80,6 +80,8 @@ class SimulatedEngine:
     trace : Trace
     warm_up : int
         Hits are counted from this question on.
+    env : simpy.Environment or None
+        Shared by several engines; None makes one.
 
     Attributes
     ----------
@@ -90,9 +92,9 @@ class SimulatedEngine:
         In the order in which they came.
     """
 
-    def __init__(self, setup: Setup, trace: Trace, warm_up: int = 0) -> None:
+    def __init__(self, setup: Setup, trace: Trace, warm_up: int = 0, env: simpy.Environment | None = None) -> None:
         self.setup, self.trace, self.shape, self.costs = setup, trace, setup.shape, setup.costs
-        self.env = simpy.Environment()
+        self.env = env or simpy.Environment()
         self.clock = Clock(self.env)
         hardware = setup.hardware
         links = {"disk": hardware.disk} | ({"remote": hardware.remote} if hardware.remote else {})
@@ -121,7 +123,7 @@ class SimulatedEngine:
         def arrivals() -> Generator[simpy.Event, None, None]:
             for asked in self.trace.asked:
                 yield self.env.timeout(max(0.0, asked.at_s - self.env.now))
-                self._submit(asked)
+                self.submit(asked)
 
         return self._run([self.env.process(arrivals())])
 
@@ -131,9 +133,30 @@ class SimulatedEngine:
 
         def user() -> Generator[simpy.Event, None, None]:
             for asked in left:
-                yield self._submit(asked)
+                yield self.submit(asked)
 
         return self._run([self.env.process(user()) for _ in range(users)])
+
+    def start(self) -> None:
+        """Begin the loop that answers; requests come by :meth:`submit`."""
+        self.env.process(self._loop())
+
+    def submit(self, asked: Asked) -> simpy.Event:
+        """Take a question now, and return what happens when it has been answered."""
+        if len(self.requests) == self._warm_up:
+            self.count_anew()
+        request = SimulatedRequest(self, asked, self.env.now)
+        self.requests.append(request)
+        self._done[request] = self.env.event()
+        self._post(partial(self.scheduler.waiting.add, request))
+        return self._done[request]
+
+    def count_anew(self) -> None:
+        """Forget the hits that were counted."""
+        if self.tiers is not None:
+            self.tiers.hits.clear()
+        if isinstance(self.reuse, PrefixOnly):
+            self.reuse.found_tokens = self.reuse.asked_tokens = 0.0
 
     def close(self) -> None:
         """Give temporary files back."""
@@ -160,7 +183,7 @@ class SimulatedEngine:
         return FusedChunks(trace, setup.shape, self.tiers, setup.ratio, self._store)
 
     def _run(self, callers: Sequence[simpy.Process]) -> list[SimulatedRequest]:
-        self.env.process(self._loop())
+        self.start()
         self.env.run(self.env.all_of(callers))
         self.env.run(self.env.all_of([self._done[one] for one in self.requests]))
         return self.requests
@@ -189,21 +212,6 @@ class SimulatedEngine:
         self._inbox.append(message)
         if not self._news.triggered:
             self._news.succeed()
-
-    def _submit(self, asked: Asked) -> simpy.Event:
-        if len(self.requests) == self._warm_up:
-            self._count_anew()
-        request = SimulatedRequest(self, asked, self.env.now)
-        self.requests.append(request)
-        self._done[request] = self.env.event()
-        self._post(partial(self.scheduler.waiting.add, request))
-        return self._done[request]
-
-    def _count_anew(self) -> None:
-        if self.tiers is not None:
-            self.tiers.hits.clear()
-        if isinstance(self.reuse, PrefixOnly):
-            self.reuse.found_tokens = self.reuse.asked_tokens = 0.0
 
     def _ended(self, request: SimulatedRequest) -> None:
         def tell(_: simpy.Event) -> None:

@@ -91,7 +91,7 @@ class ChunkTiers:
     def read(self, chunk: int) -> None:
         """Hold a chunk in memory, all of which was read."""
         if _key(chunk) not in self.memory:
-            header = SimpleNamespace(file_name=_key(chunk), nbytes=self.nbytes[chunk], name=None)
+            header = SimpleNamespace(key=_key(chunk), file_name=_key(chunk), nbytes=self.nbytes[chunk], name=None)
             self.memory.put(SimpleNamespace(header=header))  # type: ignore[arg-type]
 
     def put(self, chunks: Iterable[int]) -> None:

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```[ {.]*(\w*)[ }]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # They ask many questions, or serve until they are told to end; their own tests run them.
-PARSED_ONLY = {"calibrate", "demo", "serve"}
+PARSED_ONLY = {"calibrate", "demo", "serve", "size"}
 # It needs a cluster; tests/scale runs it on this machine.
 ON_A_CLUSTER = "--ray"
 SHOWN = {

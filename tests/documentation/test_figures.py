@@ -524,3 +524,22 @@ def test_made_questions_of_a_calibration_are_those_of_the_record() -> None:
         for kind in ("asked", "written")
     }
     assert chosen == {"asked": [0.0, 0.0, 0.15, 1.0], "written": [0.0, 0.0, 0.0, 1.0]}
+
+
+def test_simulated_replicas() -> None:
+    found: dict[int, dict[tuple[str, str], dict[str, Any]]] = {}
+    for row in record("simulation_replicas.json")["replicas"]:
+        found.setdefault(row["replicas"], {})[row["trace"], row["routing"]] = row
+    want = []
+    for count, rows in found.items():
+        random, chunks = rows["sections", "random"], rows["sections", "chunks"]
+        shares = [f"{100 * one['resident']:.0f}%" for one in (random, chunks)]
+        ttft_s = [f"{one['ttft_mean_s']:.3f} s" for one in (random, chunks)]
+        # The largest count was simulated with sections only.
+        others = [
+            f"{100 * rows['independent', how]['resident']:.0f}%" if ("independent", how) in rows else "-"
+            for how in ("random", "chunks")
+        ]
+        want.append([str(count), *shares, *ttft_s, f"{chunks['busiest_over_mean']:.1f}", *others])
+    assert table("docs/scale.md", "replicas") == want
+    assert list(found) == [1, 2, 4, 8, 16, 32, 64]

@@ -1,4 +1,4 @@
-"""The command line: ``fused-kv ingest | ask | explain | serve | demo | calibrate | store``; only it prints."""
+"""The command line: ``fused-kv ingest | ask | explain | serve | size | demo | calibrate | store``; only it prints."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from fused_kv_llm.cli.layers import add_layers_command
 from fused_kv_llm.cli.options import IDENTITY_OPTIONS, takes_engine_options
 from fused_kv_llm.cli.ray_ingest import RayChoice, ingest_on_ray
 from fused_kv_llm.cli.serve import add_serve_command
+from fused_kv_llm.cli.size import add_size_command
 from fused_kv_llm.cli.store import store_app
 from fused_kv_llm.cli.terminal import FriendlyGroup, doing, out, print_data, quiet_libraries, talking_aside
 from fused_kv_llm.config import DEFAULT_MODEL, RecomputeRatio
@@ -42,6 +43,7 @@ app.add_typer(calibrate_app, name="calibrate")
 add_layers_command(calibrate_app)
 add_serve_command(app)
 add_explain_command(app)
+add_size_command(app)
 
 Ratio = Annotated[float, typer.Option(help="Share of the passages' tokens to recompute, 0 to 1.")]
 MaxTokens = Annotated[int, typer.Option(help="Longest answer, in tokens.")]

@@ -54,6 +54,13 @@ def _serve(
     request_log: Annotated[
         str, typer.Option(help="What is kept of requests: off, counts, texts; auto: texts where there are no keys.")
     ] = "auto",
+    ray: Annotated[
+        bool, typer.Option("--ray", help="Serve with replicas on Ray; requests go where chunks are.")
+    ] = False,
+    replicas: Annotated[int, typer.Option(help="Replicas to begin with, with --ray.")] = 1,
+    max_replicas: Annotated[
+        int | None, typer.Option(help="Most replicas, with --ray; more are added under load.")
+    ] = None,
     **options: Any,
 ) -> None:
     """Answer OpenAI's protocol, with a web UI at `/`: every client of it profits from stored KV.
@@ -86,12 +93,26 @@ def _serve(
             out.print(f"{name} = {value}  [dim]# {escape(source)}[/]", highlight=False, soft_wrap=True)
         return
     quiet_libraries()
+    if ray:
+        _serve_on_ray(options, server, replicas, max_replicas)
+        return
+    if replicas != 1 or max_replicas is not None:
+        raise ConfigError("--replicas and --max-replicas need --ray: without it there is one process")
     with doing(f"Loading {options['model']}"):
         engine = FusedKVEngine(**options)
     with engine:
         out.print(f"[dim]{escape(engine.model_id)}: {escape(engine.choice)}[/]", highlight=False)
         out.print(f"{len(engine.stored_texts())} chunks are stored", highlight=False)
         serve(engine, server, on_started=say_where)
+
+
+def _serve_on_ray(options: dict[str, Any], server: Any, replicas: int, max_replicas: int | None) -> None:
+    from fused_kv_llm.scale import run_app
+
+    out.print(f"Programs ask http://{server.host}:{server.port}/v1 when the replicas are ready", highlight=False)
+    given = server.model_dump(exclude_unset=True)
+    serving = {"engine": options, "server": given, "replicas": replicas, "max_replicas": max_replicas}
+    run_app(serving, server.host, server.port)
 
 
 def say_where(address: str) -> None:

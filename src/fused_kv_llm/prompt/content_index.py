@@ -141,16 +141,7 @@ class ContentIndex:
             Number, start and end: non-overlapping, ascending, covering as many characters as possible, by as few
             chunks as possible. When several chunks share a text, any one of them whose text was returned is used.
         """
-        with self._lock:
-            self._flush()
-            tables = self._tables
-        if not tables or not is_indexable(text):
-            return []
-        hashes = SpanHashes(text)
-        windows = hashes.windows()
-        candidates = [found for table in tables for found in table.candidates(hashes, windows)]
-        with self._lock:
-            candidates = [found for found in candidates if found[0] not in self._dead]
+        candidates = self._candidates(text)
         if not candidates:
             return []
         texts = text_of(list(dict.fromkeys(number for number, _, _ in candidates)))
@@ -160,6 +151,24 @@ class ContentIndex:
                 verified[start, end] = number
         spans = list(verified)
         return [(verified[spans[i]], *spans[i]) for i in best_cover(spans)]
+
+    def find_alike(self, text: str) -> list[Candidate]:
+        """Find spans of a text whose 64-bit hash and length are a chunk's, without comparing texts.
+
+        For decisions that only cost time when they are wrong. Chunks need not have their texts at hand.
+
+        Parameters
+        ----------
+        text : str
+
+        Returns
+        -------
+        list of tuple of int
+            As :meth:`find` returns them.
+        """
+        found = {(start, end): number for number, start, end in self._candidates(text)}
+        spans = list(found)
+        return [(found[spans[i]], *spans[i]) for i in best_cover(spans)]
 
     def lookup(self, contents: Sequence[ContentHash]) -> list[list[int]]:
         """Find chunks by the hashes of their whole text.
@@ -208,6 +217,18 @@ class ContentIndex:
             others += np.sort(table.numbers[near])[-limit:].tolist()
         newest = [*sorted(alike, reverse=True), *sorted(others, reverse=True)]
         return [number for number in newest if number not in dead][:limit]
+
+    def _candidates(self, text: str) -> list[Candidate]:
+        with self._lock:
+            self._flush()
+            tables = self._tables
+        if not tables or not is_indexable(text):
+            return []
+        hashes = SpanHashes(text)
+        windows = hashes.windows()
+        candidates = [found for table in tables for found in table.candidates(hashes, windows)]
+        with self._lock:
+            return [found for found in candidates if found[0] not in self._dead]
 
     def _rows_held(self) -> int:
         return sum(len(table.numbers) for table in self._tables) + sum(len(rows[0]) for rows in self._pending)

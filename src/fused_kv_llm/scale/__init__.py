@@ -1,11 +1,11 @@
-"""Beyond one machine, on Ray: ingestion on many workers into a shared store (extra ``ray``).
+"""Beyond one machine, on Ray: ingestion into a shared store, replicas behind a router, sizing (extra ``ray``).
 
-Nothing here imports Ray before it is used.
+Nothing here is imported before it is used: Ray and the server take seconds.
 """
 
 from __future__ import annotations
 
-import importlib
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,27 +13,42 @@ if TYPE_CHECKING:
     from .ingestion import build_kv_cache_distributed
     from .reports import DistributedIngestReport
     from .resources import ActorResources, running_ray
+    from .serve_app import build_app, run_app
+    from .sizing import Machine, ModelGeometry, Sizing, Workload, size
 
 __all__ = [
     "ActorResources",
     "DistributedIngestReport",
+    "Machine",
+    "ModelGeometry",
+    "Sizing",
+    "Workload",
+    "build_app",
     "build_kv_cache_distributed",
     "read_files",
+    "run_app",
     "running_ray",
+    "size",
 ]
 
-# Imported when first asked for: a module needs Ray, or takes long.
-_MODULES = {
+_HOMES = {
     "ActorResources": "resources",
     "DistributedIngestReport": "reports",
+    "Machine": "sizing",
+    "ModelGeometry": "sizing",
+    "Sizing": "sizing",
+    "Workload": "sizing",
+    "build_app": "serve_app",
     "build_kv_cache_distributed": "ingestion",
     "read_files": "corpus_reader",
+    "run_app": "serve_app",
     "running_ray": "resources",
+    "size": "sizing",
 }
 
 
 def __getattr__(name: str) -> Any:
     """Import what is asked for from the module that has it."""
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    if name in _HOMES:
+        return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

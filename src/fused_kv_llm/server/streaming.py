@@ -14,11 +14,12 @@ from starlette.types import Receive, Scope, Send
 
 from .refusals import RefusedError, refusal_of
 
-__all__ = ["EventResponse", "unless_client_leaves"]
+__all__ = ["EventResponse", "last_events", "unless_client_leaves"]
 
 T = TypeVar("T")
 
 CLIENT_LEFT = 499
+_DONE = "data: [DONE]\n\n"
 # Made once: it is used for every token.
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
@@ -51,8 +52,14 @@ async def _events(chunks: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[str]
         async for chunk in chunks:
             yield _event(chunk)
     except Exception as error:
-        yield _event(refusal_of(error).to_dict())
-    yield "data: [DONE]\n\n"
+        yield last_events(refusal_of(error))
+    else:
+        yield _DONE
+
+
+def last_events(refusal: RefusedError) -> str:
+    """Return the events that end a stream which cannot go on: the error, and the end."""
+    return _event(refusal.to_dict()) + _DONE
 
 
 async def unless_client_leaves(request: Request, answer: Coroutine[Any, Any, T]) -> T:

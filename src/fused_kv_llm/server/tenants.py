@@ -11,7 +11,14 @@ from fused_kv_llm.engine import FusedKVEngine
 
 from .refusals import RefusedError
 
-__all__ = ["Tenants"]
+__all__ = ["Tenants", "name_below"]
+
+
+def name_below(tenant: str, apart: str | None = None) -> str:
+    """Return what a tenant is called below the server's own; arguments as those of :meth:`Tenants.using`."""
+    # A client cannot write the separator, and so not the name of another tenant.
+    parts = [part.replace("%", "%25").replace("/", "%2F") for part in (tenant, apart or "")]
+    return "/".join(part for part in parts if part)
 
 
 class Tenants:
@@ -68,9 +75,7 @@ class Tenants:
 
     def name(self, tenant: str, apart: str | None = None) -> str:
         """Return what the engine of a tenant calls it; arguments as those of :meth:`using`."""
-        # A client cannot write the separator, and so not the name of another tenant.
-        parts = [part.replace("%", "%25").replace("/", "%2F") for part in (tenant, apart or "")]
-        return "/".join(part for part in (self.default.config.tenant, *parts) if part)
+        return "/".join(part for part in (self.default.config.tenant, name_below(tenant, apart)) if part)
 
     def engines(self) -> list[FusedKVEngine]:
         """Return all that are open."""

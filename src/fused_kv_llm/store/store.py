@@ -422,6 +422,10 @@ class KVStore:
         """
         self._parts.reader.patience_s = seconds
 
+    def resident(self) -> dict[str, int]:
+        """Return the bytes of the chunks that the memory tier holds, by their keys; this is no use of them."""
+        return self._parts.memory.chunks()
+
     def drop_memory(self) -> None:
         """Empty the memory tier, so that every file is read from the disk again."""
         self._parts.reader.forget_all()

@@ -117,6 +117,12 @@ class MemoryTier:
         with self._lock:
             return sum(file.header.name is None for file in self._files.values()), self._nbytes
 
+    def chunks(self) -> dict[str, int]:
+        """Return the bytes of the chunks that are held, by their keys; those that were put in last come last."""
+        with self._lock:
+            files = [file.header for file in self._files.values() if file.header.name is None]
+            return {header.key: header.nbytes for header in files}
+
     def __contains__(self, name: str) -> bool:
         with self._lock:
             return name in self._files
