@@ -78,7 +78,7 @@ test-services: $(VENV)/.dev
 # Ingestion on Ray with two actors, into a folder, Redis and S3. Ray is not part of the development environment: 200 MB
 # that nothing else needs.
 test-ray: $(VENV)/.ray
-	FUSED_KV_REQUIRE_SERVICES=1 RAY_AUTH_MODE=disabled OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n0 tests/scale
+	FUSED_KV_REQUIRE_SERVICES=1 RAY_AUTH_MODE=disabled OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n0 -m "" tests/scale
 
 $(VENV)/.ray: pyproject.toml constraints.txt | $(VENV)/.dev
 	$(PIP) -e '.[ray]'
