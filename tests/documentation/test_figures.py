@@ -173,7 +173,7 @@ def test_ten_passages() -> None:
 
 def _mapped_rows() -> Iterator[list[str]]:
     for frame in ("plain", "short"):
-        both = [records_of(f"quality_ten_{frame}{kind}_cpu.records.jsonl") for kind in ("", "_unmapped")]
+        both = [records_of(f"quality_ten_{frame}{kind}_cpu.records.jsonl") for kind in ("_mapped", "_unmapped")]
         mapped, plain = (
             {(name, one["question"], one["method"]): one["kl"] for name, rows in enumerate(of.values()) for one in rows}
             for of in both
