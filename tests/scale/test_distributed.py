@@ -120,7 +120,7 @@ def test_it_goes_on_where_another_machine_stopped_and_prunes(
         key = next(iter(replica.shared.present([name.partition(".")[0] for name in objects(remote)])))
         replica.fetch([key])
         # The driver is another machine, which has nothing on its disk.
-        second = ingest(texts[10:], model_folder, remote, tmp_path / "two", prune=True, actors=ActorResources(1))
+        second = ingest(texts[10:TEXTS], model_folder, remote, tmp_path / "two", prune=True, actors=ActorResources(1))
         assert second.chunks_present == 40
         assert second.chunks_deleted == 10
         assert second.chunks_preprocessed == second.chunks_new + 40
