@@ -15,7 +15,7 @@ from fused_kv_kernels.reference import rerotate_keys_reference
 from fused_kv_llm import FusedKVEngine, IngestReport
 from fused_kv_llm.context_shift import shift_name
 from fused_kv_llm.errors import ConfigError
-from fused_kv_llm.offline import SentenceEmbedder
+from fused_kv_llm.offline import PreprocessingPlanner, SentenceEmbedder, Similarity
 from fused_kv_llm.offline.neighbours import find_neighbours
 from fused_kv_llm.offline.plain_kv import PlainKVCache
 from fused_kv_llm.offline.vectors import corpus_vectors
@@ -343,6 +343,18 @@ def test_contexts_are_cut_to_what_fits(tmp_path: Path) -> None:
         report = ingest(engine, long)
         assert (report.chunks_new, report.chunks_preprocessed) == (4, 4)
         assert engine.generate(long[0] + " When?", max_tokens=1).report.chunks_found == 1
+
+
+def test_separators_take_room_too(tmp_path: Path) -> None:
+    ids = {"chunk": (1,) * 40, "one": (2,) * 29, "two": (3,) * 29}
+    with make_engine(tmp_path) as engine:
+        for separator_tokens, want in ((0, (("one", "two"),)), (5, (("one",),))):
+            plans = PreprocessingPlanner(
+                engine.store, engine._parts.catalog, engine.identity, 100, Similarity(3, Letters(), None),
+                separator_tokens,
+            )  # fmt: skip
+            assert plans._contexts("chunk", ["one", "two"], ids) == want
+            plans.graph.close()
 
 
 def test_plain_kv_is_kept_within_its_budget() -> None:

@@ -67,9 +67,13 @@ class Preprocessor:
         self._store = store
         self._prefix = prefix
         self._planner = planner
-        self._plans = PreprocessingPlanner(store, planner.catalog, planner.identity, planner.max_tokens, similarity)
         self._owner = owner
         self._replaces = similarity.replaces
+        # FusionRAG's equation 10 has none between chunks.
+        self._separator = () if self._replaces else planner.chunk(BETWEEN_CHUNKS).token_ids
+        self._plans = PreprocessingPlanner(
+            store, planner.catalog, planner.identity, planner.max_tokens, similarity, len(self._separator)
+        )
         path = store.kv_dir / shift_map_name(planner.identity, similarity.count)
         self._fitting = ShiftFitting(loaded, owner, prefix, planner, path)
 
@@ -210,9 +214,9 @@ class Preprocessor:
         self._plans.graph.close()
 
     def _context_prefill(self, plan: PreprocessingPlan, stopped: Callable[[], bool]) -> ContextPrefill:
-        # FusionRAG's equation 10 has none between chunks.
-        separator = () if self._replaces else self._planner.chunk(BETWEEN_CHUNKS).token_ids
-        return ContextPrefill(self._loaded, self._store, self._prefix, self._owner, plan.token_ids, stopped, separator)
+        return ContextPrefill(
+            self._loaded, self._store, self._prefix, self._owner, plan.token_ids, stopped, self._separator
+        )
 
     def _side(self, before: ChunkKV, after: Sequence[ChunkKV]) -> dict[str, Tensor]:
         """Return a chunk's sidecar: what its neighbours change in it, or its KV behind them."""

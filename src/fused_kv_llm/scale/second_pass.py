@@ -62,7 +62,9 @@ class SecondPass:
         self._identity = facts.identity.digest
         catalog = ChunkCatalog(store, self._identity)
         searched = replace(similarity, search=similarity.search or ShardedSearch())
-        self._plans = PreprocessingPlanner(store, catalog, self._identity, facts.max_tokens, searched)
+        self._plans = PreprocessingPlanner(
+            store, catalog, self._identity, facts.max_tokens, searched, len(facts.separator_ids)
+        )
 
     def run(self, report: IngestReport, *, refresh: bool, progress: bool) -> None:
         """Preprocess what is not preprocessed yet.
