@@ -140,7 +140,7 @@ def test_sink_attention_weighs_the_first_tokens_of_a_chunk() -> None:
     for position, offset, score in zip(
         probe.positions.tolist(), probe.offset.tolist(), probe.scores.tolist(), strict=True
     ):
-        scored.append((score * (1 + 8 * math.exp(-offset / 5)), position))
+        scored.append((score * (1 + 8 * math.exp(-offset / 10)), position))
     assert chosen == {position for _, position in sorted(scored, reverse=True)[:12]}
     flat = Probe(probe.positions, probe.chunk_index, probe.offset, torch.ones(90))
     assert resolve_selector("sink_attention").select(flat, 6).tolist() == [5, 6, 38, 39, 71, 72]
