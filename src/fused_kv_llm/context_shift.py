@@ -32,9 +32,10 @@ def shift_name(num_neighbours: int) -> str:
     Parameters
     ----------
     num_neighbours : int
-        Similar chunks that it was made with.
+        Similar chunks that it was made with, separators between them. Shifts of stores that were made without have
+        another name and are not used.
     """
-    return f"{CONTEXT_SHIFT}-{num_neighbours}"
+    return f"{CONTEXT_SHIFT}-separated-{num_neighbours}"
 
 
 def mean_shift(plain: tuple[Tensor, Tensor], shifted: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
