@@ -504,6 +504,21 @@ def test_simulated_machines() -> None:
     ]  # fmt: skip
 
 
+def test_adaptive_against_fixed_ratios() -> None:
+    rows = {(row["way"], row["along"]): row for row in record("adaptive_cpu.json")["rows"]}
+    want = []
+    for way in dict.fromkeys(way for way, _ in rows):
+        answer, gold = rows[way, "answer"], rows[way, "gold"]
+        cells = [way, f"{100 * answer['mean_share']:.1f} %", f"{answer['mean']:.3f}"]
+        for row in (answer, gold):
+            adaptive = "fixed_p95" in row
+            cells += [f"{row['p95']:.3f}", f"{row['fixed_p95']:.3f}" if adaptive else "-"]
+            cells.append(f"{row['rank_correlation']:.2f}" if adaptive else "-")
+        want.append(cells)
+    assert table("docs/methods.md", "way") == want
+    assert rows["adaptive 0.05", "answer"]["median_s"] > rows["fixed 0.3", "answer"]["median_s"]
+
+
 def test_made_questions_of_a_calibration_are_those_of_the_record() -> None:
     found = record("calibration_cpu.json")
     rows = {row[0]: row[1:] for row in table("docs/ratio.md", "agreement at ratio")}

@@ -177,7 +177,7 @@ class EngineConfig(BaseModel):
     ] = DEFAULT_RATIO
     """How many of the chunks' tokens are recomputed: 0 reuses everything, 1 is exactly full prefill. ``"auto"`` takes
     the ratio and the selector that ``fused-kv calibrate`` found for this model and corpus. ``"adaptive"`` recomputes in
-    rounds, as long as they move the answer's first tokens."""
+    rounds, as long as they move the answer's first tokens (experimental)."""
 
     adaptive_target: Annotated[float, Option(unit="nats"), BeforeValidator(_target)] = Field(default=0.05, frozen=True)
     """With ``recompute_ratio="adaptive"``, how much a round may move the answer's first tokens for it to be the last
