@@ -11,7 +11,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 import xxhash
@@ -22,6 +22,7 @@ from fused_kv_llm.store import KVStore
 from fused_kv_vllm.model_files import fingerprint_model_files, model_path
 
 if TYPE_CHECKING:
+    from fused_kv_llm.config import RecomputeRatio
     from fused_kv_llm.engine import FusedKVEngine
     from fused_kv_llm.prompt import Prompt
     from fused_kv_llm.report import FusionReport
@@ -60,7 +61,7 @@ def hand_over(
     prompt: Prompt,
     store: KVStore,
     *,
-    recompute_ratio: float | Literal["auto"] | None = None,
+    recompute_ratio: RecomputeRatio | None = None,
     selector: str | Selector | None = None,
 ) -> HandedPrompt:
     """Fuse a prompt and put its KV, but that of the last token, where vLLM's connector looks.

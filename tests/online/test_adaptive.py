@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,9 @@ from torch import Tensor
 from fused_kv_llm import FusedKVEngine, FusionReport
 from fused_kv_llm.errors import ConfigError
 from fused_kv_llm.model import ForwardPass, forward_ragged, forward_rows
-from fused_kv_llm.online import Adaptive, FusedPrompt, Fusion, Recipe, fused_recipe, round_ratios
-from fused_kv_llm.online.adaptive import DRAFT_TOKENS, Draft
-from fused_kv_llm.selectors import budget_tokens, resolve_selector
+from fused_kv_llm.online import Adaptive, FusedPrompt, Fusion, MovingAverage, Recipe, fused_recipe, round_ratios
+from fused_kv_llm.online.adaptive import DRAFT_TOKENS, LARGEST, Draft
+from fused_kv_llm.selectors import Probe, View, budget_tokens, resolve_selector
 
 NEVER, AT_ONCE = 1e-12, 1e9
 PROMPT = rag_prompt(SHORT[:6])
@@ -153,6 +154,58 @@ def test_its_kv_is_kept_under_a_recipe_of_its_own(engine: FusedKVEngine) -> None
     assert fused_recipe(recipe, loaded, None) != fused_recipe(recipe_of("sink_attention", 0.1), loaded, None)
 
 
+def test_one_token_is_judged_like_a_long_answer(engine: FusedKVEngine) -> None:
+    found = [engine.generate(PROMPT, recompute_ratio="adaptive", max_tokens=n, prefix_cache=False) for n in (1, 32)]
+    movements = [made.report.expected_divergence for made in found]
+    assert movements[0] == pytest.approx(movements[1], rel=1e-3)
+    assert found[0].report.recomputed_tokens == found[1].report.recomputed_tokens
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Takes every so-manieth token: what a smaller budget takes is no part of it."""
+
+    name: str = "spread"
+
+    def view(self, num_layers: int) -> View:
+        return View()
+
+    def select(self, probe: Probe, budget: int) -> Tensor:
+        return probe.positions[torch.linspace(0, probe.positions.shape[0] - 1, budget).long()]
+
+
+def test_a_rule_without_a_ranking_does_not_exceed_the_most(engine: FusedKVEngine) -> None:
+    recipe = Recipe(Spread(), 0.05, adaptive=Adaptive(NEVER, 0.5))
+    prompt, _, report, chunk = fused(engine, recipe)
+    assert report.recomputed_tokens <= budget_tokens(0.5, chunk.shape[0])
+    prompt.cache.release()
+
+
+def test_where_nothing_can_be_added_nothing_is_drafted(engine: FusedKVEngine) -> None:
+    prompt, passes, report, _ = fused(engine, recipe_of("full_reuse", NEVER))
+    assert len(passes) == 1
+    assert (report.recompute_ratio, report.recomputed_tokens, report.expected_divergence) == (0.05, 0, None)
+    prompt.cache.release()
+
+
+def test_impossible_tokens_are_left_out_and_new_ones_move_without_bounds() -> None:
+    for second, want in (([0.0, 0.0, -torch.inf], 0.0), ([0.0, 0.0, 0.0], LARGEST)):
+        draft = Draft(10, 1)
+        draft.take(torch.tensor([0.0, 0.0, -torch.inf]))
+        draft.end_round()
+        draft.take(torch.tensor(second))
+        assert draft.end_round() == want
+
+
+def test_rounds_teach_nothing_of_the_time_for_a_row(engine: FusedKVEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    taught: list[float] = []
+    monkeypatch.setattr(MovingAverage, "add", lambda self, value: taught.append(value))
+    engine.generate(PROMPT, recompute_ratio="adaptive", max_tokens=2, prefix_cache=False)
+    assert taught == []
+    engine.generate(PROMPT, recompute_ratio=0.1, max_tokens=2, prefix_cache=False)
+    assert taught
+
+
 @pytest.mark.parametrize(
     "options", [{"adaptive_cap": 1.0}, {"adaptive_cap": 0}, {"adaptive_target": 0}, {"adaptive_target": "much"}]
 )
@@ -161,6 +214,11 @@ def test_options_out_of_range_are_refused(tmp_path: Path, options: dict[str, obj
         FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, **options)  # type: ignore[arg-type]
 
 
-def test_a_rule_that_selects_while_it_recomputes_is_refused(engine: FusedKVEngine) -> None:
+def test_a_rule_that_selects_while_it_recomputes_is_refused(engine: FusedKVEngine, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cacheblend"):
         engine.prefill(PROMPT, selector="cacheblend", recompute_ratio="adaptive")
+    with pytest.raises(ConfigError, match="give recompute_ratio a number"):
+        FusedKVEngine(
+            tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, selector="cacheblend",
+            recompute_ratio="adaptive",
+        )  # fmt: skip

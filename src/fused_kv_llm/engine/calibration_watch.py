@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import warnings
 
-from fused_kv_llm.errors import FusedKVWarning
+from fused_kv_llm.errors import FusedKVWarning, StoreError
 from fused_kv_llm.store import KVStore
 
 from .calibration import Calibration
@@ -15,6 +16,7 @@ from .corpus_state import corpus_changes, read_corpus_state
 __all__ = ["CalibrationWatch"]
 
 _LOOK_EVERY_S = 60.0
+_log = logging.getLogger(__name__)
 
 
 class CalibrationWatch:
@@ -59,7 +61,12 @@ class CalibrationWatch:
             if self._has_warned or time.monotonic() - self._looked_s < _LOOK_EVERY_S:
                 return None
             self._looked_s = time.monotonic()
-            changes = self.changes(calibration)
+            try:
+                changes = self.changes(calibration)
+            except StoreError as error:
+                # It is advice only: a request needs nothing of it.
+                _log.warning("Whether the calibration still holds could not be looked up: %s", error)
+                return None
             if not changes:
                 return None
             self._has_warned = True

@@ -90,6 +90,7 @@ class FusedKVEngine(ChunkMethods, PromptMethods, ExplainMethods):
         try:
             # First, since it may be refused: the corpus opens a file of its own.
             self.recompute_ratio, self._selector = self._asked(config.recompute_ratio, config.selector)
+            self._recipe(None, None, 0)
             self._calibration = self.calibration() if config.recompute_ratio == "auto" else None
             self.corpus = EngineCorpus(
                 parts,

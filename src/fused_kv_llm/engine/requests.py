@@ -143,7 +143,7 @@ class RequestRunner:
                 request = self.planner.plan(prompt, report, take=self._take(recipe, report))
                 self.keep_variants(request)
             report.spend("align", started, time.perf_counter())
-            capacity = min(request.num_tokens + max_tokens, self.context_length)
+            capacity = min(request.num_tokens + recipe.room_tokens(max_tokens), self.context_length)
             try:
                 with request, self._model_lock:
                     self.check_unchanged()

@@ -58,7 +58,8 @@ class EngineState:
         if isinstance(found.view(self.loaded.geometry.num_layers), FirstLayersView):
             raise ConfigError(
                 f"recompute_ratio='adaptive' cannot be had with selector={found.name!r}, which selects while it "
-                "recomputes: take one that ranks the tokens before, such as 'sink_attention'"
+                "recomputes: take one that ranks the tokens before, such as 'sink_attention', or give recompute_ratio "
+                "a number"
             )
         adaptive = Adaptive(self.config.adaptive_target, self.config.adaptive_cap)
         return Recipe(found, round_ratios(adaptive.most)[0], seed, adaptive=adaptive)

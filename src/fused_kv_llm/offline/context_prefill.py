@@ -82,7 +82,8 @@ class ContextPrefill:
         """
         num_tokens = {key: len(ids) for key, ids in self._token_ids.items()}
         budget_tokens = PLAIN_KV_BYTES // self._loaded.geometry.kv_bytes_per_token(self._loaded.dtype)
-        for batch in batches(walk_neighbours(chunks), self._piece_tokens, num_tokens, budget_tokens):
+        lead = len(self._separator)
+        for batch in batches(walk_neighbours(chunks), self._piece_tokens, num_tokens, budget_tokens, lead):
             kept = self._plain.get(key for chunk in batch for key in (chunk.key, *chunk.neighbours))
             after: dict[str, list[ChunkKV]] = {chunk.key: [] for chunk in batch}
             for turn in range(max(len(chunk.contexts) for chunk in batch)):

@@ -34,7 +34,8 @@ from .writer import BackgroundWriter
 
 __all__ = ["Preprocessor"]
 
-_CHUNKS_TO_WRITE = 8
+_CHUNKS_TO_WRITE = 2
+"""Chunks that may wait, each with its KV behind every context."""
 
 
 class Preprocessor:

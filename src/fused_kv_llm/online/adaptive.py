@@ -18,6 +18,9 @@ __all__ = ["DRAFT_TOKENS", "Draft", "round_ratios"]
 DRAFT_TOKENS = 6
 """Positions at which the answer's distributions are compared: the first token's and those of five drafted ones."""
 
+LARGEST = 1e9
+"""Nats that stand for a movement without bounds."""
+
 _RATIOS = (0.05, 0.15, 0.3, 0.5, 0.7, 0.9)
 """Recomputation ratios of the rounds; two are the least between which anything can move."""
 
@@ -73,4 +76,8 @@ class Draft:
         if not before:
             return None
         now, then = torch.stack(self._before), torch.stack(before)
-        return float(kl_div(then, now, log_target=True, reduction="none").sum(-1).mean())
+        # Where both are impossible, as padding of the vocabulary is, the difference is no number.
+        moved = float(
+            kl_div(then, now, log_target=True, reduction="none").nan_to_num(nan=0.0, posinf=float("inf")).sum(-1).mean()
+        )
+        return moved if moved < float("inf") else LARGEST

@@ -12,6 +12,7 @@ from fused_kv_llm.selectors import Selector
 from fused_kv_llm.store import Sidecars
 from fused_kv_llm.thread_pool import ThreadPool
 
+from .adaptive import DRAFT_TOKENS
 from .loading_depth import MovingAverage
 
 __all__ = ["Adaptive", "FusionContext", "Recipe"]
@@ -103,3 +104,7 @@ class Recipe:
     prefix_cache: bool = True
     trace_scores: bool = False
     adaptive: Adaptive | None = None
+
+    def room_tokens(self, max_tokens: int) -> int:
+        """Return for how many tokens behind the prompt there has to be room: those of an answer, or of a draft."""
+        return max_tokens if self.adaptive is None else max(max_tokens, DRAFT_TOKENS - 1)

@@ -176,7 +176,10 @@ class Fusion:
                 logits = forward_rows(loaded, part.ids[None], rows, part.cache, part.forward_pass)
         except PausedError:
             return None
-        return self.computed(logits[-1])
+        prompt = self.computed(logits[-1])
+        drafts = prompt is None and self._draft is not None and self._draft.next_row() is not None
+        # A drafted token is one row: a step of its own would cost more than the row does.
+        return self.advance(pause_at_s) if drafts and time.perf_counter() < pause_at_s else prompt
 
     def next_slice(self, max_rows: int | None = None) -> RaggedPart:
         """Return what is to be computed next; the same again until :meth:`computed` is called.
@@ -227,7 +230,7 @@ class Fusion:
         if self._rows.shape[0]:
             return None
         self._logits = logits
-        if self._known is not None and (self._ratios or self._draft is not None):
+        if self._goes_on():
             self._draft = self._draft or Draft(self._request.num_tokens, min(DRAFT_TOKENS, 1 + self._room))
             return self._judged(logits)
         return self._finished(logits)
@@ -243,18 +246,28 @@ class Fusion:
         movement = draft.end_round()
         self._movement = self._movement if movement is None else movement
         while self._ratios and (movement is None or movement > adaptive.target):
-            self._ratio = self._ratios.pop(0)
-            budget = budget_tokens(self._ratio, known.positions.shape[0])
-            more = checked_selection(self._recipe.selector, known, budget)
-            more = more[~torch.isin(more, self._selected)]
+            ratio = self._ratios.pop(0)
+            more = self._more(known, ratio)
             if more.shape[0]:
-                self._earlier = self._selected
+                self._ratio, self._earlier = ratio, self._selected
                 self._selected = torch.cat((self._selected, more)).sort().values
                 self._rows = self._request.rows(more)
                 return None
         if self._logits is None:
             raise FusedKVError("A draft was judged before its prompt was computed: this is a defect of the engine.")
         return self._finished(self._logits)
+
+    def _more(self, known: Probe, ratio: float) -> Tensor:
+        """Return the positions that a ratio adds to those selected before."""
+        budget = budget_tokens(ratio, known.positions.shape[0])
+        more = checked_selection(self._recipe.selector, known, budget)
+        return more[~torch.isin(more, self._selected)][: max(0, budget - self._selected.shape[0])]
+
+    def _goes_on(self) -> bool:
+        """Whether there is a round to be judged, or another one to come."""
+        if self._draft is not None or self._known is None:
+            return self._draft is not None
+        return any(self._more(self._known, ratio).shape[0] for ratio in self._ratios)
 
     def _finished(self, logits: Tensor) -> FusedPrompt:
         self._count()
@@ -323,7 +336,7 @@ class Fusion:
         report.prefix_cache_tokens = request.prefix_tokens - request.header_tokens
         if self._movement is not None:
             report.expected_divergence = self._movement
-        elif self._uncovered is not None and self._deviations:
+        elif self._recipe.adaptive is None and self._uncovered is not None and self._deviations:
             report.expected_divergence = expected_divergence(self._uncovered, self._deviations)
         report.recompute_ratio = self._ratio
         report.chunks_found = len(request.chunks) + request.num_covered

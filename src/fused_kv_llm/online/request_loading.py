@@ -44,6 +44,7 @@ class RequestLoading:
         budget = budget_tokens(recipe.ratio, num_chunk_tokens)
         self._keys: dict[Callable[[int, int], None], str] = {}
         self._reuses = budget < num_chunk_tokens
+        self._teaches = recipe.adaptive is None
         self._rows = int(request.fresh_positions.shape[0]) + budget
         view = view_of(recipe.selector, context.loaded, FusionReport()) if budget and self._reuses else View()
         self._anchors = sidecar_name(view.anchors, view.layers) if isinstance(view, View) and view.anchors else None
@@ -145,14 +146,15 @@ class RequestLoading:
         return load.begun_s, load.ended_s or time.perf_counter()
 
     def learn(self, compute_s: float) -> None:
-        """Learn how long computing takes, from a prompt that was computed by itself.
+        """Learn how long computing takes, from a prompt that was computed by itself, in one round.
 
         Parameters
         ----------
         compute_s : float
             Seconds of its probe and its passes, without those in which it waited for stored KV, or read it.
         """
-        self._context.row_s.add(max(0.0, compute_s) / self._rows)
+        if self._teaches:
+            self._context.row_s.add(max(0.0, compute_s) / self._rows)
 
     def _sidecar_places(self) -> dict[Callable[[int, int], None], str]:
         chunks, header, sidecars = self._request.chunks, self._request.header_tokens, self._context.sidecars

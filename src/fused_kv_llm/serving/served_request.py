@@ -187,7 +187,8 @@ class ServedRequest:
 
     def _describe(self, planned: Request) -> None:
         loaded, self.prompt_tokens = self.home.context.loaded, planned.num_tokens
-        self._capacity = min(self.prompt_tokens + self.max_tokens, self.home.context_length)
+        room = self._recipe.room_tokens(self.max_tokens)
+        self._capacity = min(self.prompt_tokens + room, self.home.context_length)
         self.kv_nbytes = self._capacity * loaded.geometry.kv_bytes_per_token(loaded.dtype)
         self._judged = planned.judged
         self.chunk_keys = frozenset(chunk.stored.key for chunk in planned.chunks)
