@@ -223,12 +223,23 @@ def test_the_fair_table() -> None:
 def test_reading_less_first() -> None:
     want = []
     for name, rows in quality("quality_read_first_cpu.json").items():
-        for rule in ("sink_attention", "qcfuse+transfer", "fusionrag+transfer", "boundary+transfer"):
+        for rule in ("sink_attention", "sink_attention_anchors", "qcfuse"):
             row = rows[rule, "similar", 0.15]
             low, high = row["recovered_95"]
             recovered = f"{100 * row['recovered']:.1f} % ({100 * low:.0f} to {100 * high:.0f})"
             want.append([name, f"`{rule}`", recovered, f"{100 * row['selection_share']:.0f} %"])
     assert table("docs/methods.md", "set, ten passages") == want
+
+
+def test_long_chunks() -> None:
+    (rows,) = quality("quality_600_cpu.json").values()
+    found = []
+    for rule, ratio in (("sink_attention", 0.15), ("full_reuse", 0.0)):
+        row = rows[rule, "similar", ratio]
+        low, high = row["recovered_95"]
+        found.append(f"{100 * row['recovered']:.0f} % ({100 * low:.0f} to {100 * high:.0f})")
+    text = " ".join((ROOT / "docs/methods.md").read_text(encoding="utf-8").split())
+    assert f"the default recovers {found[0]} at 0.15 and {found[1]} at 0." in text
 
 
 def test_a_second_model_beside_plain_transformers() -> None:
