@@ -231,6 +231,18 @@ def test_reading_less_first() -> None:
     assert table("docs/methods.md", "set, ten passages") == want
 
 
+def test_a_second_model_with_ten_passages() -> None:
+    want = []
+    for name, rows in quality("quality_gemma_ten_cpu.json").items():
+        cells = [name]
+        for rule, ratio in (("full_reuse", 0.0), ("sink_attention", 0.15)):
+            row = rows[rule, "similar", ratio]
+            low, high = row["recovered_95"]
+            cells.append(f"{100 * row['recovered']:.0f} % ({100 * low:.0f} to {100 * high:.0f})")
+        want.append(cells)
+    assert table("docs/methods.md", "set of Gemma, ten passages") == want
+
+
 def test_long_chunks() -> None:
     (rows,) = quality("quality_600_cpu.json").values()
     found = []
