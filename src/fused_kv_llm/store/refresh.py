@@ -17,16 +17,12 @@ from fused_kv_llm.store.folder import StoreFolder
 from fused_kv_llm.store.format import FileCodec, file_name, parse_name
 from fused_kv_llm.store.index import ChunkIndex, ChunkRow, Place
 from fused_kv_llm.store.read import FileReader, as_file
-from fused_kv_llm.store.remote import RemoteTier
+from fused_kv_llm.store.remote import RemoteTier, read_headers
 from fused_kv_llm.store.uses import UseLog
 
 __all__ = ["RefreshReport", "Refresher"]
 
 _LEARNT_AT_ONCE = 256
-# Most headers are far shorter; those with the texts and token ids of chunks of several thousand tokens are not.
-_HEADER_NBYTES = 16 * 1024
-_LONG_HEADER_NBYTES = 256 * 1024
-_LENGTH_NBYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +94,7 @@ class Refresher:
         return RefreshReport(added, more, self._forget(before - there.keys(), is_empty=not there))
 
     def _learn(self, keys: Sequence[str], sizes: Mapping[str, int], there: Mapping[str, Mapping[str, int]]) -> int:
-        beginnings = self._beginnings([file_name(key) for key in keys])
+        beginnings = read_headers(self._remote, {file_name(key): sizes[file_name(key)] for key in keys})
         added = 0
         for key in keys:
             name = file_name(key)
@@ -122,16 +118,6 @@ class Refresher:
                         self._index.ledger.add_sidecar(key, side, nbytes)
                     added += 1
         return added
-
-    def _beginnings(self, names: Sequence[str]) -> dict[str, bytes]:
-        found = self._remote.get(names, _HEADER_NBYTES)
-        longer = [
-            name
-            for name, data in found.items()
-            if len(data) == _HEADER_NBYTES
-            and int.from_bytes(data[:_LENGTH_NBYTES], "little") + _LENGTH_NBYTES > _HEADER_NBYTES
-        ]
-        return {**found, **self._remote.get(longer, _LONG_HEADER_NBYTES)}
 
     def _compare(self, key: str, there: Mapping[str, int]) -> int:
         """Take note of what the tier has of a chunk that is known; return how many sidecars are new."""
