@@ -269,3 +269,63 @@ def test_a_tier_that_is_away_is_told_once_and_found_again(tmp_path, chunks, monk
         wait_until(lambda: two.contains([chunks[0].key]))
         assert len(told) == 1
         assert "away" in told[0]
+
+
+def damage(remote: Remote, name: str, at: int) -> bytes:
+    tier = remote.open()
+    raw = bytearray(tier.get([name])[name])
+    raw[at] ^= 1
+    tier.put(name, [memoryview(bytes(raw))])
+    return bytes(raw)
+
+
+def test_a_damaged_object_is_replaced_by_a_sound_copy(tmp_path, chunks):
+    remote = Remote(f"file://{tmp_path}/shared")
+    names = [f"{chunk.key}.safetensors" for chunk in chunks]
+    with remote.store(tmp_path / "one") as one:
+        for chunk in chunks[:2]:
+            chunk.put(one)
+        one.shared.publish()
+    sound = objects(remote)
+    damage(remote, names[0], 40)
+    damage(remote, names[1], -3)
+    with remote.store(tmp_path / "two", learn=False) as two:
+        # The damage to its tensors is found when it is read, that to its header when it is compared.
+        with pytest.warns(FusedKVWarning, match="cannot be used"):
+            assert two.shared.bring([chunks[1].key]) == set()
+        assert set(objects(remote)) == {names[0]}
+        for chunk in chunks[:2]:
+            chunk.put(two)
+        with pytest.warns(FusedKVWarning, match="replaced by this machine's copy"):
+            assert two.shared.publish() == sum(map(len, sound.values()))
+        assert objects(remote) == sound
+        # What somebody has deleted there is copied again, once it was asked for.
+        remote.open().delete([names[0]])
+        assert two.shared.present([c.key for c in chunks]) == {chunks[1].key}
+        assert two.shared.publish() == len(sound[names[0]])
+
+
+def test_objects_of_another_encryption_key_are_neither_trusted_nor_replaced(tmp_path, chunks):
+    pytest.importorskip("cryptography")
+    remote = Remote(f"file://{tmp_path}/shared")
+    with remote.store(tmp_path / "one", encryption_key="ab" * 32) as one:
+        chunks[0].put(one)
+        one.shared.publish()
+    before = objects(remote)
+    with remote.store(tmp_path / "two", encryption_key="cd" * 32, learn=False) as two:
+        for chunk in chunks[:2]:
+            chunk.put(two)
+        with pytest.raises(StoreUnavailableError, match="another encryption key"):
+            two.shared.publish()
+        assert two.stats().tiers["remote"][0] == 1, "the other one was copied"
+    assert before.items() <= objects(remote).items()
+
+
+def test_a_long_header_is_read_whole(tmp_path, make_chunk):
+    remote = Remote(f"file://{tmp_path}/shared")
+    long = make_chunk(9, more_text=" word" * 90_000)
+    with remote.store(tmp_path / "one") as one:
+        long.put(one)
+        one.shared.publish()
+    with remote.store(tmp_path / "two") as two:
+        assert two.rows([long.key])[long.key].text == long.text
