@@ -164,8 +164,8 @@ class PrefillActor:
         rows = self._store.rows(keys)
         if lost := [key for key in keys if key not in rows]:
             raise StoreUnavailableError(
-                f"{len(lost)} of {len(keys)} chunks, {lost[0][:16]} among them, were stored in {self._store.kv_dir} and "
-                "are not there any more. Raise disk_bytes, or end what deletes from that store."
+                f"{len(lost)} of {len(keys)} chunks, {lost[0][:16]} among them, were stored in "
+                f"{self._store.kv_dir} and are not there any more. Raise disk_bytes, or end what deletes there."
             )
         return [StoredChunk(key, rows[key].nbytes, key not in there) for key in keys]
 
