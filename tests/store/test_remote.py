@@ -215,7 +215,7 @@ class Counting:
     def __init__(self, error=None):
         self.closed, self.error = 0, error
 
-    def sizes(self):
+    def versions(self):
         if self.error is not None:
             raise self.error
         return {}

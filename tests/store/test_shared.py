@@ -255,15 +255,15 @@ def test_a_tier_that_is_away_is_told_once_and_found_again(tmp_path, chunks, monk
     with remote.store(tmp_path / "one") as one, remote.store(tmp_path / "two", refresh_s=0.02, learn=False) as two:
         tier, told = two._parts.tier, []
         monkeypatch.setattr(refreshing, "warn", told.append)
-        sizes, asked = tier.sizes, []
+        versions, asked = tier.versions, []
 
         def away():
             asked.append(1)
             raise StoreUnavailableError("away")
 
-        monkeypatch.setattr(tier, "sizes", away)
+        monkeypatch.setattr(tier, "versions", away)
         wait_until(lambda: len(asked) >= 3)
-        monkeypatch.setattr(tier, "sizes", sizes)
+        monkeypatch.setattr(tier, "versions", versions)
         chunks[0].put(one)
         one.shared.publish()
         wait_until(lambda: two.contains([chunks[0].key]))
@@ -329,3 +329,67 @@ def test_a_long_header_is_read_whole(tmp_path, make_chunk):
         one.shared.publish()
     with remote.store(tmp_path / "two") as two:
         assert two.rows([long.key])[long.key].text == long.text
+
+
+def test_a_sidecar_that_was_rewritten_with_as_many_bytes_is_fetched_again(remote, tmp_path, chunks):
+    def read(store: KVStore) -> int:
+        return int(store.sidecars.read(chunks[0].key, SHIFT)["shift"][0])
+
+    with remote.store(tmp_path / "one") as one, remote.store(tmp_path / "two") as two:
+        chunks[0].put(one)
+        put_shift(one, chunks[0])
+        one.shared.publish()
+        two.shared.refresh()
+        assert read(two) == 0
+        assert two.shared.refresh() == RefreshReport()
+        put_shift(one, chunks[0], start=50)
+        assert one.shared.refresh() == RefreshReport(), "its own is not taken for published"
+        assert one.shared.publish() > 0
+        assert two.shared.refresh() == RefreshReport(sidecars=1)
+        assert read(two) == 50
+        # Those that wrote it, or have just fetched it, keep it.
+        assert one.shared.refresh() == two.shared.refresh() == RefreshReport()
+        assert chunks[0].open(one).tier == chunks[0].open(two).tier == "disk"
+
+
+def test_a_store_in_a_folder_of_another_store_is_not_mixed_up_with_it(tmp_path, chunks):
+    outer, inner = (Remote(f"file://{tmp_path}/shared{below}") for below in ("", "/below"))
+    with inner.store(tmp_path / "one") as one:
+        chunks[0].put(one)
+        one.shared.publish()
+    with outer.store(tmp_path / "two") as two:
+        assert two.stats().chunks == 0
+        chunks[0].put(two)
+        two.shared.refresh()
+        assert two.shared.publish() > 0
+    assert len(objects(outer)) == len(objects(inner)) == 1
+
+
+def test_objects_that_are_none_do_not_take_the_tier_down(remote, tmp_path, chunks):
+    tier = remote.open()
+    odd = f"{'0' * 64}.safetensors"
+    tier.put(odd, [memoryview(b"")])
+    if remote.url.startswith("redis"):
+        tier._client.set(b"fused-kv:\xff\xfe", b"no name")
+        tier._client.lpush(f"fused-kv:{'1' * 64}.safetensors", "a list")
+        assert tier.get([f"{'1' * 64}.safetensors"], 8) == {}
+    with remote.store(tmp_path / "one") as one:
+        chunks[0].put(one)
+        assert one.shared.present([chunks[0].key, "0" * 64, "1" * 64]) == set()
+        assert one.shared.publish() > 0
+    with remote.store(tmp_path / "two") as two:
+        assert two.contains(["0" * 64, chunks[0].key]) == {chunks[0].key}
+
+
+def test_looking_again_goes_on_after_any_error(monkeypatch):
+    told, asked = list[str](), list[int]()
+    monkeypatch.setattr(refreshing, "warn", told.append)
+
+    def fails() -> None:
+        asked.append(1)
+        raise KeyError("a bug")
+
+    looking = refreshing.Refreshing(fails, 0.01)
+    wait_until(lambda: len(asked) >= 3)
+    looking.close()
+    assert told == ["What other machines have changed in the shared store is not known: KeyError('a bug')"]
