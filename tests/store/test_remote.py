@@ -212,6 +212,8 @@ def test_server_without_room(kv_dir, chunks):
 class Counting:
     """A remote tier without anything in it, which counts how often it is closed."""
 
+    url = identity = "redis://here"
+
     def __init__(self, error=None):
         self.closed, self.error = 0, error
 

@@ -393,3 +393,35 @@ def test_looking_again_goes_on_after_any_error(monkeypatch):
     wait_until(lambda: len(asked) >= 3)
     looking.close()
     assert told == ["What other machines have changed in the shared store is not known: KeyError('a bug')"]
+
+
+def test_another_tier_costs_no_cache_and_gets_what_it_lacks(tmp_path, chunks):
+    old, new = (Remote(f"file://{tmp_path}/{name}") for name in ("old", "new"))
+    with new.store(tmp_path / "other") as other:
+        for chunk in chunks[2:]:
+            chunk.put(other)
+        other.shared.publish()
+    with old.store(tmp_path / "one") as one:
+        for chunk in chunks[:3]:
+            chunk.put(one)
+        one.shared.publish()
+    with pytest.warns(FusedKVWarning, match="another remote tier than the last time"):
+        one = new.store(tmp_path / "one")
+    with one:
+        assert one.contains(c.key for c in chunks) == {c.key for c in chunks}
+        assert chunks[0].open(one).tier == "disk"
+        one.shared.publish()
+        assert set(objects(new)) == {f"{chunk.key}.safetensors" for chunk in chunks}
+    new.store(tmp_path / "one").close()  # No warning: it is the same now.
+
+
+def test_it_says_so_when_most_chunks_are_gone_at_once(tmp_path, make_chunk):
+    remote = Remote(f"file://{tmp_path}/shared")
+    many = [make_chunk(seed) for seed in range(20)]
+    with remote.store(tmp_path / "one") as one:
+        for chunk in many:
+            chunk.put(one)
+        one.shared.publish()
+        remote.open().delete([f"{chunk.key}.safetensors" for chunk in many[:18]])
+        with pytest.warns(FusedKVWarning, match="18 of 20 chunks .* noeviction"):
+            assert one.shared.refresh() == RefreshReport(gone=18)

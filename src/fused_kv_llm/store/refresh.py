@@ -8,6 +8,7 @@ not touched.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,8 @@ __all__ = ["RefreshReport", "Refresher"]
 
 _LEARNT_AT_ONCE = 256
 _LENGTH_NBYTES = 8
+# So many chunks that go at once, and most of them, are perhaps not what somebody wanted.
+_MANY = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,7 @@ class Refresher:
         StoreUnavailableError
             The remote tier cannot be used.
         """
+        self._check_tier()
         # Before the tier is listed: what is copied there meanwhile is not in the list and has not gone.
         before = self._index.ledger.remote_keys()
         # What is too short to have a header is nobody's chunk.
@@ -96,7 +100,24 @@ class Refresher:
         versions = {file_name(key, side): listed[file_name(key, side)][1] for key in there for side in there[key]}
         changed = self._changed(known, there, versions)
         more = sum(self._compare(key, there[key], changed.get(key, set())) for key in known)
-        return RefreshReport(added, more, self._forget(before - there.keys(), is_empty=not there))
+        return RefreshReport(added, more, self._forget(before - there.keys(), len(before), is_empty=not there))
+
+    def _check_tier(self) -> None:
+        """Believe nothing of what the index says about the tier if it was another one."""
+        digest = hashlib.sha256(self._remote.identity.encode()).hexdigest()
+        with self._index.transaction():
+            known = self._index.remote_marks.swap_tier(digest)
+            if known is None or known == digest:
+                return
+            self._index.remote_marks.forget(self._index.remote_marks.seen())
+            kept = 0
+            for key in self._index.ledger.remote_keys():
+                place = self._index.ledger.place(key)
+                if place is not None and place.on_disk:
+                    self._index.ledger.move(key, Place(on_disk=True, on_remote=False))
+                    kept += 1
+        warn(f"{self._remote.url} is another remote tier than the last time. The {kept} chunks on the disk here that "
+             "the other one had are kept, and copied to this one when they are evicted or published.")  # fmt: skip
 
     def _learn(self, keys: Sequence[str], sizes: Mapping[str, int], there: Mapping[str, Mapping[str, int]]) -> int:
         beginnings = read_headers(self._remote, {file_name(key): sizes[file_name(key)] for key in keys})
@@ -188,12 +209,16 @@ class Refresher:
         self._reader.forget(key, *sidecars)
         return len(new)
 
-    def _forget(self, gone: set[str], *, is_empty: bool) -> int:
+    def _forget(self, gone: set[str], known: int, *, is_empty: bool) -> int:
         """Delete chunks that the tier does not have any more, and return how many."""
         if gone and is_empty:
             # A server that was emptied, or another bucket: that is no reason to throw a cache away.
             warn(f"Nothing is left of {len(gone)} chunks on {self._remote.url}. What is on the disk here is kept, and "
                  "copied there again when it is evicted.")  # fmt: skip
+        elif len(gone) > max(_MANY, known // 2):
+            warn(f"{len(gone)} of {known} chunks are not on {self._remote.url} any more and are deleted here too. "
+                 "If nobody has deleted them, look whether that server evicts: a Redis needs "
+                 "maxmemory-policy noeviction.")  # fmt: skip
         forgotten = 0
         for key in gone:
             with self._index.transaction():

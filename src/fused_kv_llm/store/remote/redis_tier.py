@@ -36,6 +36,7 @@ class RemoteRedis:
         settings = dict(options)
         self._prefix = settings.pop("prefix", _PREFIX)
         self.url = public_url(url)
+        self.identity = f"{self.url.rstrip('/')} {self._prefix}"
         self._scrub = partial(scrub, url=url, options=options)
         self._error = redis.RedisError
         try:

@@ -29,6 +29,8 @@ class RemoteTier(Protocol):
     """Named objects on another machine; every method raises StoreUnavailableError if it fails."""
 
     url: str
+    identity: str
+    """What tells it from other tiers; without passwords."""
 
     def get(self, names: Sequence[str], first_nbytes: int | None = None) -> dict[str, bytes]:
         """Return those objects that are there, or their beginnings, in one call of the backend."""
@@ -97,6 +99,7 @@ class RemoteFiles:
         except ImportError as error:
             raise MissingExtraError("fsspec", "remote") from error
         self.url = public_url(url)
+        self.identity = f"{self.url.rstrip('/')} {_endpoint(options)}"
         self._scrub = partial(scrub, url=url, options=options)
         try:
             self._fs, root = fsspec.core.url_to_fs(url, **options)
@@ -210,3 +213,10 @@ def _is_odd(error: Exception) -> bool:
     return isinstance(error, IsADirectoryError) or (
         isinstance(error, OSError) and error.errno == errno.EINVAL and "range" in str(error).lower()
     )
+
+
+def _endpoint(options: Mapping[str, Any]) -> str:
+    """Return the server that options name, since equal buckets of two servers are two."""
+    client = options.get("client_kwargs")
+    inner = client.get("endpoint_url") if isinstance(client, Mapping) else None
+    return public_url(str(options.get("endpoint_url") or inner or ""))
