@@ -425,3 +425,45 @@ def test_it_says_so_when_most_chunks_are_gone_at_once(tmp_path, make_chunk):
         remote.open().delete([f"{chunk.key}.safetensors" for chunk in many[:18]])
         with pytest.warns(FusedKVWarning, match="18 of 20 chunks .* noeviction"):
             assert one.shared.refresh() == RefreshReport(gone=18)
+
+
+@pytest.mark.parametrize("when", ["before the chunk", "after the chunk"])
+def test_a_check_does_not_take_sidecars_from_a_chunk_that_is_being_published(tmp_path, chunks, monkeypatch, when):
+    remote = Remote(f"file://{tmp_path}/shared")
+    with remote.store(tmp_path / "one") as one, remote.store(tmp_path / "two") as two:
+        chunks[1].put(two)
+        chunks[0].put(one)
+        put_shift(one, chunks[0])
+        put, sizes = one._parts.tier.put, two._parts.tier.sizes
+
+        def checked(name, parts):
+            if SHIFT in name or when == "after the chunk":
+                put(name, parts)
+            if SHIFT not in name and when == "before the chunk":
+                two.shared.check(fix=True)
+                put(name, parts)
+
+        def listed():
+            found = sizes()
+            if when == "after the chunk":
+                # The check has listed the sidecar alone.
+                found.pop(f"{chunks[0].key}.safetensors", None)
+            return found
+
+        monkeypatch.setattr(one._parts.tier, "put", checked)
+        monkeypatch.setattr(two._parts.tier, "sizes", listed)
+        one.shared.publish()
+        if when == "after the chunk":
+            two.shared.check(fix=True)
+        assert set(objects(remote)) == {f"{chunks[0].key}{side}.safetensors" for side in ("", f".{SHIFT}")}
+
+
+def test_a_check_reads_nothing_that_is_not_ours(tmp_path, chunks, monkeypatch):
+    remote = Remote(f"file://{tmp_path}/shared")
+    remote.open().put("huge.bin", [memoryview(b"x" * 100)])
+    with remote.store(tmp_path / "one") as one:
+        tier, read = one._parts.tier, list[str]()
+        get = tier.get
+        monkeypatch.setattr(tier, "get", lambda names, *first: read.extend(names) or get(names, *first))
+        assert one.shared.check().by_kind == {"foreign": 1}
+        assert read == []
