@@ -180,6 +180,17 @@ class PrefillActor:
         self._bring(plan)
         return self._second_pass.fit(plan, prompts).to_bytes()
 
+    def takes(self, plan: PreprocessingPlan, shift_map: bytes) -> bool:
+        """Whether the file of a shift map is sound and fits the model; `plan` has a chunk to compare it with.
+
+        Raises
+        ------
+        StoreError
+            If the shared store or the disk cannot be used.
+        """
+        self._bring(plan)
+        return self._second_pass.takes(plan, shift_map)
+
     def preprocess(self, plan: PreprocessingPlan, shift_map: bytes | None) -> Preprocessed:
         """Preprocess chunks behind their contexts and store what that makes.
 
