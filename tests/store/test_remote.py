@@ -212,10 +212,12 @@ def test_server_without_room(kv_dir, chunks):
 class Counting:
     """A remote tier without anything in it, which counts how often it is closed."""
 
+    url = identity = "redis://here"
+
     def __init__(self, error=None):
         self.closed, self.error = 0, error
 
-    def sizes(self):
+    def versions(self):
         if self.error is not None:
             raise self.error
         return {}

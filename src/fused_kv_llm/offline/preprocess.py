@@ -28,7 +28,7 @@ from .neighbour_graph import Similarity
 from .neighbours import GivenNeighbours, given_neighbours
 from .preprocessing_plan import PreprocessingPlan, PreprocessingPlanner
 from .shift_fitting import ShiftFitting, shift_map_name
-from .shift_map import ShiftMap
+from .shift_map import ShiftMap, parse_shift_map
 from .variant_builder import PromptChunks
 from .writer import BackgroundWriter
 
@@ -141,6 +141,18 @@ class Preprocessor:
         """
         prefill = self._context_prefill(plan, lambda: False)
         return self._fitting.fit(prompts, {chunk.key: chunk for chunk in plan.chunks}, prefill)
+
+    def takes(self, plan: PreprocessingPlan, shift_map: bytes) -> bool:
+        """Whether the content of a shift map's file is a sound map for this model's KV.
+
+        Parameters
+        ----------
+        plan : PreprocessingPlan
+            Has a chunk at least, with which it is compared.
+        shift_map : bytes
+        """
+        plain = self._context_prefill(plan, lambda: False).plain(plan.chunks[0].key)
+        return parse_shift_map(shift_map, plain, "of the shared store") is not None
 
     def settle(self, shift_map: ShiftMap | None) -> None:
         """Correct shifts by a map that was fitted elsewhere, or by none, from now on."""

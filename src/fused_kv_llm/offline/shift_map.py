@@ -23,7 +23,7 @@ from fused_kv_llm.chunk import ChunkKV
 from fused_kv_llm.model import Geometry
 from fused_kv_llm.paths import write_atomically
 
-__all__ = ["ShiftLessons", "ShiftMap", "fit_shift_map", "read_shift_map"]
+__all__ = ["ShiftLessons", "ShiftMap", "fit_shift_map", "parse_shift_map", "read_shift_map"]
 
 FIRST_TOKENS = 4
 """Tokens at the beginning of a chunk, attention sinks in plain KV, that have an offset of their own in the map."""
@@ -82,11 +82,30 @@ class ShiftMap:
 def read_shift_map(path: Path, plain: ChunkKV) -> ShiftMap | None:
     """Read a map; None if there is none, or none for KV of this shape."""
     try:
-        weights = load(path.read_bytes())["weights"]
+        data = path.read_bytes()
     except FileNotFoundError:
         return None
-    except (OSError, SafetensorError, KeyError) as error:
+    except OSError as error:
         _log.warning("The shift map %s cannot be read (%s): it is fitted again.", path, error)
+        return None
+    return parse_shift_map(data, plain, str(path))
+
+
+def parse_shift_map(data: bytes, plain: ChunkKV, source: str) -> ShiftMap | None:
+    """Return the map in a file's content; None if there is none, or none for KV of this shape.
+
+    Parameters
+    ----------
+    data : bytes
+    plain : ChunkKV
+        Plain KV of any chunk.
+    source : str
+        Where the content is from, for the log.
+    """
+    try:
+        weights = load(data)["weights"]
+    except (SafetensorError, KeyError) as error:
+        _log.warning("The shift map %s cannot be read (%s): it is fitted again.", source, error)
         return None
     layers, heads, _, key_dim = plain.keys.shape
     width = key_dim + plain.values.shape[-1]

@@ -13,7 +13,7 @@ from typing import Any
 from fused_kv_llm.chunk import KVIdentity
 from fused_kv_llm.config import EngineConfig
 from fused_kv_llm.engine import EngineParts, open_parts, similarity_of
-from fused_kv_llm.errors import PromptError
+from fused_kv_llm.errors import PromptError, StoreUnavailableError
 from fused_kv_llm.offline import (
     BATCH_TOKENS,
     BETWEEN_CHUNKS,
@@ -146,20 +146,28 @@ class PrefillActor:
         Raises
         ------
         StoreError
-            If the shared store or the disk cannot be used; what was stored stays, and it can be called again.
+            If the shared store or the disk cannot be used, or does not keep what is stored there; what was stored
+            stays, and it can be called again.
         """
         keys = [chunk.key for chunk in chunks]
         # Only a batch that is computed again, since its actor died or another ingestion runs, finds some.
         there = self._store.shared.present(keys)
         if there:
-            self._store.shared.bring(sorted(there))
+            # What is damaged there is deleted and not brought: it is computed again as if it had not been there.
+            there &= self._store.shared.bring(sorted(there))
         new = [chunk for chunk in chunks if chunk.key not in there]
         if new:
             # All of them: with others missing, the last bits of the rest would be other ones.
             self._ingestor.prefill_together(chunks)
-            self._store.shared.publish(keys)
+        # All: one that was on the disk already may not have been copied before its actor died.
+        self._store.shared.publish(keys)
         rows = self._store.rows(keys)
-        return [StoredChunk(key, rows[key].nbytes, key not in there) for key in keys if key in rows]
+        if lost := [key for key in keys if key not in rows]:
+            raise StoreUnavailableError(
+                f"{len(lost)} of {len(keys)} chunks, {lost[0][:16]} among them, were stored in "
+                f"{self._store.kv_dir} and are not there any more. Raise disk_bytes, or end what deletes there."
+            )
+        return [StoredChunk(key, rows[key].nbytes, key not in there) for key in keys]
 
     def fit(self, plan: PreprocessingPlan, prompts: Sequence[PromptChunks]) -> bytes:
         """Fit the shift map to prompts, and return the content of its file.
@@ -171,6 +179,17 @@ class PrefillActor:
         """
         self._bring(plan)
         return self._second_pass.fit(plan, prompts).to_bytes()
+
+    def takes(self, plan: PreprocessingPlan, shift_map: bytes) -> bool:
+        """Whether the file of a shift map is sound and fits the model; `plan` has a chunk to compare it with.
+
+        Raises
+        ------
+        StoreError
+            If the shared store or the disk cannot be used.
+        """
+        self._bring(plan)
+        return self._second_pass.takes(plan, shift_map)
 
     def preprocess(self, plan: PreprocessingPlan, shift_map: bytes | None) -> Preprocessed:
         """Preprocess chunks behind their contexts and store what that makes.

@@ -110,17 +110,21 @@ class SecondPass:
             yield planned[number], done
 
     def _shift_map(self, plan: PreprocessingPlan) -> bytes | None:
-        """Return the corpus's map: the store's, or one that an actor fits now; None where there are too few chunks."""
+        """Return the corpus's map: the store's, or one that an actor fits now; None where there are too few chunks.
+
+        A file that is damaged, or a map of another shape, is replaced.
+        """
         if not self._facts.has_shift_map:
             return None
         name = shift_map_name(self._identity, self._similarity.count)
         known, path = self._store.shared.read_file(name), self._store.kv_dir / name
-        if known is not None:
+        if known is not None and self._takes(plan, known):
             return known
-        if path.exists():
-            # Of an ingestion by one process.
-            self._store.shared.write_file(name, path.read_bytes())
-            return path.read_bytes()
+        # Of an ingestion by one process.
+        local = path.read_bytes() if path.exists() else None
+        if local is not None and local != known and self._takes(plan, local):
+            self._store.shared.write_file(name, local)
+            return local
         facts = self._facts
         prompts = prompts_of_chunks(
             plan.chunks, plan.token_ids, facts.header_ids, facts.separator_ids, facts.max_tokens
@@ -134,6 +138,11 @@ class SecondPass:
         # Engines over this folder use it too, and fit none of their own.
         write_atomically(path, made)
         return made
+
+    def _takes(self, plan: PreprocessingPlan, shift_map: bytes) -> bool:
+        # The driver has no model, and so does not know the shape that a map must have.
+        takes: bool = self._pool.call("takes", _part(plan, plan.chunks[:1]), shift_map)
+        return takes
 
     def _note(
         self,

@@ -88,7 +88,8 @@ class Promoter:
 
     def _keep(self, key: str, files: dict[str | None, memoryview], place: Place) -> bool:
         if None not in files:
-            self._drop(key, "the remote tier does not have it any more")
+            if self._drop(key):
+                self.report(key, "the remote tier does not have it any more")
             return False
         if not self._is_whole(key, files[None]):
             return False
@@ -100,26 +101,31 @@ class Promoter:
             try:
                 verify_chunk(self._codec, fd, key)
             except ChunkDamagedError as error:
-                self._drop(key, error.reason)
-                # A file of another key is undamaged, and belongs to somebody else.
-                if not isinstance(error, ChunkKeyError):
-                    self.remote.delete([file_name(key)])
+                self._drop(key)
+                self.refuse(key, error)
                 return False
         return True
 
-    def _drop(self, key: str, reason: str) -> None:
+    def _drop(self, key: str) -> bool:
         with self._index.transaction():
             place = self._index.ledger.place(key)
             if place is None or place.on_disk:
                 # Another process has deleted the chunk, or copied it to the disk.
-                return
+                return False
             self._index.remove([key], "damaged")
-        self.report(key, reason)
+        return True
 
-    def report(self, key: str, reason: str) -> None:
+    def refuse(self, key: str, error: ChunkDamagedError) -> None:
+        """Report a chunk's object that was read and cannot be used, and delete it, so that a sound one can follow."""
+        self.report(key, error.reason)
+        # A file of another key is undamaged, and belongs to somebody else.
+        if not isinstance(error, ChunkKeyError):
+            self.remote.delete([file_name(key)])
+
+    def report(self, key: str, reason: str, then: str = "It is computed afresh.") -> None:
         """Count and warn about a chunk on the remote tier that cannot be used."""
         self._uses.add(damaged=1)
-        warn(f"The KV of chunk {key} on {self.remote.url} cannot be used: {reason}. It is computed afresh.")
+        warn(f"The KV of chunk {key} on {self.remote.url} cannot be used: {reason}. {then}")
 
     def forget(self, keys: Iterable[str]) -> None:
         """Delete chunks from the remote tier; those that are not there do not matter."""

@@ -12,7 +12,7 @@ __all__ = ["Refreshing"]
 
 
 class Refreshing:
-    """Calls something every so many seconds until it is closed; that the tier is away is warned about once a time.
+    """Calls something every so many seconds until it is closed; that it fails is warned about once a time.
 
     Parameters
     ----------
@@ -44,7 +44,8 @@ class Refreshing:
             try:
                 self._refresh()
                 is_away = False
-            except StoreError as error:
+            except Exception as error:  # the thread must not end
                 if not is_away:
-                    warn(f"What other machines have changed in the shared store is not known: {error}")
+                    what = str(error) if isinstance(error, StoreError) else repr(error)
+                    warn(f"What other machines have changed in the shared store is not known: {what}")
                 is_away = True

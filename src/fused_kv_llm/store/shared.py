@@ -12,6 +12,7 @@ from fused_kv_llm.store.audit import CheckReport, Progress, check_remote
 from fused_kv_llm.store.format import check_key, file_name
 from fused_kv_llm.store.index import ChunkRow, Place
 from fused_kv_llm.store.parts import StoreParts
+from fused_kv_llm.store.publishing import Publisher
 from fused_kv_llm.store.read import as_file, verify_chunk
 from fused_kv_llm.store.refresh import RefreshReport
 from fused_kv_llm.store.remote import RemoteTier
@@ -62,10 +63,20 @@ class SharedTier:
         self._parts = parts
 
     def present(self, keys: Sequence[str]) -> set[str]:
-        """Return those of some chunks that the remote tier has, asking it; raises as :meth:`publish`."""
+        """Return those of some chunks that the remote tier has objects of, asking it; raises as :meth:`publish`.
+
+        Whether an object is sound is known when it was read (:meth:`bring`). What is not there, though the index says
+        so, is noted: the next :meth:`publish` copies it again.
+        """
         self._parts.check_open()
         names = {file_name(check_key(key)): key for key in keys}
-        return {names[name] for name in self._remote().get(list(names), _PRESENT_NBYTES)}
+        found = self._remote().get(list(names), _PRESENT_NBYTES)
+        there = {names[name] for name, data in found.items() if len(data) == _PRESENT_NBYTES}
+        if not self._parts.read_only:
+            for key in names.values():
+                if key not in there:
+                    self._note_absent(key)
+        return there
 
     def publish(self, keys: Iterable[str] | None = None) -> int:
         """Copy chunks and their sidecars to the remote tier now, and keep them on the disk.
@@ -78,19 +89,19 @@ class SharedTier:
         Returns
         -------
         int
-            Bytes copied. A chunk's own file that another machine has put there is not copied again.
+            Bytes copied. A chunk's own file that another machine has put there is not copied again, unless its header
+            is damaged.
 
         Raises
         ------
         StoreUnavailableError
-            There is no remote tier, or it cannot be used; or this store is read-only.
+            There is no remote tier, or it cannot be used; or this store is read-only; or chunks are there that were
+            written with another encryption key.
         """
         self._parts.check_writable()
-        remote = self._remote()
+        publisher = Publisher(self._parts, self._remote())
         wanted = self._parts.index.ledger.unpublished() if keys is None else [check_key(key) for key in keys]
-        waiting = [key for key in wanted if self._is_waiting(key)]
-        there = self.present(waiting)
-        return sum(self._publish(remote, key, with_chunk=key not in there) for key in waiting)
+        return publisher.run(dict.fromkeys(wanted))
 
     def bring(self, keys: Sequence[str]) -> set[str]:
         """Bring chunks to the disk, also such as the index does not know yet, in one call.
@@ -102,7 +113,8 @@ class SharedTier:
         Returns
         -------
         set of str
-            Those of `keys` that are on the disk now. What is not on the remote tier, or damaged there, is left out.
+            Those of `keys` that are on the disk now. What is not on the remote tier, or damaged there, is left out. A
+            damaged object is deleted, so that it can be published again.
 
         Raises
         ------
@@ -206,29 +218,15 @@ class SharedTier:
             )
         return self._parts.tier
 
-    def _is_waiting(self, key: str) -> bool:
-        place = self._parts.index.ledger.place(key)
-        return place is not None and place.on_disk and not place.on_remote
-
-    def _publish(self, remote: RemoteTier, key: str, *, with_chunk: bool) -> int:
-        sidecars = self._parts.index.ledger.sidecars(key)
-        nbytes = 0
-        try:
-            # The chunk comes last, so that its sidecars are there when it is.
-            for name in (*sidecars, *((None,) if with_chunk else ())):
-                with open(self._parts.folder.open_file(key, name), "rb") as file:
-                    data = file.read()
-                remote.put(file_name(key, name), [memoryview(data)])
-                nbytes += len(data)
-        except FileNotFoundError:
-            # Another process has evicted or deleted the chunk.
-            return nbytes
+    def _note_absent(self, key: str) -> None:
         with self._parts.index.transaction():
-            # A sidecar that came meanwhile is copied with the next call.
-            if self._is_waiting(key) and self._parts.index.ledger.sidecars(key) == sidecars:
-                self._parts.index.ledger.move(key, Place(on_disk=True, on_remote=True))
-        self._parts.uses.add(demoted=1)
-        return nbytes
+            place = self._parts.index.ledger.place(key)
+            if place is None or not place.on_remote:
+                return
+            if place.on_disk:
+                self._parts.index.ledger.move(key, Place(on_disk=True, on_remote=False))
+            else:
+                self._parts.index.remove([key], "deleted")
 
     def _take(self, name: str, data: memoryview) -> None:
         key = name.partition(".")[0]
@@ -236,7 +234,7 @@ class SharedTier:
             try:
                 header = verify_chunk(self._parts.codec, fd, key)
             except ChunkDamagedError as error:
-                self._parts.promoter_of().report(key, error.reason)
+                self._parts.promoter_of().refuse(key, error)
                 return
             row = ChunkRow.from_header(header, len(data))
             if self._parts.writer.write(row, header.content, [data], float(header.num_tokens)):

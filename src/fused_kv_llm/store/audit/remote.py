@@ -19,6 +19,7 @@ from fused_kv_llm.store.remote import RemoteTier
 __all__ = ["RemoteAudit"]
 
 _READ_AT_ONCE_NBYTES = 64 * 2**20
+_PRESENT_NBYTES = 8
 
 
 class RemoteAudit:
@@ -52,10 +53,17 @@ class RemoteAudit:
         StoreUnavailableError
             The remote tier cannot be used.
         """
-        sizes = self._remote.sizes()
-        for name, nbytes in sizes.items():
+        # Before the tier is listed: what is copied there meanwhile is not missing.
+        before = self._index.ledger.remote_keys()
+        sizes: dict[str, int] = {}
+        for name, nbytes in self._remote.sizes().items():
             parsed = parse_name(name)
-            if parsed is not None and parsed[1] is not None:
+            if parsed is None:
+                # It is not read: it may be anything, of any size.
+                self._foreign(name)
+                continue
+            sizes[name] = nbytes
+            if parsed[1] is not None:
                 self._sides.setdefault(parsed[0], {})[parsed[1]] = nbytes
         done, total = 0, sum(sizes.values())
         for batch in _batches(sizes):
@@ -64,14 +72,11 @@ class RemoteAudit:
             done += sum(sizes[name] for name in batch)
             if progress is not None:
                 progress(done, total)
-        self._rows(sizes)
+        self._rows(before, sizes)
 
     def _object(self, name: str, data: memoryview, sizes: Mapping[str, int]) -> None:
         parsed = parse_name(name)
         if parsed is None:
-            if not self._is_ours(name):
-                detail, action = "its name is not one of a chunk's", "leave it: it may be somebody else's"
-                self._audit.found("foreign", self._path(name), detail, action, lambda: True, left=True)
             return
         key, side = parsed
         try:
@@ -91,6 +96,11 @@ class RemoteAudit:
             detail = "the object is undamaged but has no row"
             self._audit.found("orphaned", self._path(name), detail, "add the row", lambda: self._learn(row, header))
 
+    def _foreign(self, name: str) -> None:
+        if not self._is_ours(name):
+            detail, action = "its name is not one of a chunk's", "leave it: it may be somebody else's"
+            self._audit.found("foreign", self._path(name), detail, action, lambda: True, left=True)
+
     def _learn(self, row: ChunkRow, header: ChunkHeader) -> bool:
         with self._index.transaction():
             if self._index.present([row.key]):
@@ -106,7 +116,7 @@ class RemoteAudit:
         name = file_name(key, side)
         if file_name(key) not in sizes:
             detail = "its chunk is not on the remote tier"
-            self._audit.found("orphaned", self._path(name), detail, "delete it", lambda: self._delete(name))
+            self._audit.found("orphaned", self._path(name), detail, "delete it", lambda: self._delete_side(key, name))
             return
         place, stored = self._index.ledger.place(key), self._index.ledger.sidecars(key).get(side)
         if place is not None and place.on_remote and not place.on_disk and stored != nbytes:
@@ -144,9 +154,9 @@ class RemoteAudit:
 
         self._audit.found("damaged", self._path(name), error.reason, action, mend)
 
-    def _rows(self, sizes: Mapping[str, int]) -> None:
+    def _rows(self, before: set[str], sizes: Mapping[str, int]) -> None:
         """Look for rows whose object is gone."""
-        for key in sorted(self._index.ledger.remote_keys()):
+        for key in sorted(before):
             name = file_name(key)
             if name not in sizes and name not in self._damaged:
                 place = self._index.ledger.place(key)
@@ -165,6 +175,12 @@ class RemoteAudit:
             else:
                 self._index.remove([key], "damaged")
         return True
+
+    def _delete_side(self, key: str, name: str) -> bool:
+        # A machine that publishes a chunk copies its sidecars first: it may be there by now.
+        if self._remote.get([file_name(key)], _PRESENT_NBYTES):
+            return False
+        return self._delete(name)
 
     def _delete(self, name: str) -> bool:
         self._remote.delete([name])

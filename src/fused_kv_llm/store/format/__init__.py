@@ -8,8 +8,10 @@ from fused_kv_llm.store.format.header import ChunkHeader, FileHeader
 from fused_kv_llm.store.format.names import check_key, check_name, file_name, parse_name
 from fused_kv_llm.store.format.part import Part, byte_view
 from fused_kv_llm.store.format.quantize import STORAGE_DTYPES, check_kv_dtype, compress, expand, stored_bytes_per_token
+from fused_kv_llm.store.format.tensor_file import CHECKSUM_NBYTES
 
 __all__ = [
+    "CHECKSUM_NBYTES",
     "KEY_VARIABLE",
     "STORAGE_DTYPES",
     "ChunkHeader",

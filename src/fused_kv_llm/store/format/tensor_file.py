@@ -28,6 +28,7 @@ from fused_kv_llm.store.format.cipher import Cipher, FileCipher
 from fused_kv_llm.store.format.part import DTYPES, Part
 
 __all__ = [
+    "CHECKSUM_NBYTES",
     "HEADER_CHECKSUM",
     "TensorFile",
     "bound_metadata",
@@ -41,6 +42,9 @@ _FIRST_READ = 32 * 1024
 _OPENING = b'{"__metadata__":{"header_xxh3_64":"'
 HEADER_CHECKSUM = slice(len(_OPENING), len(_OPENING) + 16)
 """Where the header's checksum is: first, since it covers the header without its own sixteen digits."""
+
+CHECKSUM_NBYTES = 8 + HEADER_CHECKSUM.stop
+"""Bytes at the beginning of a file that tell it from others, since the header's checksum is in them."""
 
 
 @dataclass(frozen=True, slots=True)

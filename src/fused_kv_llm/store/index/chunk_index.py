@@ -23,6 +23,7 @@ from fused_kv_llm.store.index.ledger import LEDGER_SCHEMA, Ledger
 from fused_kv_llm.store.index.pins import Pins
 from fused_kv_llm.store.index.policies import Policy
 from fused_kv_llm.store.index.records import Records
+from fused_kv_llm.store.index.remote_marks import RemoteMarks
 from fused_kv_llm.store.index.rows import ChunkRow, ContentRows, IdentityTotals
 
 __all__ = ["ChunkIndex"]
@@ -80,6 +81,7 @@ class ChunkIndex:
         self.records = Records(self._database, cipher)
         self.departures = Departures(self._database)
         self.pins = Pins(self._database)
+        self.remote_marks = RemoteMarks(self._database)
         try:
             self._check_cipher(path, read_only=read_only)
         except BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fused_kv_llm.store.remote.headers import read_headers
 from fused_kv_llm.store.remote.tier import RemoteTier, open_remote
 from fused_kv_llm.store.remote.url import public_url
 
@@ -9,4 +10,5 @@ __all__ = [
     "RemoteTier",
     "open_remote",
     "public_url",
+    "read_headers",
 ]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
 from fused_kv_llm.errors import ConfigError, MissingExtraError, StoreUnavailableError
+from fused_kv_llm.store.format import CHECKSUM_NBYTES
 from fused_kv_llm.store.remote.url import public_url, scrub
 
 __all__ = ["RemoteRedis"]
 
 _PREFIX = "fused-kv:"
+_log = logging.getLogger(__name__)
 
 
 class RemoteRedis:
@@ -33,6 +36,7 @@ class RemoteRedis:
         settings = dict(options)
         self._prefix = settings.pop("prefix", _PREFIX)
         self.url = public_url(url)
+        self.identity = f"{self.url.rstrip('/')} {self._prefix}"
         self._scrub = partial(scrub, url=url, options=options)
         self._error = redis.RedisError
         try:
@@ -56,7 +60,8 @@ class RemoteRedis:
                 with self._client.pipeline(transaction=False) as pipeline:
                     for key in keys:
                         pipeline.getrange(key, 0, first_nbytes - 1)
-                    found = [part or None for part in pipeline.execute()]
+                    answers = pipeline.execute(raise_on_error=False)
+                found = [self._checked(part) or None for part in answers]
         except self._error as error:
             raise self._unavailable(error) from None
         return {name: data for name, data in zip(names, found, strict=True) if data is not None}
@@ -79,14 +84,34 @@ class RemoteRedis:
 
     def sizes(self) -> dict[str, int]:
         """Return names and sizes of all objects."""
+        return {name: nbytes for name, (nbytes, _) in self.versions().items()}
+
+    def versions(self) -> dict[str, tuple[int, str]]:
+        """Return names, sizes and versions of all objects; a version is the beginning, with the header's checksum."""
         try:
-            names = [key.decode().removeprefix(self._prefix) for key in self._client.scan_iter(self._prefix + "*")]
+            keys = [key for key in self._client.scan_iter(self._prefix + "*") if _is_text(key)]
             with self._client.pipeline(transaction=False) as pipeline:
-                for name in names:
-                    pipeline.strlen(self._prefix + name)
-                return dict(zip(names, pipeline.execute(), strict=True))
+                for key in keys:
+                    pipeline.strlen(key)
+                    pipeline.getrange(key, 0, CHECKSUM_NBYTES - 1)
+                answers = pipeline.execute(raise_on_error=False)
+            checked = [self._checked(answer) for answer in answers]
         except self._error as error:
             raise self._unavailable(error) from None
+        return {
+            key.decode().removeprefix(self._prefix): (nbytes, beginning.hex())
+            for key, nbytes, beginning in zip(keys, checked[::2], checked[1::2], strict=True)
+            if nbytes is not None and beginning is not None
+        }
+
+    def _checked(self, answer: Any) -> Any:
+        """Return a server's answer; None, with a warning, if a key is no string, and so not one of a store's."""
+        if not isinstance(answer, Exception):
+            return answer
+        if not str(answer).startswith("WRONGTYPE"):
+            raise answer
+        _log.warning("A key on %s is not one of a store's and is passed over: %s", self.url, answer)
+        return None
 
     def close(self) -> None:
         """Close the connections."""
@@ -97,3 +122,12 @@ class RemoteRedis:
             f"The remote tier {self.url} cannot be used: {self._scrub(repr(error))}. "
             "Check that the server runs and has room."
         )
+
+
+def _is_text(key: bytes) -> bool:
+    try:
+        key.decode()
+    except UnicodeDecodeError:
+        _log.warning("A key of Redis is not one of a store's and is passed over: %r", key)
+        return False
+    return True

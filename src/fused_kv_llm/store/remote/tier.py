@@ -6,9 +6,11 @@ comes from a remote tier is used before it is verified.
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -18,10 +20,17 @@ from fused_kv_llm.store.remote.url import public_url, scrub
 __all__ = ["RemoteFiles", "RemoteTier", "open_remote"]
 
 
+_log = logging.getLogger(__name__)
+# What backends call that which changes with an object's content, surest first.
+_VERSIONS = ("ETag", "etag", "md5Hash", "generation", "mtime", "LastModified", "last_modified", "updated", "created")
+
+
 class RemoteTier(Protocol):
     """Named objects on another machine; every method raises StoreUnavailableError if it fails."""
 
     url: str
+    identity: str
+    """What tells it from other tiers; without passwords."""
 
     def get(self, names: Sequence[str], first_nbytes: int | None = None) -> dict[str, bytes]:
         """Return those objects that are there, or their beginnings, in one call of the backend."""
@@ -34,6 +43,9 @@ class RemoteTier(Protocol):
 
     def sizes(self) -> dict[str, int]:
         """Return the names and sizes of all objects."""
+
+    def versions(self) -> dict[str, tuple[int, str]]:
+        """Return the names of all objects with size and version, "" if unknown; another version is another content."""
 
     def close(self) -> None:
         """Close connections."""
@@ -87,6 +99,7 @@ class RemoteFiles:
         except ImportError as error:
             raise MissingExtraError("fsspec", "remote") from error
         self.url = public_url(url)
+        self.identity = f"{self.url.rstrip('/')} {_endpoint(options)}"
         self._scrub = partial(scrub, url=url, options=options)
         try:
             self._fs, root = fsspec.core.url_to_fs(url, **options)
@@ -117,7 +130,9 @@ class RemoteFiles:
             raise self._unavailable(error) from None
         for result in found.values():
             if isinstance(result, Exception) and not isinstance(result, FileNotFoundError):
-                raise self._unavailable(result) from None
+                if not _is_odd(result):
+                    raise self._unavailable(result) from None
+                _log.warning("An object on %s is not one of a store's and is passed over: %r", self.url, result)
         return {paths[path]: data for path, data in found.items() if isinstance(data, bytes)}
 
     def put(self, name: str, parts: Sequence[memoryview]) -> None:
@@ -157,6 +172,10 @@ class RemoteFiles:
 
     def sizes(self) -> dict[str, int]:
         """Return names and sizes of all objects."""
+        return {name: nbytes for name, (nbytes, _) in self.versions().items()}
+
+    def versions(self) -> dict[str, tuple[int, str]]:
+        """Return names, sizes and versions of all objects."""
         try:
             self._fs.invalidate_cache()
             found = self._fs.find(self._root, detail=True)
@@ -164,7 +183,12 @@ class RemoteFiles:
             return {}
         except Exception as error:
             raise self._unavailable(error) from None
-        return {path.rpartition("/")[2]: int(about["size"]) for path, about in found.items()}
+        # What lies further down is another store's.
+        return {
+            path.rpartition("/")[2]: (int(about["size"] or 0), _version(about))
+            for path, about in found.items()
+            if path.rpartition("/")[0] == self._root
+        }
 
     def close(self) -> None:
         """Do nothing: fsspec shares its connections."""
@@ -176,3 +200,23 @@ class RemoteFiles:
         return StoreUnavailableError(
             f"The remote tier {self.url} cannot be used: {self._scrub(repr(error))}. Check its address and credentials."
         )
+
+
+def _version(about: Mapping[str, Any]) -> str:
+    found = next((str(about[name]) for name in _VERSIONS if about.get(name)), "")
+    # A file that replaces another one has another number, however close their times are.
+    return f"{found} {about['ino']}" if "ino" in about else found
+
+
+def _is_odd(error: Exception) -> bool:
+    """Whether an error is about one object alone: a folder, or too short for the range that was asked for."""
+    return isinstance(error, IsADirectoryError) or (
+        isinstance(error, OSError) and error.errno == errno.EINVAL and "range" in str(error).lower()
+    )
+
+
+def _endpoint(options: Mapping[str, Any]) -> str:
+    """Return the server that options name, since equal buckets of two servers are two."""
+    client = options.get("client_kwargs")
+    inner = client.get("endpoint_url") if isinstance(client, Mapping) else None
+    return public_url(str(options.get("endpoint_url") or inner or ""))
