@@ -91,7 +91,7 @@ class ServingOptions(BaseModel):
     """Seconds that a replica has to say that it is well; one that does not three times is replaced."""
 
     drain_s: float = Field(default=120.0, ge=0)
-    """Seconds that a replica which is to be stopped has for the answers it has begun."""
+    """Seconds that a replica which is to be stopped has for the answers it has begun; a gateway has ten more."""
 
     def __init__(self, **values: Any) -> None:
         try:

@@ -24,6 +24,8 @@ __all__ = ["Gateway", "build_app", "check_ray", "run_app"]
 
 _log = logging.getLogger(__name__)
 
+# A gateway outlives the replicas whose answers it passes on.
+_GATEWAY_DRAINS_LONGER_S = 10.0
 _ROUTERS = {"chunks": "fused_kv_llm.scale.router:ChunkRouter", "random": "fused_kv_llm.scale.router:RandomRouter"}
 
 
@@ -143,6 +145,7 @@ def build_app(args: Mapping[str, Any]) -> Any:
         name="gateway",
         num_replicas=options.gateways,
         ray_actor_options={"num_cpus": options.gateway_cpus},
+        graceful_shutdown_timeout_s=options.drain_s + _GATEWAY_DRAINS_LONGER_S,
         max_ongoing_requests=options.max_waiting
         + options.requests_at_once * (options.max_replicas or options.replicas),
     )
