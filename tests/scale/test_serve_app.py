@@ -23,3 +23,13 @@ def test_a_gateway_outlives_the_replicas_whose_answers_it_passes_on() -> None:
     gateway, replica = deployments(drain_s=90)
     assert replica._deployment_config.graceful_shutdown_timeout_s == 90
     assert gateway._deployment_config.graceful_shutdown_timeout_s == 100
+
+
+@pytest.mark.parametrize("replicas", [{}, {"replicas": 3}, {"replicas": 2, "max_replicas": 5}])
+def test_a_gateway_has_room_for_requests_that_find_the_queue_full(replicas: dict[str, int]) -> None:
+    gateway, replica = (one._deployment_config for one in deployments(requests_at_once=4, max_waiting=6, **replicas))
+    held = replica.max_ongoing_requests * replicas.get("max_replicas", replicas.get("replicas", 1))
+    assert replica.max_queued_requests == 6
+    # Those that come above are refused by the queue of the gateway; what waits before it is bounded, too.
+    assert gateway.max_ongoing_requests == held + replica.max_queued_requests + 6
+    assert gateway.max_queued_requests == 6

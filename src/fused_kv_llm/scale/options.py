@@ -58,7 +58,8 @@ class ServingOptions(BaseModel):
     """Most requests of a replica at once; others wait at the gateway, or go to another replica."""
 
     max_waiting: int = Field(default=256, ge=1)
-    """Most requests that wait at a gateway; further ones are refused with status 429."""
+    """Most requests that wait at a gateway; further ones are refused with status 429. As many may wait for the gateway
+    itself at each of Ray Serve's proxies, where further ones are refused with 503."""
 
     replica_cpus: float = Field(default=1.0, ge=0)
     """Cores that Ray sets aside for a replica; PyTorch takes as many threads, at least one."""

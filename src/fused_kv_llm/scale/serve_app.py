@@ -146,8 +146,11 @@ def build_app(args: Mapping[str, Any]) -> Any:
         num_replicas=options.gateways,
         ray_actor_options={"num_cpus": options.gateway_cpus},
         graceful_shutdown_timeout_s=options.drain_s + _GATEWAY_DRAINS_LONGER_S,
-        max_ongoing_requests=options.max_waiting
+        # Beyond what replicas work on and what waits for them, as many again: those are the ones that are refused with
+        # 429. At exactly the sum, further requests would wait before the gateway and never reach that.
+        max_ongoing_requests=2 * options.max_waiting
         + options.requests_at_once * (options.max_replicas or options.replicas),
+        max_queued_requests=options.max_waiting,
     )
     return gateway.bind(replica.bind(options.engine, options.server), options)
 
