@@ -138,6 +138,8 @@ class _Gateway:
                     await sent.pass_on(dict(message))
                 return
             except self._lost as error:
+                if sent.complete:
+                    return
                 _log.warning("A replica was lost while it answered %s (attempt %d): %r", call.path, attempt, error)
                 if sent.begun:
                     await sent.break_off()
@@ -166,7 +168,7 @@ class _Sent:
 
     def __init__(self, send: Send) -> None:
         self._send, self._head = send, _NO_HEAD
-        self.begun = False
+        self.begun = self.complete = False
 
     async def pass_on(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -176,6 +178,7 @@ class _Sent:
             self.begun = True
             await self._send(self._head)
         await self._send(message)
+        self.complete = message["type"] == "http.response.body" and not message.get("more_body", False)
 
     async def break_off(self) -> None:
         """End a response that has begun: a stream with an error, anything else by breaking the connection."""
