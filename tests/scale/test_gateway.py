@@ -205,13 +205,23 @@ def test_a_full_queue_is_said_as_the_server_says_it(replicas: Replicas) -> None:
     assert (response.status_code, response.json()["error"]["code"]) == (429, "queue_full")
 
 
-@pytest.mark.parametrize("path", ["/v1/documents", "/v1/documents/x", "/v1/jobs/y"])
+@pytest.mark.parametrize(
+    "path", ["/v1/documents", "/v1/documents/x", "/v1/jobs/y", "/v1/requests/x", "/v1/requests/x/trace"]
+)
 def test_what_one_process_has_to_do_is_refused(replicas: Replicas, path: str) -> None:
     response = ask(asking(replicas), path=path, method="GET")
     assert (response.status_code, response.json()["error"]["code"]) == (501, "not_with_replicas")
     retrieving = ask(asking(replicas), json=body(fused_kv={"retrieve": {"k": 2}}))
     assert (retrieving.status_code, retrieving.json()["error"]["code"]) == (501, "not_with_replicas")
     assert replicas.keys == []
+
+
+def test_requests_are_counted_before_a_replica_is_asked(replicas: Replicas) -> None:
+    app = asking(replicas, ServerConfig(quotas={"default": {"requests_per_minute": 2}}, **SERVER))
+    assert [ask(app, json=body()).status_code for _ in range(3)] == [200, 200, 429]
+    assert ask(app, path="/v1/compare", json={}).status_code == 429
+    assert ask(app, path="/v1/models", method="GET").status_code == 200
+    assert len(replicas.keys) == 3
 
 
 def test_keys_and_hosts_are_checked_before_a_replica_is_asked(replicas: Replicas) -> None:

@@ -10,7 +10,7 @@ import yaml
 
 from fused_kv_llm.config import EngineConfig
 from fused_kv_llm.errors import ConfigError
-from fused_kv_llm.scale.options import ServingOptions, server_config
+from fused_kv_llm.scale.options import ServingOptions, gateway_config, replica_server, server_config
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 KUBERNETES = yaml.safe_load((EXAMPLES / "kubernetes" / "rayservice.yaml").read_text(encoding="utf-8"))
@@ -39,6 +39,16 @@ def test_keys_come_from_variables_where_requests_are_served(monkeypatch: pytest.
     monkeypatch.setenv("SALES_KEY", "fedcba9876543210")
     found = {name: key.get_secret_value() for name, key in server_config(given).api_keys.items()}
     assert found == {"sales": "fedcba9876543210", "other": "0123456789abcdef"}
+
+
+def test_a_quota_is_shared_by_those_that_count() -> None:
+    quotas = {"default": {"requests_per_minute": 9, "tokens_per_minute": 1000}}
+    options = ServingOptions(server={"quotas": quotas}, gateways=2, replicas=2, max_replicas=4)
+    (here,) = gateway_config(options).quotas.values()
+    assert (here.requests_per_minute, here.tokens_per_minute) == (5, None)
+    (there,) = server_config(replica_server(options)).quotas.values()
+    assert (there.requests_per_minute, there.tokens_per_minute) == (None, 250)
+    assert replica_server(ServingOptions(server={"host": "::1"})) == {"host": "::1"}
 
 
 def applications() -> list[Any]:

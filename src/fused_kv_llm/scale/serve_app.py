@@ -15,7 +15,7 @@ from fused_kv_llm.errors import MissingExtraError, QueueFullError
 
 from .forwarding import Call
 from .gateway import Answering, gateway_app
-from .options import ServingOptions, server_config
+from .options import ServingOptions, gateway_config, replica_server, server_config
 from .placement import RoutingKey
 from .replica import EngineReplica
 from .routing_keys import RoutingKeys
@@ -49,7 +49,7 @@ class Gateway:
         """Return the ASGI application, as Ray Serve asks for it."""
         from ray.exceptions import ObjectLostError, RayActorError
 
-        config = server_config(self._options.server)
+        config = gateway_config(self._options)
         lost = (RayActorError, ObjectLostError)
         return gateway_app(self._ask, self._keys, config, lost, self._options.attempts, self._learn)
 
@@ -152,7 +152,7 @@ def build_app(args: Mapping[str, Any]) -> Any:
         + options.requests_at_once * (options.max_replicas or options.replicas),
         max_queued_requests=options.max_waiting,
     )
-    return gateway.bind(replica.bind(options.engine, options.server), options)
+    return gateway.bind(replica.bind(options.engine, replica_server(options)), options)
 
 
 def run_app(options: Mapping[str, Any], host: str, port: int) -> None:
