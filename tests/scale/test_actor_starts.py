@@ -5,7 +5,7 @@ What stands for Ray here answers at once and in order, so no cluster is started;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,7 +75,7 @@ def _method(function: Callable[..., Any]) -> Any:
 
 
 @pytest.fixture(name="pool_of")
-def _pool_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def _pool_of(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(actor_pool, "_AGAIN_AFTER_S", 1e-4)
 
     def make(count: int, *outcomes: Exception | None) -> tuple[ActorPool[str], Ray]:
@@ -83,7 +83,7 @@ def _pool_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         monkeypatch.setattr(actor_pool, "import_ray", lambda: ray)
         return ActorPool[str](ray.actor, count), ray
 
-    yield make
+    return make
 
 
 def worked(pool: ActorPool[str], tasks: int = 2000) -> bool:

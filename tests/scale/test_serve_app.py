@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from typing import Any
 
 import pytest
 
+from fused_kv_llm.errors import ConfigError, FusedKVWarning, MissingExtraError
 from fused_kv_llm.scale import build_app
 
 pytest.importorskip("ray")
@@ -33,3 +36,26 @@ def test_a_gateway_has_room_for_requests_that_find_the_queue_full(replicas: dict
     # Those that come above are refused by the queue of the gateway; what waits before it is bounded, too.
     assert gateway.max_ongoing_requests == held + replica.max_queued_requests + 6
     assert gateway.max_queued_requests == 6
+
+
+def test_wrong_options_of_the_engine_are_refused_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match="recompute_ratio"):
+        build_app({"engine": {"recompute_ratio": 7}})
+    with pytest.raises(ConfigError, match="no_such_option"):
+        build_app({"engine": {"no_such_option": 1}})
+
+
+@pytest.mark.parametrize("missing", ["ray.serve", "ray"])
+def test_ray_without_its_serve_extra_is_said_to_be_missing(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(MissingExtraError, match=r"ray\[serve\].*fused-kv-llm\[ray\]"):
+        build_app({})
+
+
+def test_a_remote_tier_that_is_never_looked_at_again_is_warned_of() -> None:
+    engine = {"remote": "file:///mnt/share"}
+    with pytest.warns(FusedKVWarning, match="refresh_s=60"):
+        build_app({"engine": engine})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FusedKVWarning)
+        build_app({"engine": {**engine, "refresh_s": 60}})

@@ -61,7 +61,8 @@ def test_the_examples_have_options_that_there_are(application: dict[str, Any]) -
     assert (module, name) == ("fused_kv_llm.scale", "build_app")
     options = ServingOptions(**application["args"])
     server_config(options.server, anywhere=True)
-    EngineConfig(**options.engine)
+    engine = EngineConfig(**options.engine)
+    assert engine.remote is None or engine.refresh_s == 60
 
 
 @pytest.mark.parametrize("application", applications(), ids=["serve", "kubernetes"])

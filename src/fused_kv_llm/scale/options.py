@@ -33,13 +33,13 @@ class ServingOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     engine: dict[str, Any] = Field(default_factory=dict)
-    """Options of the engine, the same in every replica."""
+    """Options of the engine, the same in every replica. With ``remote``, set ``refresh_s`` as well."""
 
     server: dict[str, Any] = Field(default_factory=dict)
     """Options of the server: keys, quotas, names. A key ``"env:NAME"`` is read from that environment variable where
-    requests are served. Tenants' requests are counted by gateways and their tokens by replicas, each with an equal share
-    of a quota; with ``max_replicas``, as if there were so many. Where the server listens is Ray Serve's business, but its ``host`` decides whether keys are
-    required."""
+    requests are served. Tenants' requests are counted by gateways and their tokens by replicas, each with an equal
+    share of a quota; with ``max_replicas``, as if there were so many. Where the server listens is Ray Serve's business,
+    but its ``host`` decides whether keys are required."""
 
     replicas: int = Field(default=1, ge=1)
     """Replicas to begin with, and with ``max_replicas=None`` for good."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import logging
+import warnings
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from starlette.types import ASGIApp
 
-from fused_kv_llm.errors import MissingExtraError, QueueFullError
+from fused_kv_llm.config import EngineConfig
+from fused_kv_llm.errors import FusedKVWarning, MissingExtraError, QueueFullError
 
 from .forwarding import Call
 from .gateway import Answering, gateway_app
@@ -121,7 +122,7 @@ def build_app(args: Mapping[str, Any]) -> Any:
     ConfigError
         If an option cannot work.
     MissingExtraError
-        If Ray is not installed.
+        If Ray Serve is not installed.
     """
     check_ray()
     from ray import serve
@@ -129,6 +130,14 @@ def build_app(args: Mapping[str, Any]) -> Any:
     options = ServingOptions(**args)
     # Wrong options are refused here, and not by every replica again and again.
     server_config(options.server, anywhere=True)
+    engine = EngineConfig(**options.engine)
+    if engine.remote is not None and engine.refresh_s is None:
+        warnings.warn(
+            "The replicas have a remote tier and no refresh_s: they learn of chunks that others store or delete only "
+            "when they start. Set refresh_s in the options of the engine, such as refresh_s=60.",
+            FusedKVWarning,
+            stacklevel=2,
+        )
     replica: Any = serve.deployment(
         _DeployedReplica,
         name="replica",
@@ -170,7 +179,7 @@ def run_app(options: Mapping[str, Any], host: str, port: int) -> None:
     ConfigError
         If an option cannot work.
     MissingExtraError
-        If Ray is not installed.
+        If Ray Serve is not installed.
     """
     app = build_app(options)
     from ray import serve
@@ -187,8 +196,11 @@ def check_ray() -> None:
     MissingExtraError
         If it is not.
     """
-    if importlib.util.find_spec("ray") is None:
-        raise MissingExtraError("ray", "ray", "Several replicas need it")
+    try:
+        import ray.serve  # noqa: F401
+    except ImportError as error:
+        # Ray is there without what its own extra brings, or is not there.
+        raise MissingExtraError("ray[serve]", "ray", "Several replicas need it") from error
 
 
 def _router_config(options: ServingOptions) -> Any:
