@@ -37,7 +37,7 @@ class Replicas:
         self.lose_after: list[int | None] = []
         self.keys: list[RoutingKey] = []
         self.error: Exception = LostError("gone")
-        self.finished = 0
+        self.finished, self.lose_at_end = 0, False
 
     def ask(self, call: Call, key: RoutingKey) -> _Answering:
         self.keys.append(key)
@@ -59,6 +59,8 @@ class _Answering:
                 raise self._replicas.error
             sent += 1
             yield message
+        if self._replicas.lose_at_end:
+            raise self._replicas.error
         self._replicas.finished += 1
 
 
@@ -137,6 +139,52 @@ def test_an_answer_that_had_begun_ends_with_an_error(replicas: Replicas) -> None
     assert len(replicas.keys) == 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_was_complete_stays_as_it_was(replicas: Replicas, stream: bool) -> None:
+    sent = list[Any]()
+    replicas.lose_at_end = True
+    app = asking(replicas)
+
+    async def watched(scope: Any, receive: Any, send: Any) -> None:
+        async def noted(message: Any) -> None:
+            sent.append(message)
+            await send(message)
+
+        await app(scope, receive, noted)
+
+    got = ask(watched, json=body(stream=stream))
+    assert [one.get("more_body", False) for one in sent[1:]].count(False) == 1
+    assert got.status_code == 200
+    assert "error" not in got.text
+    assert len(replicas.keys) == 1
+
+
+DEEP = b"[" * 100_000
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [rb'{"model": "tiny", "messages": [{"role": "\ud800", "content": "hi"}]}',
+     rb'{"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "fused_kv": {"tenant": "\ud800"}}',
+     b"[" * 200_000, b'{"messages": ' + DEEP + b"]" * 100_000 + b"}",
+     b'{"messages": [{"role": ' + b"[" * 900 + b"]" * 900 + b', "content": "hi"}]}'],
+    ids=["role", "tenant", "array", "messages", "deep role"],
+)  # fmt: skip
+def test_bodies_that_make_no_sense_are_refused_by_a_replica(replicas: Replicas, sent: bytes) -> None:
+    response = ask(asking(replicas), content=sent, headers={"content-type": "application/json"})
+    assert 400 <= response.status_code < 500, response.text
+    assert len(replicas.keys) == 1
+
+
+def test_half_a_surrogate_pair_in_a_message_has_a_key() -> None:
+    keys = RoutingKeys()
+    found = [
+        keys.key_of({"messages": [{"role": role, "content": "hi \ud800"}]}, tenant).prefixes
+        for role, tenant in (("user", ""), ("user", "\ud800"))
+    ]
+    assert found[0] != found[1]
+
+
 def test_after_so_many_losses_it_gives_up(replicas: Replicas) -> None:
     replicas.lose_after = [0, 0]
     response = ask(asking(replicas, attempts=2), json=body())
@@ -146,7 +194,7 @@ def test_after_so_many_losses_it_gives_up(replicas: Replicas) -> None:
 
 def test_what_may_have_been_done_is_not_done_again(replicas: Replicas) -> None:
     replicas.lose_after = [0]
-    response = ask(asking(replicas), path="/v1/requests/x", method="DELETE")
+    response = ask(asking(replicas), path="/v1/compare")
     assert (response.status_code, response.json()["error"]["code"]) == (503, "replica_lost")
     assert "may have been carried out" in response.json()["error"]["message"]
 
@@ -157,13 +205,23 @@ def test_a_full_queue_is_said_as_the_server_says_it(replicas: Replicas) -> None:
     assert (response.status_code, response.json()["error"]["code"]) == (429, "queue_full")
 
 
-@pytest.mark.parametrize("path", ["/v1/documents", "/v1/documents/x", "/v1/jobs/y"])
+@pytest.mark.parametrize(
+    "path", ["/v1/documents", "/v1/documents/x", "/v1/jobs/y", "/v1/requests/x", "/v1/requests/x/trace"]
+)
 def test_what_one_process_has_to_do_is_refused(replicas: Replicas, path: str) -> None:
     response = ask(asking(replicas), path=path, method="GET")
     assert (response.status_code, response.json()["error"]["code"]) == (501, "not_with_replicas")
     retrieving = ask(asking(replicas), json=body(fused_kv={"retrieve": {"k": 2}}))
     assert (retrieving.status_code, retrieving.json()["error"]["code"]) == (501, "not_with_replicas")
     assert replicas.keys == []
+
+
+def test_requests_are_counted_before_a_replica_is_asked(replicas: Replicas) -> None:
+    app = asking(replicas, ServerConfig(quotas={"default": {"requests_per_minute": 2}}, **SERVER))
+    assert [ask(app, json=body()).status_code for _ in range(3)] == [200, 200, 429]
+    assert ask(app, path="/v1/compare", json={}).status_code == 429
+    assert ask(app, path="/v1/models", method="GET").status_code == 200
+    assert len(replicas.keys) == 3
 
 
 def test_keys_and_hosts_are_checked_before_a_replica_is_asked(replicas: Replicas) -> None:

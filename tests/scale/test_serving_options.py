@@ -10,7 +10,7 @@ import yaml
 
 from fused_kv_llm.config import EngineConfig
 from fused_kv_llm.errors import ConfigError
-from fused_kv_llm.scale.options import ServingOptions, server_config
+from fused_kv_llm.scale.options import ServingOptions, gateway_config, replica_server, server_config
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 KUBERNETES = yaml.safe_load((EXAMPLES / "kubernetes" / "rayservice.yaml").read_text(encoding="utf-8"))
@@ -41,6 +41,16 @@ def test_keys_come_from_variables_where_requests_are_served(monkeypatch: pytest.
     assert found == {"sales": "fedcba9876543210", "other": "0123456789abcdef"}
 
 
+def test_a_quota_is_shared_by_those_that_count() -> None:
+    quotas = {"default": {"requests_per_minute": 9, "tokens_per_minute": 1000}}
+    options = ServingOptions(server={"quotas": quotas}, gateways=2, replicas=2, max_replicas=4)
+    (here,) = gateway_config(options).quotas.values()
+    assert (here.requests_per_minute, here.tokens_per_minute) == (5, None)
+    (there,) = server_config(replica_server(options)).quotas.values()
+    assert (there.requests_per_minute, there.tokens_per_minute) == (None, 250)
+    assert replica_server(ServingOptions(server={"host": "::1"})) == {"host": "::1"}
+
+
 def applications() -> list[Any]:
     return [SERVE["applications"][0], yaml.safe_load(KUBERNETES["spec"]["serveConfigV2"])["applications"][0]]
 
@@ -51,7 +61,8 @@ def test_the_examples_have_options_that_there_are(application: dict[str, Any]) -
     assert (module, name) == ("fused_kv_llm.scale", "build_app")
     options = ServingOptions(**application["args"])
     server_config(options.server, anywhere=True)
-    EngineConfig(**options.engine)
+    engine = EngineConfig(**options.engine)
+    assert engine.remote is None or engine.refresh_s == 60
 
 
 @pytest.mark.parametrize("application", applications(), ids=["serve", "kubernetes"])
@@ -81,7 +92,8 @@ def test_the_cluster_has_what_its_replicas_take() -> None:
     assert float(limits["cpu"]) >= options.replica_cpus + options.gateways * options.gateway_cpus
     assert float(limits["nvidia.com/gpu"]) == options.replica_gpus
     assert {one["name"] for one in container["volumeMounts"]} == volumes
-    assert pod["terminationGracePeriodSeconds"] > options.drain_s
+    # A gateway has ten seconds more than a replica.
+    assert pod["terminationGracePeriodSeconds"] > options.drain_s + 10
     # A pod's memory holds the tier, the model beside it, and its folder's volume the store.
     assert EngineConfig(**options.engine).memory_bytes < 96 * 2**30
     head = spec["headGroupSpec"]["template"]["spec"]["containers"][0]

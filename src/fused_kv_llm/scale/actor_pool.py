@@ -12,6 +12,7 @@ import time
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from fused_kv_llm.errors import (
@@ -29,9 +30,18 @@ __all__ = ["ActorPool"]
 _IN_FLIGHT = 2
 _ATTEMPTS = 4
 _WAIT_S = 60.0
+# Doubles with each start of an actor that failed.
 _AGAIN_AFTER_S = 1.0
 _log = logging.getLogger(__name__)
 Facts = TypeVar("Facts")
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """An actor that loads its model, the ``attempt``-th in its place."""
+
+    actor: Any
+    attempt: int
 
 
 class ActorPool(Generic[Facts]):
@@ -48,16 +58,20 @@ class ActorPool(Generic[Facts]):
     ----------
     replaced : int
         Actors that died and were replaced.
+    given_up : int
+        Places for an actor that stay empty, since none could be started in them.
     retried : int
         Tasks that were given to an actor once more.
     """
 
     def __init__(self, make: Callable[[], Any], count: int) -> None:
         self._ray, self._make = import_ray(), make
-        self._starting: dict[Any, Any] = {}
+        self._starting: dict[Any, _Start] = {}
+        # When places are tried again, and which attempt that is.
+        self._due: list[tuple[float, int]] = []
         self._ready: list[Any] = []
         self._facts: Facts | None = None
-        self.replaced = self.retried = 0
+        self.replaced = self.given_up = self.retried = 0
         for _ in range(count):
             self._start()
 
@@ -67,12 +81,12 @@ class ActorPool(Generic[Facts]):
         Raises
         ------
         FusedKVError
-            What it has raised.
+            What it has raised. That the shared store could not be reached ends it only after some attempts.
         IngestionFailedError
             If actors keep dying while they load the model.
         """
         while self._facts is None:
-            self._began(self._wait(list(self._starting)))
+            self._began(self._wait([]))
         return self._facts
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -107,7 +121,7 @@ class ActorPool(Generic[Facts]):
             if self._ready and not running:
                 # Those who have time were given nothing: there is nothing left.
                 return
-            done = self._wait([*running, *self._starting])
+            done = self._wait(list(running))
             if done in self._starting:
                 self._began(done)
                 continue
@@ -128,31 +142,51 @@ class ActorPool(Generic[Facts]):
 
     def close(self) -> None:
         """End the actors."""
-        for actor in (*self._ready, *self._starting.values()):
+        for actor in (*self._ready, *(start.actor for start in self._starting.values())):
             self._ray.kill(actor)
         self._ready.clear()
         self._starting.clear()
+        self._due.clear()
 
-    def _start(self) -> None:
+    def _start(self, attempt: int = 1) -> None:
         actor = self._make()
-        self._starting[actor.start.remote()] = actor
+        self._starting[actor.start.remote()] = _Start(actor, attempt)
 
     def _began(self, started: Any) -> None:
-        """Take an actor that has loaded its model, or replace it if it died of that."""
-        actor = self._starting.pop(started)
+        """Take an actor that has loaded its model; have another one started later if it failed."""
+        start = self._starting.pop(started)
         try:
             self._facts = self._ray.get(started)
-        except self._ray.exceptions.RayTaskError as error:
-            raise _of(error) from None
         except self._ray.exceptions.RayError as error:
-            self.replaced += 1
-            if self.replaced >= _ATTEMPTS and not self._ready:
-                raise IngestionFailedError(
+            if isinstance(error, self._ray.exceptions.RayTaskError):
+                cause = _of(error)
+                if not isinstance(cause, StoreUnavailableError):
+                    raise cause from None
+                # What it has opened goes with it.
+                self._ray.kill(start.actor)
+            else:
+                cause = IngestionFailedError(
                     f"Actors keep dying while they load the model: {error}. Look for their memory in Ray's dashboard."
-                ) from None
-            self._start()
+                )
+            self._start_later(start.attempt, cause)
         else:
-            self._ready.append(actor)
+            self._ready.append(start.actor)
+
+    def _start_later(self, failed: int, cause: FusedKVError) -> None:
+        """Have a place tried again after a while; after so many attempts it stays empty, if there are others."""
+        if failed < _ATTEMPTS:
+            self.replaced += not isinstance(cause, StoreUnavailableError)
+            _log.warning("An ingestion actor could not be started (attempt %d): %s", failed, cause)
+            self._due.append((time.monotonic() + _AGAIN_AFTER_S * 2 ** (failed - 1), failed + 1))
+            return
+        self.given_up += 1
+        if not (self._ready or self._starting or self._due):
+            raise cause from None
+        warnings.warn(
+            f"An ingestion actor could not be started {_ATTEMPTS} times and is given up; the others go on. {cause}",
+            FusedKVWarning,
+            stacklevel=4,
+        )
 
     def _cause(self, actor: Any, error: Any) -> FusedKVError:
         """Return why a task failed, if trying again may help, and replace its actor if it died; raise it otherwise."""
@@ -173,14 +207,25 @@ class ActorPool(Generic[Facts]):
             "reason, such as memory, in Ray's dashboard, and run it again."
         )
 
-    def _wait(self, references: list[Any]) -> Any:
-        waited = False
+    def _wait(self, running: list[Any]) -> Any:
+        """Return a reference that is done, of a task or of an actor's start; places that are due are tried again."""
+        began_s, warned = time.monotonic(), False
         while True:
-            done, _ = self._ray.wait(references, num_returns=1, timeout=_WAIT_S)
+            now_s = time.monotonic()
+            due = [attempt for at_s, attempt in self._due if at_s <= now_s]
+            self._due = [later for later in self._due if later[0] > now_s]
+            for attempt in due:
+                self._start(attempt)
+            wait_s = min([_WAIT_S, *(at_s - now_s for at_s, _ in self._due)])
+            references = [*running, *self._starting]
+            if not references:
+                time.sleep(wait_s)
+                continue
+            done, _ = self._ray.wait(references, num_returns=1, timeout=wait_s)
             if done:
                 return done[0]
-            if not waited and not self._ready:
-                waited = True
+            if not (warned or self._ready) and time.monotonic() - began_s >= _WAIT_S:
+                warned = True
                 warnings.warn(
                     f"No ingestion actor has started within {_WAIT_S:.0f} s: the Ray cluster has "
                     f"{self._ray.available_resources()} to give. It goes on waiting.",

@@ -33,14 +33,19 @@ def conversation_names(messages: Iterable[tuple[str, str]], tenant: str) -> list
         Role and text.
     tenant : str
     """
-    digest, names = hashlib.blake2b(tenant.encode(), digest_size=8), []
+    digest, names = hashlib.blake2b(_bytes(tenant), digest_size=8), []
     for role, text in messages:
-        content = text.encode("utf-8", "surrogatepass")
-        digest.update(f"\0{role}\0{len(content)}\0".encode() + content)
+        content = _bytes(text)
+        digest.update(_bytes(f"\0{role}\0{len(content)}\0") + content)
         names.append(int.from_bytes(digest.digest(), "little"))
     return names
 
 
 @lru_cache(1024)
 def _salt(tenant: str) -> int:
-    return int.from_bytes(hashlib.blake2b(tenant.encode(), digest_size=8).digest(), "little") if tenant else 0
+    return int.from_bytes(hashlib.blake2b(_bytes(tenant), digest_size=8).digest(), "little") if tenant else 0
+
+
+def _bytes(text: str) -> bytes:
+    """Encode a text of a request's body, which may have half a surrogate pair."""
+    return text.encode("utf-8", "surrogatepass")

@@ -10,7 +10,7 @@ from typing import Any
 from fused_kv_llm.demo import Passage, find_files, read_file
 from fused_kv_llm.errors import ConfigError, CorpusError
 
-from .resources import import_ray, rows_of
+from .resources import import_ray, ray_errors, rows_of
 
 __all__ = ["read_corpus", "read_files"]
 
@@ -36,7 +36,9 @@ def read_corpus(corpus: Any, *, chunk_chars: int, text_column: str) -> list[str]
     ConfigError
         If the column does not exist.
     CorpusError
-        If a file does not exist or cannot be read, or the corpus is something else.
+        If a file does not exist or cannot be read, a data set is empty, or the corpus is something else.
+    IngestionFailedError
+        If Ray's workers fail.
     """
     ray = import_ray()
     if isinstance(corpus, ray.data.Dataset):
@@ -54,10 +56,14 @@ def read_corpus(corpus: Any, *, chunk_chars: int, text_column: str) -> list[str]
 
 
 def _column(dataset: Any, text_column: str) -> list[str]:
-    names = dataset.schema().names
+    with ray_errors("Reading"):
+        schema = dataset.schema()
+    if schema is None:
+        raise CorpusError("The data set is empty: there is nothing to ingest")
+    names = schema.names
     if text_column not in names:
         raise ConfigError(f"text_column={text_column!r} is not in the data set, which has {', '.join(names)}")
-    return [row[text_column] for row in dataset.select_columns([text_column]).iter_rows()]
+    return [row[text_column] for row in rows_of(dataset.select_columns([text_column]), "Reading")]
 
 
 def read_files(paths: Sequence[Path], *, chunk_chars: int, text_column: str = "text") -> list[Passage]:

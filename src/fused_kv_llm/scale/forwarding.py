@@ -52,10 +52,10 @@ class Call:
         return str(self.scope["path"]).removeprefix(self.scope["root_path"] or "")
 
     def json(self) -> Mapping[str, Any]:
-        """Return the object that the body is; an empty one if it is something else."""
+        """Return the object that the body is; an empty one if it is something else, or too deep to be read."""
         try:
             found = json.loads(self.body)
-        except ValueError:
+        except (ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
 

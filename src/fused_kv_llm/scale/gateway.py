@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from fused_kv_llm.server import (
     ANSWERING,
     Guard,
+    Quotas,
     RefusedError,
     ServerConfig,
     last_events,
@@ -31,6 +32,8 @@ _log = logging.getLogger(__name__)
 # They change nothing, or what a second answer does not change again.
 _REPEATABLE = ANSWERING | {"/tokenize"}
 _ONE_PROCESS = ("/v1/documents", "/v1/jobs")
+_REQUESTS = "/v1/requests/"
+_COUNTED = ANSWERING | {"/v1/compare"}
 
 
 class Answering(Protocol):
@@ -64,7 +67,7 @@ def gateway_app(
     ask : callable
     keys : RoutingKeys
     config : ServerConfig
-        The replicas' as well.
+        The replicas' as well, but that requests are counted here, with its quotas.
     lost : tuple of type
         Errors that say that a replica is gone, or that none is there.
     attempts : int
@@ -72,7 +75,8 @@ def gateway_app(
     beside : callable or None
         What is done from the application's beginning to its end, beside requests.
     """
-    return Guard(_Gateway(ask, keys, lost, attempts, beside), config, lambda _: None)
+    quotas = Quotas(config.quotas, lambda tenant, what: _log.info("Over the quota of %s: %r", what, tenant))
+    return Guard(_Gateway(ask, keys, lost, attempts, beside, quotas), config, lambda _: None)
 
 
 class _Gateway:
@@ -83,7 +87,9 @@ class _Gateway:
         lost: tuple[type[Exception], ...],
         attempts: int,
         beside: Callable[[], Coroutine[Any, Any, None]] | None,
+        quotas: Quotas,
     ) -> None:
+        self._quotas = quotas
         self._ask, self._keys, self._lost, self._attempts, self._beside = ask, keys, lost, attempts, beside
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -96,6 +102,8 @@ class _Gateway:
         except ClientDisconnect:
             return
         _check_one_process(call)
+        if call.path in _COUNTED and call.scope["method"] == "POST":
+            self._quotas.admit(scope["fused_kv_tenant"])
         key = await asyncio.to_thread(self._key, call, scope["fused_kv_tenant"])
         answering = asyncio.create_task(self._answer(call, key, send))
         leaving = asyncio.create_task(_left(receive))
@@ -138,6 +146,8 @@ class _Gateway:
                     await sent.pass_on(dict(message))
                 return
             except self._lost as error:
+                if sent.complete:
+                    return
                 _log.warning("A replica was lost while it answered %s (attempt %d): %r", call.path, attempt, error)
                 if sent.begun:
                     await sent.break_off()
@@ -166,7 +176,7 @@ class _Sent:
 
     def __init__(self, send: Send) -> None:
         self._send, self._head = send, _NO_HEAD
-        self.begun = False
+        self.begun = self.complete = False
 
     async def pass_on(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -176,6 +186,7 @@ class _Sent:
             self.begun = True
             await self._send(self._head)
         await self._send(message)
+        self.complete = message["type"] == "http.response.body" and not message.get("more_body", False)
 
     async def break_off(self) -> None:
         """End a response that has begun: a stream with an error, anything else by breaking the connection."""
@@ -202,9 +213,15 @@ def _may_be_repeated(call: Call) -> bool:
 
 
 def _check_one_process(call: Call) -> None:
-    """Refuse what one process has to do for all: a tenant's documents and jobs are in the hands of one."""
+    """Refuse what one process has to do for all: documents, jobs and single requests are in the hands of one."""
     if any(call.path == path or call.path.startswith(f"{path}/") for path in _ONE_PROCESS):
         raise _needs_one_process(call.path)
+    if call.path.startswith(_REQUESTS):
+        raise RefusedError(
+            f"{call.path} is not served by several replicas: only the one that answered a request knows of it, and "
+            "this may be another one. The report of an answer is in its fused_kv",
+            501, code="not_with_replicas",
+        )  # fmt: skip
 
 
 def _needs_one_process(what: str) -> RefusedError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from typing import Any, Literal, Self
@@ -13,7 +14,7 @@ from fused_kv_llm.server import ServerConfig
 
 from .placement import PlacementOptions
 
-__all__ = ["ServingOptions", "server_config"]
+__all__ = ["ServingOptions", "gateway_config", "replica_server", "server_config"]
 
 _FROM_VARIABLE = "env:"
 # Stands for a key that only the nodes know which serve.
@@ -32,12 +33,13 @@ class ServingOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     engine: dict[str, Any] = Field(default_factory=dict)
-    """Options of the engine, the same in every replica."""
+    """Options of the engine, the same in every replica. With ``remote``, set ``refresh_s`` as well."""
 
     server: dict[str, Any] = Field(default_factory=dict)
     """Options of the server: keys, quotas, names. A key ``"env:NAME"`` is read from that environment variable where
-    requests are served. Where the server listens is Ray Serve's business, but its ``host`` decides whether keys are
-    required."""
+    requests are served. Tenants' requests are counted by gateways and their tokens by replicas, each with an equal
+    share of a quota; with ``max_replicas``, as if there were so many. Where the server listens is Ray Serve's business,
+    but its ``host`` decides whether keys are required."""
 
     replicas: int = Field(default=1, ge=1)
     """Replicas to begin with, and with ``max_replicas=None`` for good."""
@@ -58,7 +60,8 @@ class ServingOptions(BaseModel):
     """Most requests of a replica at once; others wait at the gateway, or go to another replica."""
 
     max_waiting: int = Field(default=256, ge=1)
-    """Most requests that wait at a gateway; further ones are refused with status 429."""
+    """Most requests that wait at a gateway; further ones are refused with status 429. As many may wait for the gateway
+    itself at each of Ray Serve's proxies, where further ones are refused with 503."""
 
     replica_cpus: float = Field(default=1.0, ge=0)
     """Cores that Ray sets aside for a replica; PyTorch takes as many threads, at least one."""
@@ -91,7 +94,7 @@ class ServingOptions(BaseModel):
     """Seconds that a replica has to say that it is well; one that does not three times is replaced."""
 
     drain_s: float = Field(default=120.0, ge=0)
-    """Seconds that a replica which is to be stopped has for the answers it has begun."""
+    """Seconds that a replica which is to be stopped has for the answers it has begun; a gateway has ten more."""
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -126,6 +129,37 @@ def server_config(given: Mapping[str, Any], *, anywhere: bool = False) -> Server
     if not isinstance(keys, Mapping):
         return ServerConfig(**given)
     return ServerConfig(**{**given, "api_keys": {name: _key(key, anywhere=anywhere) for name, key in keys.items()}})
+
+
+def gateway_config(options: ServingOptions) -> ServerConfig:
+    """Return the server's options of one gateway, where tenants' requests are counted: its share of them.
+
+    Raises
+    ------
+    ConfigError
+        If a value cannot work, or a variable is not set.
+    """
+    quotas = server_config(options.server).quotas
+    requests = {tenant: _share(quota.requests_per_minute, options.gateways) for tenant, quota in quotas.items()}
+    shares = {tenant: {"requests_per_minute": share} for tenant, share in requests.items()}
+    return server_config({**options.server, "quotas": shares})
+
+
+def replica_server(options: ServingOptions) -> dict[str, Any]:
+    """Return the server's options of one replica, where tenants' tokens are counted: its share of them.
+
+    Raises
+    ------
+    ConfigError
+        If a value cannot work.
+    """
+    most, quotas = options.max_replicas or options.replicas, server_config(options.server, anywhere=True).quotas
+    shares = {tenant: {"tokens_per_minute": _share(quota.tokens_per_minute, most)} for tenant, quota in quotas.items()}
+    return {**options.server, "quotas": shares} if shares else options.server
+
+
+def _share(bound: int | None, count: int) -> int | None:
+    return None if bound is None else math.ceil(bound / count)
 
 
 def _key(key: Any, *, anywhere: bool) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 from fused_kv_llm.config import is_whole
 from fused_kv_llm.errors import ConfigError, FusedKVError, IngestionFailedError, MissingExtraError
 
-__all__ = ["ActorResources", "import_ray", "rows_of", "running_ray"]
+__all__ = ["ActorResources", "import_ray", "ray_errors", "rows_of", "running_ray"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +104,16 @@ def rows_of(dataset: Any, doing: str) -> Iterator[dict[str, Any]]:
     FusedKVError
         What a worker has raised.
     """
+    with ray_errors(doing):
+        yield from dataset.iter_rows()
+
+
+@contextmanager
+def ray_errors(doing: str) -> Iterator[None]:
+    """Raise errors of Ray's workers within the block as :func:`rows_of` does."""
     exceptions = import_ray().exceptions
     try:
-        yield from dataset.iter_rows()
+        yield
     except exceptions.RayError as error:
         cause = getattr(error, "cause", None)
         if isinstance(cause, FusedKVError):

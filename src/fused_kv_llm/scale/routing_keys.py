@@ -73,12 +73,17 @@ def _messages(request: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return roles and texts; the prompts of a completion count as a user's messages."""
     given = request.get("messages")
     if isinstance(given, list):
-        return [(str(one.get("role")), _text(one.get("content"))) for one in given if isinstance(one, dict)]
+        return [(_string(one.get("role")), _text(one.get("content"))) for one in given if isinstance(one, dict)]
     prompt = request.get("prompt")
     return [("user", text) for text in (prompt if isinstance(prompt, list) else [prompt]) if isinstance(text, str)]
 
 
 def _text(content: Any) -> str:
     if isinstance(content, list):
-        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-    return content if isinstance(content, str) else ""
+        return "".join(_string(part.get("text")) for part in content if isinstance(part, dict))
+    return _string(content)
+
+
+def _string(value: Any) -> str:
+    """Return a text; anything else is none, and as deep as it may be never written out."""
+    return value if isinstance(value, str) else ""

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import logging
+import warnings
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from starlette.types import ASGIApp
 
-from fused_kv_llm.errors import MissingExtraError, QueueFullError
+from fused_kv_llm.config import EngineConfig
+from fused_kv_llm.errors import FusedKVWarning, MissingExtraError, QueueFullError
 
 from .forwarding import Call
 from .gateway import Answering, gateway_app
-from .options import ServingOptions, server_config
+from .options import ServingOptions, gateway_config, replica_server, server_config
 from .placement import RoutingKey
 from .replica import EngineReplica
 from .routing_keys import RoutingKeys
@@ -24,6 +25,8 @@ __all__ = ["Gateway", "build_app", "check_ray", "run_app"]
 
 _log = logging.getLogger(__name__)
 
+# A gateway outlives the replicas whose answers it passes on.
+_GATEWAY_DRAINS_LONGER_S = 10.0
 _ROUTERS = {"chunks": "fused_kv_llm.scale.router:ChunkRouter", "random": "fused_kv_llm.scale.router:RandomRouter"}
 
 
@@ -47,7 +50,7 @@ class Gateway:
         """Return the ASGI application, as Ray Serve asks for it."""
         from ray.exceptions import ObjectLostError, RayActorError
 
-        config = server_config(self._options.server)
+        config = gateway_config(self._options)
         lost = (RayActorError, ObjectLostError)
         return gateway_app(self._ask, self._keys, config, lost, self._options.attempts, self._learn)
 
@@ -119,7 +122,7 @@ def build_app(args: Mapping[str, Any]) -> Any:
     ConfigError
         If an option cannot work.
     MissingExtraError
-        If Ray is not installed.
+        If Ray Serve is not installed.
     """
     check_ray()
     from ray import serve
@@ -127,6 +130,14 @@ def build_app(args: Mapping[str, Any]) -> Any:
     options = ServingOptions(**args)
     # Wrong options are refused here, and not by every replica again and again.
     server_config(options.server, anywhere=True)
+    engine = EngineConfig(**options.engine)
+    if engine.remote is not None and engine.refresh_s is None:
+        warnings.warn(
+            "The replicas have a remote tier and no refresh_s: they learn of chunks that others store or delete only "
+            "when they start. Set refresh_s in the options of the engine, such as refresh_s=60.",
+            FusedKVWarning,
+            stacklevel=2,
+        )
     replica: Any = serve.deployment(
         _DeployedReplica,
         name="replica",
@@ -143,10 +154,14 @@ def build_app(args: Mapping[str, Any]) -> Any:
         name="gateway",
         num_replicas=options.gateways,
         ray_actor_options={"num_cpus": options.gateway_cpus},
-        max_ongoing_requests=options.max_waiting
+        graceful_shutdown_timeout_s=options.drain_s + _GATEWAY_DRAINS_LONGER_S,
+        # Beyond what replicas work on and what waits for them, as many again: those are the ones that are refused with
+        # 429. At exactly the sum, further requests would wait before the gateway and never reach that.
+        max_ongoing_requests=2 * options.max_waiting
         + options.requests_at_once * (options.max_replicas or options.replicas),
+        max_queued_requests=options.max_waiting,
     )
-    return gateway.bind(replica.bind(options.engine, options.server), options)
+    return gateway.bind(replica.bind(options.engine, replica_server(options)), options)
 
 
 def run_app(options: Mapping[str, Any], host: str, port: int) -> None:
@@ -164,7 +179,7 @@ def run_app(options: Mapping[str, Any], host: str, port: int) -> None:
     ConfigError
         If an option cannot work.
     MissingExtraError
-        If Ray is not installed.
+        If Ray Serve is not installed.
     """
     app = build_app(options)
     from ray import serve
@@ -181,8 +196,11 @@ def check_ray() -> None:
     MissingExtraError
         If it is not.
     """
-    if importlib.util.find_spec("ray") is None:
-        raise MissingExtraError("ray", "ray", "Several replicas need it")
+    try:
+        import ray.serve  # noqa: F401
+    except ImportError as error:
+        # Ray is there without what its own extra brings, or is not there.
+        raise MissingExtraError("ray[serve]", "ray", "Several replicas need it") from error
 
 
 def _router_config(options: ServingOptions) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .app import create_app
 from .config import ServerConfig
 from .guard import Guard
+from .quotas import Quotas
 from .recorder import ANSWERING
 from .refusals import RefusedError, refusal_of
 from .run import serve
@@ -14,6 +15,7 @@ from .tenants import name_below
 __all__ = [
     "ANSWERING",
     "Guard",
+    "Quotas",
     "RefusedError",
     "ServerConfig",
     "create_app",
