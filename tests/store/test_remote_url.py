@@ -101,7 +101,7 @@ def test_errors_and_warnings_of_a_store(kv_dir: Path, make_chunk, monkeypatch: p
     with KVStore(kv_dir, remote=url, memory_bytes=0) as store:
         chunk.put(store)
         assert store.evict(0) == 1
-        monkeypatch.setattr(store._parts._tier, "_fs", Teller(url))
+        monkeypatch.setattr(store._parts.tier, "_fs", Teller(url))
         with pytest.warns(FusedKVWarning) as caught:
             assert chunk.open(store) is None
         assert "could not be brought" in str(caught[0].message)
@@ -118,7 +118,7 @@ def test_a_damaged_object_is_named_without_it(kv_dir: Path, make_chunk) -> None:
     with KVStore(kv_dir, remote="memory://user:hunter2@bucket/damaged", memory_bytes=0) as store:
         chunk.put(store)
         store.evict(0)
-        store._parts._tier.put(f"{chunk.key}.safetensors", [memoryview(b"no chunk")])
+        store._parts.tier.put(f"{chunk.key}.safetensors", [memoryview(b"no chunk")])
         with pytest.warns(FusedKVWarning, match="memory://bucket/damaged") as caught:
             assert chunk.open(store) is None
         assert all(PASSWORD not in str(warning.message) for warning in caught)
