@@ -8,12 +8,13 @@ from functools import partial
 from typing import Any
 
 from fused_kv_llm.errors import ConfigError, MissingExtraError, StoreUnavailableError
-from fused_kv_llm.store.format import CHECKSUM_NBYTES
 from fused_kv_llm.store.remote.url import public_url, scrub
 
 __all__ = ["RemoteRedis"]
 
 _PREFIX = "fused-kv:"
+# A file's length and the checksum of its header are among them.
+_VERSION_NBYTES = 64
 _log = logging.getLogger(__name__)
 
 
@@ -93,7 +94,7 @@ class RemoteRedis:
             with self._client.pipeline(transaction=False) as pipeline:
                 for key in keys:
                     pipeline.strlen(key)
-                    pipeline.getrange(key, 0, CHECKSUM_NBYTES - 1)
+                    pipeline.getrange(key, 0, _VERSION_NBYTES - 1)
                 answers = pipeline.execute(raise_on_error=False)
             checked = [self._checked(answer) for answer in answers]
         except self._error as error:

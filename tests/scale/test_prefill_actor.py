@@ -1,0 +1,89 @@
+"""An ingestion actor without Ray: a shared store whose objects or shift map are damaged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import smollm2_tokenizer, tiny_model
+
+from fused_kv_llm.errors import FusedKVWarning
+from fused_kv_llm.offline import PreprocessingPlan, ShiftMap
+from fused_kv_llm.offline.shift_map import FIRST_TOKENS
+from fused_kv_llm.report import IngestReport
+from fused_kv_llm.scale.first_pass import FirstPass
+from fused_kv_llm.scale.prefill_actor import PrefillActor
+from fused_kv_llm.store import KVStore
+
+TEXTS = [f"A text that is long enough to be told apart from others, number {number}." for number in range(3)]
+
+
+class OneActor:
+    """A pool of one actor that lives in this process."""
+
+    def __init__(self, actor: PrefillActor) -> None:
+        self._actor = actor
+
+    def run(self, method: str, tasks: Any) -> Iterator[tuple[int, Any]]:
+        for number, task in enumerate(tasks):
+            yield number, getattr(self._actor, method)(*task)
+
+
+@pytest.fixture(name="model")
+def _model(tmp_path: Path) -> Path:
+    tiny_model().save_pretrained(tmp_path / "model")
+    smollm2_tokenizer().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def ingest(model: Path, shared: Path, name: str, *, learn: bool = True) -> tuple[IngestReport, Path]:
+    folder, report = model.parent / name, IngestReport()
+    options = {"model": str(model), "kv_dir": str(folder / "actor"), "remote": f"file://{shared}",
+               "preprocessing": "none", "memory_bytes": 0, "batch_tokens": 512}  # fmt: skip
+    actor = PrefillActor(options, {})
+    facts = actor.start()
+    with KVStore(folder / "driver", memory_bytes=0, remote=f"file://{shared}", learn=learn) as store:
+        FirstPass(OneActor(actor), store, facts, 512).run(TEXTS, report, progress=False)
+    actor.close()
+    return report, folder
+
+
+def test_a_damaged_object_is_computed_again_and_replaced(model: Path, tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    ingest(model, shared, "one")
+    paths = sorted(shared.glob("*.safetensors"))
+    sound = [path.read_bytes() for path in paths]
+    for at in (40, len(sound[0]) - 3):
+        raw = bytearray(sound[0])
+        raw[at] ^= 1
+        paths[0].write_bytes(raw)
+        with pytest.warns(FusedKVWarning, match="cannot be used"):
+            # A driver that learns only reads headers: it would take the chunk for stored.
+            ingest(model, shared, f"two-{at}", learn=False)
+        assert paths[0].read_bytes() != bytes(raw)
+        with KVStore(tmp_path / f"reader-{at}", remote=f"file://{shared}") as store:
+            assert store.stats().chunks == 3
+            assert store.shared.check().findings == []
+    # Nothing is left to do.
+    assert ingest(model, shared, "three")[0].chunks_new == 0
+
+
+def test_a_shift_map_is_used_only_if_it_is_sound_and_fits(model: Path, tmp_path: Path) -> None:
+    actor = PrefillActor(
+        {"model": str(model), "kv_dir": str(tmp_path / "actor"), "remote": f"file://{tmp_path}/shared",
+         "preprocessing": "similar", "memory_bytes": 0}, {})  # fmt: skip
+    actor.start()
+    chunk = actor._planner.chunk(TEXTS[0])
+    actor.prefill([chunk])
+    plan = PreprocessingPlan([chunk], neighbours={chunk.key: ()}, token_ids={chunk.key: chunk.token_ids})
+    layers, heads, _, dim = actor._second_pass._context_prefill(plan, lambda: False).plain(chunk.key).keys.shape
+    weights = torch.zeros(layers, heads, 4 * dim + FIRST_TOKENS + 1, 2 * dim)
+    good = ShiftMap(weights).to_bytes()
+    assert actor.takes(plan, good)
+    assert not actor.takes(plan, good[:-4])
+    assert not actor.takes(plan, ShiftMap(weights[1:]).to_bytes())
+    assert not actor.takes(plan, ShiftMap(weights + float("nan")).to_bytes())
+    actor.close()
