@@ -243,6 +243,14 @@ def test_a_second_model_with_ten_passages() -> None:
     assert table("docs/methods.md", "set of Gemma, ten passages") == want
 
 
+def test_the_second_pass_beside_the_first() -> None:
+    rows = {row["neighbours"]: row for row in record("second_pass_cpu.json")["rows"]}
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    nine, three = (f"{rows[count]['total_over_first']:.1f}" for count in (9, 3))
+    assert f"takes {nine} times as long as without it, or {three} times with three neighbours" in text
+    assert {row["chunks"] for row in rows.values()} == {240}
+
+
 def test_long_chunks() -> None:
     (rows,) = quality("quality_600_cpu.json").values()
     found = []
