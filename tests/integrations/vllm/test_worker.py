@@ -71,10 +71,14 @@ def test_what_cannot_be_read_is_told_by_its_blocks(kv_dir: Path, store: PrefixSt
         other_file.replace(path)
     target = block_caches(2)
     other = PrefixWorker(store, target, 64)
-    with pytest.warns(FusedKVWarning, match="computed afresh"):
+
+    def loaded() -> set[str]:
         # It may read, and warn, as soon as it has begun.
         other.begin([LOADS])
-        assert wait_for(other) == {"a"}
+        return wait_for(other)
+
+    with pytest.warns(FusedKVWarning, match="computed afresh"):
+        assert loaded() == {"a"}
     # Both are out of the store, so that both are stored again.
     other.save(SAVES)
     # What stands behind a gap is of no use either.
