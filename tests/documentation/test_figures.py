@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from math import exp, log, sqrt
 from pathlib import Path
@@ -241,6 +242,12 @@ def test_a_second_model_with_ten_passages() -> None:
             cells.append(f"{100 * row['recovered']:.0f} % ({100 * low:.0f} to {100 * high:.0f})")
         want.append(cells)
     assert table("docs/methods.md", "set of Gemma, ten passages") == want
+
+
+def test_commands_of_records_can_be_repeated_elsewhere() -> None:
+    for path in (ROOT / "benchmarks/results").glob("*.json"):
+        command = json.loads(path.read_text(encoding="utf-8")).get("environment", {}).get("command", "")
+        assert not re.search(r"(^|[\s=])/", command), f"{path.name} has a path of one machine: {command}"
 
 
 def test_the_second_pass_beside_the_first() -> None:
