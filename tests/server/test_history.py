@@ -172,6 +172,19 @@ def test_a_damaged_file_is_reported_once(history: History, caplog: pytest.LogCap
     assert caplog.records[-1].message.endswith("again")
 
 
+def test_a_request_that_cannot_be_kept_costs_no_other(history: History, caplog: pytest.LogCaptureFixture) -> None:
+    add(history, record(1))
+
+    def impossible() -> RequestRecord:
+        raise ValueError("it is nested too deep")
+
+    history.add(impossible, 10)
+    add(history, record(2))
+    assert ids(history) == ["2", "1"]
+    assert "A request is not kept" in caplog.text
+    assert "nested too deep" in caplog.text
+
+
 def test_a_full_disk_is_reported_once(
     history: History, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

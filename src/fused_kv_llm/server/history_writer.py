@@ -29,7 +29,8 @@ class _Task(NamedTuple):
 class HistoryWriter:
     """Has a thread change a file, which is opened when it is first needed; thread-safe.
 
-    A file that cannot be written is reported once, and what comes meanwhile is dropped, until :meth:`retry`.
+    A file that cannot be written is reported once, and what comes meanwhile is dropped, until :meth:`retry`. A piece of
+    work that fails by itself is reported and dropped alone.
 
     Parameters
     ----------
@@ -136,8 +137,12 @@ class HistoryWriter:
         except Exception as error:  # whatever it is, requests are answered
             if task.done is not None:
                 task.done.set_exception(error)
-            else:
+            elif self._connection is None:
                 self.fail(error)
+            else:
+                # The file is well: what was to be written cannot be, such as a request that is nested too deep.
+                self._connection.rollback()
+                _log.warning("A request is not kept in %s: %s", self._name, error)
         finally:
             with self._lock:
                 self._waiting -= 1
