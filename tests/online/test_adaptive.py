@@ -18,7 +18,7 @@ from fused_kv_llm import FusedKVEngine, FusionReport
 from fused_kv_llm.errors import ConfigError
 from fused_kv_llm.model import ForwardPass, forward_ragged, forward_rows
 from fused_kv_llm.online import Adaptive, FusedPrompt, Fusion, MovingAverage, Recipe, fused_recipe, round_ratios
-from fused_kv_llm.online.adaptive import DRAFT_TOKENS, LARGEST, Draft
+from fused_kv_llm.online.draft import DRAFT_TOKENS, LARGEST, Draft
 from fused_kv_llm.selectors import Probe, View, budget_tokens, resolve_selector
 
 NEVER, AT_ONCE = 1e-12, 1e9

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .adaptive import round_ratios
-from .context import Adaptive, FusionContext, Recipe
+from .adaptive import Adaptive, round_ratios
+from .context import FusionContext, Recipe
 from .fused_prompt import FusedPrompt
 from .fusion import Fusion, fuse
 from .generation import AnswerWriter, FinishReason, Generation, Piece

@@ -9,17 +9,16 @@ final KV.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
-from torch.nn.functional import kl_div, log_softmax
 
-__all__ = ["DRAFT_TOKENS", "Draft", "round_ratios"]
+from fused_kv_llm.selectors import Probe, Selector, budget_tokens, checked_selection
 
-DRAFT_TOKENS = 6
-"""Positions at which the answer's distributions are compared: the first token's and those of five drafted ones."""
+from .draft import Draft
 
-LARGEST = 1e9
-"""Nats that stand for a movement without bounds."""
+__all__ = ["Adaptive", "Rounds", "round_ratios"]
 
 _RATIOS = (0.05, 0.15, 0.3, 0.5, 0.7, 0.9)
 """Recomputation ratios of the rounds; two are the least between which anything can move."""
@@ -36,48 +35,94 @@ def round_ratios(most: float) -> tuple[float, ...]:
     return (*(ratio for ratio in _RATIOS if ratio < most), most)
 
 
-class Draft:
-    """The beginning of an answer as the KV of the first round has it, and how its distributions move.
+@dataclass(frozen=True, slots=True)
+class Adaptive:
+    """How long a request goes on recomputing.
 
     Parameters
     ----------
-    num_prompt_tokens : int
-        Position of the first drafted token.
-    positions : int
-        At how many distributions are compared, at least 1.
+    target : float
+        Nats: it stops once a round has moved the answer's distributions by no more.
+    most : float
+        The ratio at which it stops in any case, in (0, 1).
     """
 
-    def __init__(self, num_prompt_tokens: int, positions: int) -> None:
-        self._first, self._positions = num_prompt_tokens, positions
-        self._ids: list[int] = []
-        self._before: list[Tensor] = []
-        self._now: list[Tensor] = []
+    target: float
+    most: float
 
-    def take(self, logits: Tensor) -> None:
-        """Take the logits ``[vocabulary]`` after the prompt, or after the token of the last :meth:`next_row`."""
-        self._now.append(log_softmax(logits.float(), dim=-1))
-        if len(self._ids) < len(self._now):
-            self._ids.append(int(logits.argmax()))
 
-    def next_row(self) -> tuple[int, int] | None:
-        """Return position and id of the token whose logits are wanted next; None if the prompt's are, or none."""
-        done = len(self._now)
-        return (self._first + done - 1, self._ids[done - 1]) if 0 < done < self._positions else None
+class Rounds:
+    """The rounds of one request.
 
-    def end_round(self) -> float | None:
-        """Return the mean KL divergence of the last round's distributions from this one's, in nats.
+    Parameters
+    ----------
+    adaptive : Adaptive
+    selector : Selector
+        Ranks the tokens.
+    known : Probe
+        What it goes by.
+    selected : Tensor
+        int64, ascending: the positions of the first round.
+    draft : Draft
+
+    Attributes
+    ----------
+    selected : Tensor
+        int64, ascending: the positions of all rounds so far.
+    earlier : Tensor
+        Those of the rounds before the last one.
+    ratio : float
+        Of the last round.
+    movement : float or None
+        Nats by which it moved the draft; None before there are two.
+    logits : Tensor
+        Of the answer's first token, after the last round.
+    """
+
+    logits: Tensor
+
+    def __init__(self, adaptive: Adaptive, selector: Selector, known: Probe, selected: Tensor, draft: Draft) -> None:
+        self._target, self._selector, self._known, self._draft = adaptive.target, selector, known, draft
+        first, *self._left = round_ratios(adaptive.most)
+        self.ratio, self.selected, self.earlier = first, selected, selected[:0]
+        self.movement: float | None = None
+
+    @property
+    def drafted_row(self) -> tuple[int, int] | None:
+        """Position and id of the drafted token whose logits are wanted next; None if none are."""
+        return self._draft.next_row()
+
+    def goes_on(self) -> bool:
+        """Whether the round that has been computed is to be judged, since another was before it or may come."""
+        return self._draft.has_before or any(self._more(ratio).shape[0] for ratio in self._left)
+
+    def take(self, logits: Tensor) -> Tensor | None:
+        """Take logits ``[vocabulary]``: after the prompt, or after the token of the last :attr:`drafted_row`.
 
         Returns
         -------
-        float or None
-            None after the first round.
+        Tensor or None
+            int64, ascending: the positions of the next round, none if this was the last one. None while the draft goes
+            on.
         """
-        before, self._before, self._now = self._before, self._now, []
-        if not before:
+        if self._draft.is_new:
+            self.logits = logits
+        self._draft.take(logits)
+        if self.drafted_row is not None:
             return None
-        now, then = torch.stack(self._before), torch.stack(before)
-        # Where both are impossible, as padding of the vocabulary is, the difference is no number.
-        moved = float(
-            kl_div(then, now, log_target=True, reduction="none").nan_to_num(nan=0.0, posinf=float("inf")).sum(-1).mean()
-        )
-        return moved if moved < float("inf") else LARGEST
+        moved = self._draft.end_round()
+        if moved is not None:
+            self.movement = moved
+        while self._left and (moved is None or moved > self._target):
+            ratio = self._left.pop(0)
+            if (more := self._more(ratio)).shape[0]:
+                self.ratio, self.earlier = ratio, self.selected
+                self.selected = torch.cat((self.selected, more)).sort().values
+                return more
+        return self.selected[:0]
+
+    def _more(self, ratio: float) -> Tensor:
+        """Return the positions that a ratio adds to those selected before."""
+        budget = budget_tokens(ratio, self._known.positions.shape[0])
+        more = checked_selection(self._selector, self._known, budget)
+        return more[~torch.isin(more, self.selected)][: max(0, budget - self.selected.shape[0])]

@@ -12,10 +12,11 @@ from fused_kv_llm.selectors import Selector
 from fused_kv_llm.store import Sidecars
 from fused_kv_llm.thread_pool import ThreadPool
 
-from .adaptive import DRAFT_TOKENS
+from .adaptive import Adaptive
+from .draft import DRAFT_TOKENS
 from .loading_depth import MovingAverage
 
-__all__ = ["Adaptive", "FusionContext", "Recipe"]
+__all__ = ["FusionContext", "Recipe"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,22 +61,6 @@ class FusionContext:
     def executor(self) -> Executor | None:
         """This process's reader threads."""
         return None if self.readers is None else self.readers.executor()
-
-
-@dataclass(frozen=True, slots=True)
-class Adaptive:
-    """How long a request goes on recomputing, see :mod:`fused_kv_llm.online.adaptive`.
-
-    Parameters
-    ----------
-    target : float
-        Nats: it stops once a round has moved the answer's distributions by no more.
-    most : float
-        The ratio at which it stops in any case, in (0, 1).
-    """
-
-    target: float
-    most: float
 
 
 @dataclass(frozen=True, slots=True)

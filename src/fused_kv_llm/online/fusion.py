@@ -12,7 +12,6 @@ from contextlib import closing
 import torch
 from torch import Tensor
 
-from fused_kv_llm.errors import FusedKVError
 from fused_kv_llm.kv import PlacedChunk
 from fused_kv_llm.model import (
     ForwardPass,
@@ -29,13 +28,13 @@ from fused_kv_llm.selectors import (
     TransferringSelector,
     View,
     budget_tokens,
-    checked_selection,
     variant_selector,
 )
 
-from .adaptive import DRAFT_TOKENS, Draft, round_ratios
+from .adaptive import Rounds
 from .context import FusionContext, Recipe
 from .divergence import expected_divergence
+from .draft import DRAFT_TOKENS, Draft
 from .first_layers import FirstLayersPass
 from .fused_prompt import FusedPrompt
 from .kept_prompt import KeptPrompt, fused_recipe, fused_runs
@@ -78,14 +77,8 @@ class Fusion:
         self._released = self._narrows = False
         self._uncovered: float | None = None
         self._deviations: list[tuple[float, int]] = []
-        self._known: Probe | None = None
-        self._earlier = self._rows
-        self._draft: Draft | None = None
-        self._ratios = [] if recipe.adaptive is None else list(round_ratios(recipe.adaptive.most)[1:])
+        self._rounds: Rounds | None = None
         self._room = capacity - request.num_tokens
-        self._ratio = recipe.ratio
-        self._movement: float | None = None
-        self._logits: Tensor | None = None
         with timed(report, "load"), torch.inference_mode():
             self._kv = RequestKV(context, request, capacity)
 
@@ -134,7 +127,7 @@ class Fusion:
         if self._selection is not None:
             self._selected = self._selection.positions(pause_at_s)
             self._trace, self._uncovered = self._selection.trace, self._selection.uncovered
-            self._known = self._selection.known
+            self._rounds = self._further_rounds(self._selection.known)
             self._selection = None
             if self._request.seen_tokens < self._request.prefix_tokens:
                 # A probe may write where it does not look.
@@ -177,7 +170,7 @@ class Fusion:
         except PausedError:
             return None
         prompt = self.computed(logits[-1])
-        drafts = prompt is None and self._draft is not None and self._draft.next_row() is not None
+        drafts = prompt is None and self._rounds is not None and self._rounds.drafted_row is not None
         # A drafted token is one row: a step of its own would cost more than the row does.
         return self.advance(pause_at_s) if drafts and time.perf_counter() < pause_at_s else prompt
 
@@ -192,7 +185,7 @@ class Fusion:
         if self._slice is None:
             # Pending only if the model's layers were hooked while the probe was left.
             self.select()
-            if self._draft is not None and (row := self._draft.next_row()) is not None:
+            if self._rounds is not None and (row := self._rounds.drafted_row) is not None:
                 self._slice = self._drafted(*row)
                 return self._slice
             kind = self._request.kind[self._rows]
@@ -214,8 +207,8 @@ class Fusion:
             Once no slice is left. Its cache is the caller's then.
         """
         done, self._slice = self.next_slice(), None
-        if self._draft is not None and self._draft.next_row() is not None:
-            return self._judged(logits)
+        if self._rounds is not None and self._rounds.drafted_row is not None:
+            return self._judged(self._rounds, logits)
         if isinstance(done.forward_pass, FirstLayersPass):
             self._selected = done.forward_pass.selected
             first_layers = done.forward_pass
@@ -229,45 +222,26 @@ class Fusion:
             self._deviations.append((deviation, done.forward_pass.num_teaching))
         if self._rows.shape[0]:
             return None
-        self._logits = logits
-        if self._goes_on():
-            self._draft = self._draft or Draft(self._request.num_tokens, min(DRAFT_TOKENS, 1 + self._room))
-            return self._judged(logits)
+        if self._rounds is not None and self._rounds.goes_on():
+            return self._judged(self._rounds, logits)
         return self._finished(logits)
 
-    def _judged(self, logits: Tensor) -> FusedPrompt | None:
-        """Take the next logits of the draft; at a round's end, begin another or return the prompt."""
-        draft, adaptive, known = self._draft, self._recipe.adaptive, self._known
-        if draft is None or adaptive is None or known is None:
-            raise FusedKVError("A round has no draft to be judged by: this is a defect of the engine.")
-        draft.take(logits)
-        if draft.next_row() is not None:
+    def _further_rounds(self, known: Probe | None) -> Rounds | None:
+        adaptive = self._recipe.adaptive
+        if adaptive is None or known is None:
             return None
-        movement = draft.end_round()
-        self._movement = self._movement if movement is None else movement
-        while self._ratios and (movement is None or movement > adaptive.target):
-            ratio = self._ratios.pop(0)
-            more = self._more(known, ratio)
-            if more.shape[0]:
-                self._ratio, self._earlier = ratio, self._selected
-                self._selected = torch.cat((self._selected, more)).sort().values
-                self._rows = self._request.rows(more)
-                return None
-        if self._logits is None:
-            raise FusedKVError("A draft was judged before its prompt was computed: this is a defect of the engine.")
-        return self._finished(self._logits)
+        draft = Draft(self._request.num_tokens, min(DRAFT_TOKENS, 1 + self._room))
+        return Rounds(adaptive, self._recipe.selector, known, self._selected, draft)
 
-    def _more(self, known: Probe, ratio: float) -> Tensor:
-        """Return the positions that a ratio adds to those selected before."""
-        budget = budget_tokens(ratio, known.positions.shape[0])
-        more = checked_selection(self._recipe.selector, known, budget)
-        return more[~torch.isin(more, self._selected)][: max(0, budget - self._selected.shape[0])]
-
-    def _goes_on(self) -> bool:
-        """Whether there is a round to be judged, or another one to come."""
-        if self._draft is not None or self._known is None:
-            return self._draft is not None
-        return any(self._more(self._known, ratio).shape[0] for ratio in self._ratios)
+    def _judged(self, rounds: Rounds, logits: Tensor) -> FusedPrompt | None:
+        """Hand logits to the rounds; after the last one, return the prompt."""
+        more = rounds.take(logits)
+        if more is None:
+            return None
+        if not more.shape[0]:
+            return self._finished(rounds.logits)
+        self._selected, self._rows = rounds.selected, self._request.rows(more)
+        return None
 
     def _finished(self, logits: Tensor) -> FusedPrompt:
         self._count()
@@ -313,7 +287,8 @@ class Fusion:
         selector = self._recipe.selector
         strength = selector.transfer if isinstance(selector, TransferringSelector) else 0.0
         if strength and self._reuses and (known := teaching(request, rows)).numel():
-            return TransferPass(request, rows, known, kv, geometry, strength, self._earlier)
+            earlier = self._selected[:0] if self._rounds is None else self._rounds.earlier
+            return TransferPass(request, rows, known, kv, geometry, strength, earlier)
         return ForwardPass(rows.to(kv.cache.keys.device), int(rows[-1]) + 1, kv.fillers, geometry.last_layer)
 
     def _drafted(self, position: int, token_id: int) -> RaggedPart:
@@ -334,11 +309,10 @@ class Fusion:
         report.reused_tokens = int(request.chunk_positions.shape[0]) - report.recomputed_tokens
         report.fresh_tokens = int(request.fresh_positions.shape[0])
         report.prefix_cache_tokens = request.prefix_tokens - request.header_tokens
-        if self._movement is not None:
-            report.expected_divergence = self._movement
-        elif self._recipe.adaptive is None and self._uncovered is not None and self._deviations:
+        if self._rounds is not None:
+            report.expected_divergence, report.recompute_ratio = self._rounds.movement, self._rounds.ratio
+        elif self._uncovered is not None and self._deviations:
             report.expected_divergence = expected_divergence(self._uncovered, self._deviations)
-        report.recompute_ratio = self._ratio
         report.chunks_found = len(request.chunks) + request.num_covered
         if self._reuses:
             report.bytes_loaded = _bytes_by_tier(request.chunks)

@@ -11,7 +11,8 @@ from fused_kv_llm.model import LoadedModel
 from fused_kv_llm.report import FusionReport
 from fused_kv_llm.selectors import FirstLayersView, Selector, View, variant_selector
 
-from .context import Adaptive, Recipe
+from .adaptive import Adaptive
+from .context import Recipe
 from .selection import view_of
 
 __all__ = ["FusedRecipe", "KeptPrompt", "fused_recipe", "fused_runs"]
