@@ -542,6 +542,19 @@ def test_simulated_machines() -> None:
     ]  # fmt: skip
 
 
+def test_vllm_with_a_store() -> None:
+    want = []
+    for length in record("vllm_connector_cpu.json")["lengths"]:
+        rows = {row["what"]: row for row in length["rows"]}
+        assert all(row["same_answers"] for row in length["rows"])
+        alone, first, stored = rows["vllm"], rows["empty store"], rows["stored"]
+        (loaded,) = set(stored["cached_tokens"])
+        assert stored["counters"]["prompt_tokens_by_source.external_kv_transfer"] > 2 * loaded
+        seconds = (mean(alone["cpu_s"]), first["cpu_s"][0], mean(stored["cpu_s"]))
+        want.append([f"{length['num_tokens']:,}", f"{loaded:,}", *(f"{value:.2f} s" for value in seconds)])
+    assert table("docs/vllm.md", "prompt tokens, about") == want
+
+
 def test_adaptive_against_fixed_ratios() -> None:
     rows = {(row["way"], row["along"]): row for row in record("adaptive_cpu.json")["rows"]}
     want = []
