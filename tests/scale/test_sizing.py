@@ -22,7 +22,8 @@ from typer.testing import CliRunner
 
 from fused_kv_llm.cli import app
 from fused_kv_llm.errors import ConfigError
-from fused_kv_llm.scale.sizing import Machine, ModelGeometry, Workload, size
+from fused_kv_llm.scale.sizing import size
+from fused_kv_llm.scale.sizing_inputs import Machine, ModelGeometry, Workload
 from fused_kv_llm.scale.zipf import lru_hit_share
 
 EIGHT_B = {"num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "hidden_size": 4096,

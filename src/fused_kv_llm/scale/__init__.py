@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from .reports import DistributedIngestReport
     from .resources import ActorResources, running_ray
     from .serve_app import build_app, run_app
-    from .sizing import Machine, ModelGeometry, Sizing, Workload, size
+    from .sizing import Sizing, size
+    from .sizing_inputs import Machine, ModelGeometry, Workload
 
 __all__ = [
     "ActorResources",
@@ -34,10 +35,10 @@ __all__ = [
 _HOMES = {
     "ActorResources": "resources",
     "DistributedIngestReport": "reports",
-    "Machine": "sizing",
-    "ModelGeometry": "sizing",
+    "Machine": "sizing_inputs",
+    "ModelGeometry": "sizing_inputs",
     "Sizing": "sizing",
-    "Workload": "sizing",
+    "Workload": "sizing_inputs",
     "build_app": "serve_app",
     "build_kv_cache_distributed": "ingestion",
     "read_files": "corpus_reader",
