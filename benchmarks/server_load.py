@@ -158,10 +158,10 @@ def sigkill(bench: Bench) -> dict[str, Any]:
     """Kill a server under load, with uploads under way; its store is clean, and the next server goes on with it."""
     with bench.server() as (process, url):
         users = Users(_AT_ONCE, lambda number: ask(url, bench.prompts.body(number)), bench.new(10**6))
+        time.sleep(bench.args.before_signal)
         for name, text in bench.texts.items():
             json_of(url, "/v1/documents", {"name": name, "text": f"Second edition.\n\n{text}".replace("ferry", "boat")})
-        time.sleep(bench.args.before_signal)
-        process.kill()
+        process.kill()  # at once: uploads are under way on a machine of any speed
         process.wait()
         users.stop()
     status, told = check_store(bench.kv_dir)
