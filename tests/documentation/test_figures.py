@@ -592,6 +592,21 @@ def test_made_questions_of_a_calibration_are_those_of_the_record() -> None:
     assert chosen == {"asked": [0.0, 0.0, 0.15, 1.0], "written": [0.0, 0.0, 0.0, 1.0]}
 
 
+def test_replicas_on_ray() -> None:
+    found = record("ray_serving_cpu.json")
+    assert table("docs/scale.md", "routing") == [
+        ["random", f"{100 * found['random']['resident_share']:.0f}%"],
+        ["by chunk", f"{100 * found['chunks']['resident_share']:.0f}%"],
+    ]
+    assert found["ratio"] >= 1.5
+    assert found["random"]["kinds"] == found["chunks"]["kinds"] == {"answered": found["trace"]["questions"]}
+    assert found["equal_answers"]["equal"] == found["equal_answers"]["asked"]
+    outcomes = found["killed"]["outcomes"]
+    # A stream that had begun is all that a killed replica may cost.
+    assert set(outcomes) <= {"streamed: answered", "whole: answered", "streamed: error event: replica_lost"}
+    assert outcomes["whole: answered"] == found["killed"]["requests"] / 2
+
+
 def test_simulated_replicas() -> None:
     found: dict[int, dict[tuple[str, str], dict[str, Any]]] = {}
     for row in record("simulation_replicas.json")["replicas"]:
