@@ -35,7 +35,7 @@ from fused_kv_llm.config import DEFAULT_PREPROCESSING
 from fused_kv_llm.model import load_model
 
 RATIOS = (0.05, 0.15, 0.2, 0.3, 0.5)
-TARGETS = (0.02, 0.05, 0.1)
+TARGETS = (0.005, 0.01, 0.02)
 ANSWER_TOKENS = 8
 ALONG = ("answer", "gold")
 

@@ -33,6 +33,15 @@ def test_two_ways_beside_full_prefill(client: httpx.Client) -> None:
     assert 0.0 < blended["ttft_s"] == blended["report"]["ttft_s"] or blended["ttft_s"] < blended["report"]["ttft_s"]
 
 
+def test_a_ratio_may_be_adaptive(client: httpx.Client) -> None:
+    body = {"messages": MESSAGES, "columns": [{"recompute_ratio": "adaptive"}, {}], "max_tokens": 4}
+    adaptive, fixed = client.post("/v1/compare", json=body).json()["columns"]
+    assert adaptive["recompute_ratio"] in (0.05, 0.15, 0.3, 0.5)
+    assert adaptive["report"]["expected_divergence"] >= 0
+    assert adaptive["kl"] >= 0
+    assert fixed["recompute_ratio"] == 0.15
+
+
 def test_what_cannot_be_compared_is_refused(client: httpx.Client) -> None:
     good = {"messages": MESSAGES, "columns": [{}]}
     wrong = (

@@ -67,7 +67,7 @@ def test_the_settings_of_an_answer(open_page: Any) -> None:
     expect(page.locator(".ratio b")).to_have_text("0.20")
     keys.space(page.get_by_label("auto (as calibrated)"))
     expect(page.locator(".ratio b")).to_have_text("auto")
-    keys.space(page.get_by_label("adaptive (until the answer stays the same)"))
+    keys.space(page.get_by_label("adaptive (as much as the answer seems to need)"))
     expect(page.locator(".ratio b")).to_have_text("adaptive")
     expect(page.get_by_label("auto (as calibrated)")).not_to_be_checked()
     keys.space(page.get_by_label("Answer from documents"), back=True)

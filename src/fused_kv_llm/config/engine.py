@@ -177,11 +177,11 @@ class EngineConfig(BaseModel):
     ] = DEFAULT_RATIO
     """How many of the chunks' tokens are recomputed: 0 reuses everything, 1 is exactly full prefill. ``"auto"`` takes
     the ratio and the selector that ``fused-kv calibrate`` found for this model and corpus. ``"adaptive"`` recomputes in
-    rounds, as long as they move the answer's first tokens (experimental)."""
+    rounds, until the answer's first tokens are expected to be near full prefill's."""
 
-    adaptive_target: Annotated[float, Option(unit="nats"), BeforeValidator(_target)] = Field(default=0.05, frozen=True)
-    """With ``recompute_ratio="adaptive"``, how much a round may move the answer's first tokens for it to be the last
-    one: the KL divergence between their distributions before it and after it."""
+    adaptive_target: Annotated[float, Option(unit="nats"), BeforeValidator(_target)] = Field(default=0.01, frozen=True)
+    """With ``recompute_ratio="adaptive"``, how far the distributions of the answer's first tokens may be expected to be
+    from full prefill's, as a KL divergence, for a round to be the last one."""
 
     adaptive_cap: Annotated[float, Option(unit="share of chunk tokens"), BeforeValidator(_most)] = Field(
         default=0.5, frozen=True

@@ -72,7 +72,8 @@ class Recipe:
     selector : Selector
         Which chunk tokens are recomputed.
     ratio : float
-        Recomputed chunk tokens over reusable chunk tokens, in [0, 1]; of the first round if it is adaptive.
+        Recomputed chunk tokens over reusable chunk tokens, in [0, 1]; if it is adaptive, of the first
+        round that recomputes any.
     seed : int
         For selectors that draw.
     prefix_cache : bool

@@ -24,7 +24,14 @@ class Draft:
         Position of the first drafted token.
     positions : int
         At how many distributions are compared, at least 1.
+
+    Attributes
+    ----------
+    entropy : float
+        Mean entropy of the last round's distributions, in nats.
     """
+
+    entropy: float
 
     def __init__(self, num_prompt_tokens: int, positions: int) -> None:
         self._first, self._positions = num_prompt_tokens, positions
@@ -43,15 +50,24 @@ class Draft:
         return bool(self._before)
 
     def take(self, logits: Tensor) -> None:
-        """Take the logits ``[vocabulary]`` after the prompt, or after the token of the last :meth:`next_row`."""
-        self._now.append(log_softmax(logits.float(), dim=-1))
-        if len(self._ids) < len(self._now):
-            self._ids.append(int(logits.argmax()))
+        """Take the logits ``[vocabulary]`` after the prompt, or those after the first of the :meth:`next_rows`.
 
-    def next_row(self) -> tuple[int, int] | None:
-        """Return position and id of the token whose logits are wanted next; None if the prompt's are, or none."""
+        ``[rows, vocabulary]`` are those after as many of them.
+        """
+        for row in logits.reshape(-1, logits.shape[-1]):
+            self._now.append(log_softmax(row.float(), dim=-1))
+            if len(self._ids) < len(self._now):
+                self._ids.append(int(row.argmax()))
+
+    def next_rows(self) -> tuple[list[int], list[int]]:
+        """Return positions and ids of the tokens whose logits are wanted next, as far as they are known.
+
+        The first round drafts token by token; later ones have them all. None if the prompt's logits are wanted, or
+        nothing more.
+        """
         done = len(self._now)
-        return (self._first + done - 1, self._ids[done - 1]) if 0 < done < self._positions else None
+        ids = self._ids[done - 1 : self._positions - 1] if done else []
+        return [self._first + done - 1 + number for number in range(len(ids))], ids
 
     def end_round(self) -> float | None:
         """Return the mean KL divergence of the last round's distributions from this one's, in nats.
@@ -62,11 +78,11 @@ class Draft:
             None after the first round.
         """
         before, self._before, self._now = self._before, self._now, []
+        now = torch.stack(self._before)
+        self.entropy = -float((now.exp() * now).nan_to_num(nan=0.0).sum(-1).mean())
         if not before:
             return None
-        now, then = torch.stack(self._before), torch.stack(before)
         # Where both are impossible, as padding of the vocabulary is, the difference is no number.
-        moved = float(
-            kl_div(then, now, log_target=True, reduction="none").nan_to_num(nan=0.0, posinf=float("inf")).sum(-1).mean()
-        )
-        return moved if moved < float("inf") else LARGEST
+        differences = kl_div(torch.stack(before), now, log_target=True, reduction="none")
+        moved = float(differences.nan_to_num(nan=0.0, posinf=float("inf")).sum(-1).mean())
+        return max(0.0, moved) if moved < float("inf") else LARGEST

@@ -127,7 +127,9 @@ class Fusion:
         if self._selection is not None:
             self._selected = self._selection.positions(pause_at_s)
             self._trace, self._uncovered = self._selection.trace, self._selection.uncovered
-            self._rounds = self._further_rounds(self._selection.known)
+            self._rounds = self._rounds_of(self._selection.known)
+            if self._rounds is not None:
+                self._selected = self._rounds.selected
             self._selection = None
             if self._request.seen_tokens < self._request.prefix_tokens:
                 # A probe may write where it does not look.
@@ -162,17 +164,19 @@ class Fusion:
                 self.select(pause_at_s)
                 if time.perf_counter() > pause_at_s:
                     return None
-            part = self.next_slice(max_rows)
+            part = self._next(max_rows, DRAFT_TOKENS)
             with timed(self._report, "fuse"):
                 pause_at(loaded, part.forward_pass, pause_at_s)
                 rows = part.forward_pass.rows
                 logits = forward_rows(loaded, part.ids[None], rows, part.cache, part.forward_pass)
         except PausedError:
+            if self._drafts:
+                # Elsewhere it is computed row by row.
+                self._slice = None
             return None
-        prompt = self.computed(logits[-1])
-        drafts = prompt is None and self._rounds is not None and self._rounds.drafted_row is not None
-        # A drafted token is one row: a step of its own would cost more than the row does.
-        return self.advance(pause_at_s) if drafts and time.perf_counter() < pause_at_s else prompt
+        prompt = self.computed(logits if self._drafts else logits[-1])
+        # Drafted tokens are few rows: a step of their own would cost more than they do.
+        return self.advance(pause_at_s) if self._drafts and time.perf_counter() < pause_at_s else prompt
 
     def next_slice(self, max_rows: int | None = None) -> RaggedPart:
         """Return what is to be computed next; the same again until :meth:`computed` is called.
@@ -182,11 +186,15 @@ class Fusion:
         max_rows : int or None
             About how many rows, see :func:`.slices.first_slice`; None for all that are left.
         """
+        return self._next(max_rows, 1)
+
+    def _next(self, max_rows: int | None, most_drafted: int) -> RaggedPart:
         if self._slice is None:
             # Pending only if the model's layers were hooked while the probe was left.
             self.select()
-            if self._rounds is not None and (row := self._rounds.drafted_row) is not None:
-                self._slice = self._drafted(*row)
+            if self._rounds is not None and self._drafts:
+                positions, ids = (part[:most_drafted] for part in self._rounds.drafted_rows)
+                self._slice = self._drafted(positions, ids)
                 return self._slice
             kind = self._request.kind[self._rows]
             rows = self._rows[: first_slice(kind, max_rows or self._rows.shape[0])]
@@ -199,7 +207,8 @@ class Fusion:
         Parameters
         ----------
         logits : Tensor
-            float32 ``[vocabulary]``, after the slice's last row. The report has the seconds of its pass.
+            float32 ``[vocabulary]``, after the slice's last row; of drafted rows ``[rows, vocabulary]`` too. The report
+            has the seconds of its pass.
 
         Returns
         -------
@@ -207,7 +216,7 @@ class Fusion:
             Once no slice is left. Its cache is the caller's then.
         """
         done, self._slice = self.next_slice(), None
-        if self._rounds is not None and self._rounds.drafted_row is not None:
+        if self._rounds is not None and self._drafts:
             return self._judged(self._rounds, logits)
         if isinstance(done.forward_pass, FirstLayersPass):
             self._selected = done.forward_pass.selected
@@ -226,12 +235,17 @@ class Fusion:
             return self._judged(self._rounds, logits)
         return self._finished(logits)
 
-    def _further_rounds(self, known: Probe | None) -> Rounds | None:
+    @property
+    def _drafts(self) -> bool:
+        """Whether drafted tokens are what is computed next."""
+        return self._rounds is not None and bool(self._rounds.drafted_rows[0])
+
+    def _rounds_of(self, known: Probe | None) -> Rounds | None:
         adaptive = self._recipe.adaptive
         if adaptive is None or known is None:
             return None
         draft = Draft(self._request.num_tokens, min(DRAFT_TOKENS, 1 + self._room))
-        return Rounds(adaptive, self._recipe.selector, known, self._selected, draft)
+        return Rounds(adaptive, self._recipe.selector, known, draft)
 
     def _judged(self, rounds: Rounds, logits: Tensor) -> FusedPrompt | None:
         """Hand logits to the rounds; after the last one, return the prompt."""
@@ -291,10 +305,11 @@ class Fusion:
             return TransferPass(request, rows, known, kv, geometry, strength, earlier)
         return ForwardPass(rows.to(kv.cache.keys.device), int(rows[-1]) + 1, kv.fillers, geometry.last_layer)
 
-    def _drafted(self, position: int, token_id: int) -> RaggedPart:
-        """Return the forward of a drafted token, behind the prompt."""
-        row = torch.tensor([position], device=self._kv.cache.keys.device)
-        return RaggedPart(torch.tensor([token_id], device=row.device), self._kv.cache, ForwardPass(row, position + 1))
+    def _drafted(self, positions: list[int], token_ids: list[int]) -> RaggedPart:
+        """Return the forward of drafted tokens, behind the prompt."""
+        device = self._kv.cache.keys.device
+        rows = torch.tensor(positions, device=device)
+        return RaggedPart(torch.tensor(token_ids, device=device), self._kv.cache, ForwardPass(rows, positions[-1] + 1))
 
     def _part(self, forward_pass: ForwardPass) -> RaggedPart:
         device = self._kv.cache.keys.device
@@ -310,7 +325,7 @@ class Fusion:
         report.fresh_tokens = int(request.fresh_positions.shape[0])
         report.prefix_cache_tokens = request.prefix_tokens - request.header_tokens
         if self._rounds is not None:
-            report.expected_divergence, report.recompute_ratio = self._rounds.movement, self._rounds.ratio
+            report.expected_divergence, report.recompute_ratio = self._rounds.expected, self._rounds.ratio
         elif self._uncovered is not None and self._deviations:
             report.expected_divergence = expected_divergence(self._uncovered, self._deviations)
         report.chunks_found = len(request.chunks) + request.num_covered

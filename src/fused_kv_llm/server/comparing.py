@@ -20,7 +20,7 @@ from .guard import tenant_of
 from .history_routes import trace
 from .library_schema import Owner
 from .messages import ChatMessage
-from .requests import ChatRequest, FusedKVOptions, Retrieve
+from .requests import AskedRatio, ChatRequest, FusedKVOptions, Retrieve
 from .state import state_of
 from .streaming import unless_client_leaves
 
@@ -35,7 +35,7 @@ class _Column(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     selector: str | None = Field(default=None, max_length=64)
-    recompute_ratio: float | None = Field(default=None, ge=0, le=1)
+    recompute_ratio: AskedRatio | None = None
 
 
 class CompareRequest(BaseModel):

@@ -8,11 +8,20 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from .messages import ChatMessage
 
-__all__ = ["ChatRequest", "CompletionRequest", "FusedKVOptions", "Retrieve", "StreamOptions", "TokenizeRequest"]
+__all__ = [
+    "AskedRatio",
+    "ChatRequest",
+    "CompletionRequest",
+    "FusedKVOptions",
+    "Retrieve",
+    "StreamOptions",
+    "TokenizeRequest",
+]
 
 # Below it sampling is greedy anyway, and clients write small numbers for zero.
 _GREEDY_BELOW = 1e-3
 
+AskedRatio = Annotated[float, Field(ge=0, le=1)] | Literal["auto", "adaptive"]
 ExpectedChunk = Annotated[str, Field(max_length=100_000)]
 Zero = Annotated[float, Field(ge=0, le=0)]
 
@@ -37,7 +46,7 @@ class Retrieve(_Strict):
 class FusedKVOptions(_Strict):
     """What this server can do and others cannot: the extra field ``fused_kv`` of a request's body."""
 
-    recompute_ratio: Annotated[float, Field(ge=0, le=1)] | Literal["auto", "adaptive"] | None = None
+    recompute_ratio: AskedRatio | None = None
     """Share of the chunks' tokens that is recomputed; 1 is full prefill."""
     selector: str | None = Field(default=None, max_length=64)
     """What chooses them."""

@@ -10,6 +10,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
+from fused_kv_llm.config import RecomputeRatio
 from fused_kv_llm.decoding import Constraint
 from fused_kv_llm.engine import FusedKVEngine
 from fused_kv_llm.errors import RequestCancelledError
@@ -31,12 +32,12 @@ class Way:
     ----------
     selector : str or None
         None takes the engine's.
-    recompute_ratio : float or None
+    recompute_ratio : float, "auto", "adaptive" or None
         1 is full prefill; None takes the engine's.
     """
 
     selector: str | None = None
-    recompute_ratio: float | None = None
+    recompute_ratio: RecomputeRatio | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1540,7 +1540,7 @@ export interface components {
             /** Selector */
             selector?: string | null;
             /** Recompute Ratio */
-            recompute_ratio?: number | null;
+            recompute_ratio?: number | ("auto" | "adaptive") | null;
         };
         /** _CompletionChoice */
         _CompletionChoice: {

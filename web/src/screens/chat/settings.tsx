@@ -42,7 +42,7 @@ export function SettingsForm() {
 
 const NAMED_RATIOS = [
   ["auto", "as calibrated"],
-  ["adaptive", "until the answer stays the same"],
+  ["adaptive", "as much as the answer seems to need"],
 ] as const;
 
 function RatioField({ now, change }: { now: Settings; change: (more: Partial<Settings>) => void }) {
