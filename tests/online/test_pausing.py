@@ -15,8 +15,9 @@ from models import smollm2_tokenizer, tiny_model
 
 from fused_kv_kernels import why_not_native
 from fused_kv_llm import FusedKVEngine, FusionReport
-from fused_kv_llm.model import may_pause
-from fused_kv_llm.online import FusedPrompt, Fusion, Recipe
+from fused_kv_llm.model import forward_ragged, may_pause
+from fused_kv_llm.online import Adaptive, FusedPrompt, Fusion, Recipe, round_ratios
+from fused_kv_llm.online.draft import DRAFT_TOKENS
 from fused_kv_llm.selectors import resolve_selector
 from fused_kv_llm.serving.served_request import ServedRequest
 
@@ -39,12 +40,16 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> FusedKVEngine:
 
 
 def fused(
-    engine: FusedKVEngine, recipe: Recipe, pause_at_s: float, between: Callable[[int], None] = lambda times: None
+    engine: FusedKVEngine,
+    recipe: Recipe,
+    pause_at_s: float,
+    between: Callable[[int], None] = lambda times: None,
+    room: int = 0,
 ) -> tuple[FusedPrompt, int, FusionReport]:
     """Fuse a prompt that is left whenever it may; return how often it was advanced."""
     report, times = FusionReport(), 0
     request = engine.requests.planner.plan(rag_prompt(SHORT[:6]), report)
-    fusion = Fusion(engine.requests.context, request, recipe, request.num_tokens, report)
+    fusion = Fusion(engine.requests.context, request, recipe, request.num_tokens + room, report)
     prompt = None
     with torch.inference_mode(), closing(fusion):
         fusion.begin()
@@ -82,6 +87,42 @@ def test_layer_by_layer_is_the_whole(engine: FusedKVEngine, name: str, ratio: fl
     assert plain == other
     for prompt in (whole, paused):
         prompt.cache.release()
+
+
+ROUNDS = Recipe(resolve_selector("sink_attention"), 0.05, adaptive=Adaptive(1e-12, 0.3))
+
+
+def test_rounds_and_their_draft_are_gone_on_with_layer_by_layer(engine: FusedKVEngine) -> None:
+    whole, times, report = fused(engine, ROUNDS, NEVER, room=8)
+    # A step for each pass; drafts are computed with what stands before them.
+    assert times == 1 + len(round_ratios(0.3))
+    paused, times, of_paused = fused(engine, ROUNDS, AT_ONCE, room=8)
+    assert times > LAYERS * (1 + len(round_ratios(0.3)))
+    assert_equal(paused, whole)
+    assert of_paused.expected_divergence == report.expected_divergence
+    for prompt in (whole, paused):
+        prompt.cache.release()
+
+
+def test_a_draft_that_is_left_between_layers_is_gone_on_with_beside_others(engine: FusedKVEngine) -> None:
+    whole, _, _ = fused(engine, ROUNDS, NEVER, room=8)
+    request = engine.requests.planner.plan(rag_prompt(SHORT[:6]), FusionReport())
+    fusion = Fusion(engine.requests.context, request, ROUNDS, request.num_tokens + 8, FusionReport())
+    with torch.inference_mode(), closing(fusion):
+        fusion.begin()
+        prompt, left = None, 0
+        while prompt is None:
+            prompt = fusion.advance(AT_ONCE)
+            part = None if prompt is not None else fusion.next_slice()
+            if part is not None and part.position >= whole.cache.length:
+                left += 1
+                assert part.ids.shape[0] == 1
+                prompt = fusion.computed(forward_ragged(engine.loaded, [part])[0])
+    assert left >= DRAFT_TOKENS
+    assert torch.equal(prompt.selected, whole.selected)
+    torch.testing.assert_close(prompt.logits, whole.logits, atol=0.1, rtol=0.1)
+    for one in (whole, prompt):
+        one.cache.release()
 
 
 def test_seconds_of_all_its_parts_are_counted(engine: FusedKVEngine) -> None:

@@ -10,7 +10,7 @@ from fused_kv_llm.errors import ConfigError
 __all__ = ["RecomputeRatio", "check_ratio", "check_seed", "is_number", "is_whole", "parse_bytes"]
 
 RecomputeRatio = float | Literal["auto", "adaptive"]
-"""A share of the chunks' tokens, the calibrated one, or as much as moves the answer."""
+"""A share of the chunks' tokens, the calibrated one, or as much as an answer seems to need."""
 
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)

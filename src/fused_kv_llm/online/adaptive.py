@@ -2,9 +2,9 @@
 
 How far fused KV is off cannot be seen in the question's own rows: what matters is which tokens the answer leans on. So
 a few tokens of the answer are drafted greedily over the stored KV, before anything of the chunks is recomputed. After
-every round, which recomputes the next tokens of the selector's ranking, the distributions along the draft are computed
-again. The KL divergence between two rounds, and how open the distributions are, say how far full prefill's would be
-(:func:`expected_after`). The draft is thrown away: the answer is generated from the final KV.
+every round, which takes more tokens of the selector's ranking and recomputes all it has, the distributions along the
+draft are computed again. The KL divergence between two rounds, and how open the distributions are, say how far full
+prefill's would be (:func:`expected_after`). The draft is thrown away: the answer is generated from the final KV.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ __all__ = ["Adaptive", "Rounds", "expected_after", "round_ratios"]
 _RATIOS = (0.05, 0.15, 0.3, 0.5, 0.7, 0.9)
 """Recomputation ratios of the rounds behind the first, which recomputes nothing of the chunks."""
 
-_SCALE, _DECAY, _MOVED, _OPEN = 0.041, 2.2, 0.37, 0.82
+_SCALE, _DECAY, _MOVED, _OPEN = 0.039, 2.2, 0.36, 0.83
 """``c``, ``d``, ``a`` and ``b`` of :func:`expected_after`."""
+
+_LEAST = 0.1
+"""Share of what a round has moved that is expected to be left in any case."""
 
 
 def round_ratios(most: float) -> tuple[float, ...]:
@@ -42,8 +45,9 @@ def round_ratios(most: float) -> tuple[float, ...]:
 def expected_after(ratio: float, moved: float, entropy: float) -> float:
     """Return how far fused distributions are expected to be from full prefill's after a round.
 
-    ``c exp(-d r) M^a H^b``: open distributions are moved more by the same errors, and what a round has moved says
-    something about what is left. The numbers were fitted by least squares of logarithms to 72 questions with SmolLM2.
+    ``max(c exp(-d r) M^a H^b, M / 10)``: open distributions are moved more by the same errors, and what a round has
+    moved says something about what is left, also where a certain answer became a certain other one. The numbers were
+    fitted by least squares of logarithms to 72 questions with SmolLM2-135M.
 
     Parameters
     ----------
@@ -52,14 +56,14 @@ def expected_after(ratio: float, moved: float, entropy: float) -> float:
     moved : float
         ``M``, nats: mean KL divergence of the distributions from those of the round before.
     entropy : float
-        ``H``, nats: their mean entropy.
+        ``H``, nats: their mean entropy, before the round or after it, whichever is larger.
 
     Returns
     -------
     float
         Nats: a mean KL divergence.
     """
-    return _SCALE * math.exp(-_DECAY * ratio) * float(moved**_MOVED * max(0.0, entropy) ** _OPEN)
+    return max(_SCALE * math.exp(-_DECAY * ratio) * float(moved**_MOVED * entropy**_OPEN), _LEAST * moved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +98,6 @@ class Rounds:
     ----------
     selected : Tensor
         int64, ascending: the positions of all rounds so far; the first has none.
-    earlier : Tensor
-        Those of the rounds before the last one.
     ratio : float
         Of the last round.
     expected : float or None
@@ -108,8 +110,7 @@ class Rounds:
 
     def __init__(self, adaptive: Adaptive, selector: Selector, known: Probe, draft: Draft) -> None:
         self._target, self._selector, self._known, self._draft = adaptive.target, selector, known, draft
-        self._left, self.ratio = list(round_ratios(adaptive.most)), 0.0
-        self.selected = self.earlier = known.positions[:0]
+        self._left, self.ratio, self.selected = list(round_ratios(adaptive.most)), 0.0, known.positions[:0]
         self.expected: float | None = None
 
     @property
@@ -121,14 +122,13 @@ class Rounds:
         """Whether the round that has been computed is to be judged, since another was before it or may come."""
         return self._draft.has_before or any(self._more(ratio).shape[0] for ratio in self._left)
 
-    def take(self, logits: Tensor) -> Tensor | None:
+    def take(self, logits: Tensor) -> bool | None:
         """Take logits ``[vocabulary]`` after the prompt, or ``[rows, vocabulary]`` after the first drafted rows.
 
         Returns
         -------
-        Tensor or None
-            int64, ascending: the positions of the next round, none if this was the last one. None while the draft goes
-            on.
+        bool or None
+            Whether another round begins, of the positions that are `selected` now. None while the draft goes on.
         """
         if self._draft.is_new:
             self.logits = logits
@@ -141,10 +141,9 @@ class Rounds:
         while self._left and (self.expected is None or self.expected > self._target):
             ratio = self._left.pop(0)
             if (more := self._more(ratio)).shape[0]:
-                self.ratio, self.earlier = ratio, self.selected
-                self.selected = torch.cat((self.selected, more)).sort().values
-                return more
-        return self.selected[:0]
+                self.ratio, self.selected = ratio, torch.cat((self.selected, more)).sort().values
+                return True
+        return False
 
     def _more(self, ratio: float) -> Tensor:
         """Return the positions that a ratio adds to those selected before."""

@@ -28,7 +28,7 @@ class Draft:
     Attributes
     ----------
     entropy : float
-        Mean entropy of the last round's distributions, in nats.
+        Mean entropy of the last two rounds' distributions, of the round in which it is larger, in nats.
     """
 
     entropy: float
@@ -38,6 +38,7 @@ class Draft:
         self._ids: list[int] = []
         self._before: list[Tensor] = []
         self._now: list[Tensor] = []
+        self._own_entropy = 0.0
 
     @property
     def is_new(self) -> bool:
@@ -62,8 +63,8 @@ class Draft:
     def next_rows(self) -> tuple[list[int], list[int]]:
         """Return positions and ids of the tokens whose logits are wanted next, as far as they are known.
 
-        The first round drafts token by token; later ones have them all. None if the prompt's logits are wanted, or
-        nothing more.
+        The first round drafts token by token; later ones have them all. There are none if the prompt's logits are
+        wanted, or nothing more.
         """
         done = len(self._now)
         ids = self._ids[done - 1 : self._positions - 1] if done else []
@@ -79,7 +80,8 @@ class Draft:
         """
         before, self._before, self._now = self._before, self._now, []
         now = torch.stack(self._before)
-        self.entropy = -float((now.exp() * now).nan_to_num(nan=0.0).sum(-1).mean())
+        entropy = max(0.0, -float((now.exp() * now).nan_to_num(nan=0.0).sum(-1).mean()))
+        self.entropy, self._own_entropy = max(self._own_entropy, entropy), entropy
         if not before:
             return None
         # Where both are impossible, as padding of the vocabulary is, the difference is no number.

@@ -170,9 +170,6 @@ class Fusion:
                 rows = part.forward_pass.rows
                 logits = forward_rows(loaded, part.ids[None], rows, part.cache, part.forward_pass)
         except PausedError:
-            if self._drafts:
-                # Elsewhere it is computed row by row.
-                self._slice = None
             return None
         prompt = self.computed(logits if self._drafts else logits[-1])
         # Drafted tokens are few rows: a step of their own would cost more than they do.
@@ -189,6 +186,9 @@ class Fusion:
         return self._next(max_rows, 1)
 
     def _next(self, max_rows: int | None, most_drafted: int) -> RaggedPart:
+        if self._slice is not None and self._drafts and self._slice.ids.shape[0] > most_drafted:
+            # A draft that was left alone and goes on beside others, row by row.
+            self._slice = None
         if self._slice is None:
             # Pending only if the model's layers were hooked while the probe was left.
             self.select()
@@ -215,9 +215,10 @@ class Fusion:
         FusedPrompt or None
             Once no slice is left. Its cache is the caller's then.
         """
-        done, self._slice = self.next_slice(), None
         if self._rounds is not None and self._drafts:
+            self._slice = None
             return self._judged(self._rounds, logits)
+        done, self._slice = self.next_slice(), None
         if isinstance(done.forward_pass, FirstLayersPass):
             self._selected = done.forward_pass.selected
             first_layers = done.forward_pass
@@ -249,12 +250,13 @@ class Fusion:
 
     def _judged(self, rounds: Rounds, logits: Tensor) -> FusedPrompt | None:
         """Hand logits to the rounds; after the last one, return the prompt."""
-        more = rounds.take(logits)
-        if more is None:
+        goes_on = rounds.take(logits)
+        if goes_on is None:
             return None
-        if not more.shape[0]:
+        if not goes_on:
             return self._finished(rounds.logits)
-        self._selected, self._rows = rounds.selected, self._request.rows(more)
+        # Tokens of earlier rounds are computed again: they attend to those of this one now.
+        self._selected, self._rows = rounds.selected, self._request.rows(rounds.selected)
         return None
 
     def _finished(self, logits: Tensor) -> FusedPrompt:
@@ -301,8 +303,7 @@ class Fusion:
         selector = self._recipe.selector
         strength = selector.transfer if isinstance(selector, TransferringSelector) else 0.0
         if strength and self._reuses and (known := teaching(request, rows)).numel():
-            earlier = self._selected[:0] if self._rounds is None else self._rounds.earlier
-            return TransferPass(request, rows, known, kv, geometry, strength, earlier)
+            return TransferPass(request, rows, known, kv, geometry, strength)
         return ForwardPass(rows.to(kv.cache.keys.device), int(rows[-1]) + 1, kv.fillers, geometry.last_layer)
 
     def _drafted(self, positions: list[int], token_ids: list[int]) -> RaggedPart:
@@ -324,8 +325,10 @@ class Fusion:
         report.reused_tokens = int(request.chunk_positions.shape[0]) - report.recomputed_tokens
         report.fresh_tokens = int(request.fresh_positions.shape[0])
         report.prefix_cache_tokens = request.prefix_tokens - request.header_tokens
-        if self._rounds is not None:
-            report.expected_divergence, report.recompute_ratio = self._rounds.expected, self._rounds.ratio
+        if self._recipe.adaptive is not None:
+            rounds = self._rounds
+            report.expected_divergence = None if rounds is None else rounds.expected
+            report.recompute_ratio = rounds.ratio if rounds else float(report.recomputed_tokens > 0)
         elif self._uncovered is not None and self._deviations:
             report.expected_divergence = expected_divergence(self._uncovered, self._deviations)
         report.chunks_found = len(request.chunks) + request.num_covered

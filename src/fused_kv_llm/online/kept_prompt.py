@@ -35,7 +35,7 @@ class FusedRecipe:
     shift_name : str or None
         The context shifts that are added.
     adaptive : Adaptive or None
-        Whether more is recomputed while that moves the answer.
+        Until when more is recomputed, round by round.
     """
 
     ratio: float

@@ -52,9 +52,6 @@ class TransferPass(ForwardPass):
     geometry : Geometry
     strength : float
         Share of the mean deviation that is transferred, in [0, 1].
-    earlier : Tensor
-        int64: positions of chunk tokens that an earlier pass has recomputed and this one does not. They stay as they
-        are.
 
     Attributes
     ----------
@@ -71,14 +68,13 @@ class TransferPass(ForwardPass):
         kv: RequestKV,
         geometry: Geometry,
         strength: float,
-        earlier: Tensor,
     ) -> None:
         device = kv.cache.keys.device
         super().__init__(rows.to(device), int(rows[-1]) + 1, kv.fillers, geometry.last_layer)
         counts = torch.bincount(request.kind[selected], minlength=len(request.chunks))
         spans = torch.tensor([(chunk.segment.start, chunk.segment.stop) for chunk in request.chunks])
         self._tables = geometry.tables(torch.arange(request.num_tokens), device)
-        self._kv, self._earlier = kv, earlier.to(device)
+        self._kv = kv
         self.num_teaching = int(selected.shape[0])
         self.meter = DeviationMeter(geometry.num_layers)
         self._plan = TransferPlan(
@@ -97,10 +93,7 @@ class TransferPass(ForwardPass):
         cache = self._kv.cache
         fresh = cache.padded(keys[0], values[0])
         layer = cache.keys[layer_idx, 0], cache.values[layer_idx, 0]
-        earlier = [part[:, self._earlier] for part in layer]
         plan = self._plan
         self.meter.measure(layer_idx, fresh[1][:, plan.fresh_rows], layer[1][:, plan.selected])
         totals = None if self._kv.changes is None else self._kv.changes.vector_totals(layer_idx)
         transfer_deviation(self._plan, self._tables[layer_idx], *fresh, *layer, totals)
-        for part, kept in zip(layer, earlier, strict=True):
-            part[:, self._earlier] = kept
