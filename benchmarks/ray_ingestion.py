@@ -134,6 +134,7 @@ def by_actors(
             "identical": sum(want.get(name) == digest for name, digest in found.items()),
             "lost": len(want.keys() - found.keys()),
             "more": len(found.keys() - want.keys()),
+            "different": sorted(name for name, digest in found.items() if want.get(name, digest) != digest),
             "chunks_new": report.chunks_new,
             "chunks_preprocessed": report.chunks_preprocessed,
             "chunks_pending": report.chunks_pending,

@@ -18,7 +18,7 @@ from fused_kv_llm.errors import ConfigError
 from fused_kv_llm.offline import PreprocessingPlanner, SentenceEmbedder, Similarity
 from fused_kv_llm.offline.neighbours import find_neighbours
 from fused_kv_llm.offline.plain_kv import PlainKVCache
-from fused_kv_llm.offline.vectors import corpus_vectors
+from fused_kv_llm.offline.vectors import corpus_vectors, unknown_texts
 
 
 class Letters:
@@ -305,6 +305,24 @@ def test_vectors_are_made_once(tmp_path: Path) -> None:
         assert sorted(embedder.asked) == sorted(SHORT[:4])
         ingest(engine, SHORT[:5])
         assert sorted(embedder.asked) == sorted(SHORT[:5])
+
+
+class Grouped(Letters):
+    """Gives a text another vector beside other texts, as an embedder in bfloat16 may."""
+
+    def encode(self, texts: Sequence[str]) -> np.ndarray:
+        vectors = super().encode(texts)
+        beside = np.float32(sum(len(text) for text in texts) % 97)
+        return (vectors + beside * np.float32(1e-4)).astype(np.float32)
+
+
+def test_the_order_of_the_texts_does_not_change_their_vectors(tmp_path: Path) -> None:
+    texts = [f"{text} {number}" for number in range(4) for text in SHORT]
+    in_order = corpus_vectors(texts, Grouped(), None)
+    turned = corpus_vectors(texts[::-1], Grouped(), None)[::-1]
+    np.testing.assert_array_equal(in_order, turned)
+    path = tmp_path / "vectors.sqlite"
+    assert unknown_texts(texts, Grouped(), path) == unknown_texts(texts[::-1], Grouped(), path)
 
 
 def test_how_soon_vectors_come_does_not_tell_what_another_tenant_has_embedded(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import sqlite3
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -59,7 +59,7 @@ def corpus_vectors(
     """
     digests = _digests(texts, embedder, tenant)
     known = _recall(digests, path)
-    missing = [i for i, digest in enumerate(digests) if digest not in known]
+    missing = _missing(texts, digests, known)
     for begin in range(0, len(missing), TEXTS_AT_ONCE):
         wait()
         batch = missing[begin : begin + TEXTS_AT_ONCE]
@@ -71,10 +71,9 @@ def corpus_vectors(
 
 
 def unknown_texts(texts: Sequence[str], embedder: Embedder, path: Path, *, tenant: str = "") -> list[str]:
-    """Return those of some distinct texts whose vectors are not remembered, in their order."""
+    """Return those of some distinct texts whose vectors are not remembered, in the order in which they are embedded."""
     digests = _digests(texts, embedder, tenant)
-    known = _recall(digests, path)
-    return [text for text, digest in zip(texts, digests, strict=True) if digest not in known]
+    return [texts[i] for i in _missing(texts, digests, _recall(digests, path))]
 
 
 def keep_vectors(
@@ -93,6 +92,16 @@ def keep_vectors(
     tenant : str
     """
     _remember(dict(zip(_digests(texts, embedder, tenant), vectors, strict=True)), path)
+
+
+def _missing(texts: Sequence[str], digests: Sequence[bytes], known: Container[bytes]) -> list[int]:
+    """Return which texts are not known.
+
+    They are ordered by what they are, so that the same texts get the same vectors in whatever order they are given; and
+    by length, since short texts beside a long one take as long as it.
+    """
+    missing = (i for i, digest in enumerate(digests) if digest not in known)
+    return sorted(missing, key=lambda i: (len(texts[i]), digests[i]))
 
 
 def _digests(texts: Sequence[str], embedder: Embedder, tenant: str) -> list[bytes]:
