@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from models import smollm2_tokenizer, tiny_model
 
+from fused_kv_llm import FusedKVEngine
+from fused_kv_llm.config import EngineConfig
+from fused_kv_llm.engine import similarity_of
 from fused_kv_llm.errors import FusedKVWarning
-from fused_kv_llm.offline import PreprocessingPlan, ShiftMap
+from fused_kv_llm.model import PackedChunk
+from fused_kv_llm.offline import PreprocessingPlan, ShiftMap, context_prefill, nearest
 from fused_kv_llm.offline.shift_map import FIRST_TOKENS
 from fused_kv_llm.report import IngestReport
+from fused_kv_llm.scale import second_pass
 from fused_kv_llm.scale.first_pass import FirstPass
 from fused_kv_llm.scale.prefill_actor import PrefillActor
+from fused_kv_llm.scale.second_pass import SecondPass
 from fused_kv_llm.store import KVStore
 
 TEXTS = [f"A text that is long enough to be told apart from others, number {number}." for number in range(3)]
@@ -30,6 +38,9 @@ class OneActor:
     def run(self, method: str, tasks: Any) -> Iterator[tuple[int, Any]]:
         for number, task in enumerate(tasks):
             yield number, getattr(self._actor, method)(*task)
+
+    def call(self, method: str, *args: Any) -> Any:
+        return getattr(self._actor, method)(*args)
 
 
 @pytest.fixture(name="model")
@@ -69,6 +80,42 @@ def test_a_damaged_object_is_computed_again_and_replaced(model: Path, tmp_path: 
             assert store.shared.check().findings == []
     # Nothing is left to do.
     assert ingest(model, shared, "three")[0].chunks_new == 0
+
+
+@pytest.mark.parametrize("preprocessing", ["similar", "fusionrag"])
+def test_the_second_pass_has_the_forwards_of_one_process(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preprocessing: str
+) -> None:
+    """The same rows in the same order, so that the last bits are the same too."""
+    texts = [f"Number {number} of the harbour's rules. " + "It is kept. " * (number % 13) for number in range(60)]
+    forwards = list[list[tuple[int, ...]]]()
+    prefill = context_prefill.prefill_packed
+
+    def recorded(loaded: Any, chunks: Sequence[PackedChunk], prefix: Any) -> Any:
+        if any(chunk.context for chunk in chunks):
+            forwards.append([tuple(chunk.computed_ids) for chunk in chunks])
+        return prefill(loaded, chunks, prefix)
+
+    monkeypatch.setattr(context_prefill, "prefill_packed", recorded)
+    # Ray keeps the map for its actors.
+    monkeypatch.setattr(second_pass, "import_ray", lambda: SimpleNamespace(put=lambda value: value))
+    options = {"model": str(model), "preprocessing": preprocessing, "memory_bytes": 0, "batch_tokens": 120}
+    with FusedKVEngine(**options, kv_dir=tmp_path / "one") as engine:
+        engine.build_kv_cache(texts, preprocess="wait", progress=False)
+    want, forwards[:] = [*forwards], []
+    assert len(want) > 10
+    shared = {"remote": f"file://{tmp_path}/shared"}
+    actor = PrefillActor({**options, **shared, "kv_dir": str(tmp_path / "actor")}, {})
+    facts, report = actor.start(), IngestReport()
+    similarity = similarity_of(EngineConfig(**options, kv_dir=tmp_path / "driver"))
+    with KVStore(tmp_path / "driver", memory_bytes=0, **shared) as store:
+        store.namespaces.add(facts.identity)
+        FirstPass(OneActor(actor), store, facts, 120).run(texts, report, progress=False)
+        passes = SecondPass(OneActor(actor), store, facts, replace(similarity, search=nearest), 120)
+        passes.run(report, refresh=False, progress=False)
+    actor.close()
+    assert report.chunks_preprocessed == len(texts)
+    assert forwards == want
 
 
 def test_a_shift_map_is_used_only_if_it_is_sound_and_fits(model: Path, tmp_path: Path) -> None:

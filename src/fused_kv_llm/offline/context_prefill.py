@@ -72,18 +72,23 @@ class ContextPrefill:
         """Return the KV of a chunk right after the header; raises as :meth:`behind`."""
         return self._plain.get([key])[key]
 
-    def behind(self, chunks: Sequence[PendingChunk]) -> Iterator[tuple[PendingChunk, ChunkKV, list[ChunkKV]]]:
+    def behind(
+        self, chunks: Sequence[PendingChunk], *, is_batch: bool = False
+    ) -> Iterator[tuple[PendingChunk, ChunkKV, list[ChunkKV]]]:
         """Yield chunks with their plain KV and that behind each of their contexts, neighbours close together.
+
+        Parameters
+        ----------
+        chunks : sequence of PendingChunk
+        is_batch : bool
+            Whether they are one batch already, in their order.
 
         Raises
         ------
         StoppedError
             If it was stopped.
         """
-        num_tokens = {key: len(ids) for key, ids in self._token_ids.items()}
-        budget_tokens = PLAIN_KV_BYTES // self._loaded.geometry.kv_bytes_per_token(self._loaded.dtype)
-        lead = len(self._separator)
-        for batch in batches(walk_neighbours(chunks), self._piece_tokens, num_tokens, budget_tokens, lead):
+        for batch in [list(chunks)] if is_batch else self._batches(chunks):
             kept = self._plain.get(key for chunk in batch for key in (chunk.key, *chunk.neighbours))
             after: dict[str, list[ChunkKV]] = {chunk.key: [] for chunk in batch}
             for turn in range(max(len(chunk.contexts) for chunk in batch)):
@@ -93,6 +98,11 @@ class ContextPrefill:
                     after[chunk.key].append(kv)
             for chunk in batch:
                 yield chunk, kept[chunk.key], after.pop(chunk.key)
+
+    def _batches(self, chunks: Sequence[PendingChunk]) -> Iterator[list[PendingChunk]]:
+        num_tokens = {key: len(ids) for key, ids in self._token_ids.items()}
+        room = PLAIN_KV_BYTES // self._loaded.geometry.kv_bytes_per_token(self._loaded.dtype)
+        return batches(walk_neighbours(chunks), self._piece_tokens, num_tokens, room, len(self._separator))
 
     def _packed(self, token_ids: tuple[int, ...], context: Sequence[ChunkKV]) -> PackedChunk:
         """Put a separator behind every chunk of a context; the last one is computed with the chunk."""

@@ -197,7 +197,7 @@ class Preprocessor:
         try:
             if not self._replaces:
                 self._fitting.prepare(plan.chunks, plan.token_ids, prefill)
-            for computed in prefill.behind(plan.chunks):
+            for computed in prefill.behind(plan.chunks, is_batch=plan.is_batch):
                 writer.submit(computed)
         finally:
             # What has been computed is written, also after a stop, so the next run goes on from there.

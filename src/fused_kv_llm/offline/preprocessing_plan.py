@@ -35,6 +35,8 @@ class PreprocessingPlan:
         Keys of the neighbours of every chunk, also of those that do not fit before it.
     token_ids : dict of str to tuple of int
         Stand-alone ids of the chunks and of their neighbours, by key.
+    is_batch : bool
+        Whether the chunks are computed together, in their order; otherwise they are divided into batches.
     """
 
     chunks: list[PendingChunk] = field(default_factory=list)
@@ -42,6 +44,7 @@ class PreprocessingPlan:
     stale: int = 0
     neighbours: dict[str, tuple[str, ...]] = field(default_factory=dict)
     token_ids: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    is_batch: bool = False
 
 
 class PreprocessingPlanner:

@@ -103,8 +103,11 @@ class SecondPass:
     def _preprocess(self, plan: PreprocessingPlan) -> Iterator[tuple[PreprocessingPlan, Preprocessed]]:
         num_tokens = {key: len(ids) for key, ids in plan.token_ids.items()}
         room = PLAIN_KV_BYTES // self._facts.kv_bytes_per_token
+        # The separator behind a context is computed with the chunk (ContextPrefill).
+        lead = 0 if self._similarity.replaces else len(self._facts.separator_ids)
         ordered = walk_neighbours(plan.chunks)
-        planned = [_part(plan, batch) for batch in batches(ordered, lambda: self._batch_tokens, num_tokens, room)]
+        together = batches(ordered, lambda: self._batch_tokens, num_tokens, room, lead)
+        planned = [replace(_part(plan, batch), is_batch=True) for batch in together]
         shift_map = import_ray().put(self._shift_map(plan))
         for number, done in self._pool.run("preprocess", ((batch, shift_map) for batch in planned)):
             yield planned[number], done
