@@ -609,6 +609,19 @@ def test_made_questions_of_a_calibration_are_those_of_the_record() -> None:
     assert chosen == {"asked": [0.0, 0.0, 0.15, 1.0], "written": [0.0, 0.0, 0.0, 1.0]}
 
 
+def test_ingestion_on_ray() -> None:
+    (run,) = record("ray_ingestion_cpu.json")["runs"]
+    assert (run["passages"], run["passes"], run["files"]) == (802, 2, 1605)
+    text = " ".join((ROOT / "docs" / "scale.md").read_text(encoding="utf-8").split())
+    assert f"the 802 passages of a corpus, {run['tokens']:,} tokens" in text
+    assert f"all {run['files']:,} objects ({run['bytes'] / 1e9:.1f} GB)" in text
+    assert {row["store"]: row["killed_in"] for row in run["two_actors"]} == {"redis": "preprocess", "s3": "prefill"}
+    for row in run["two_actors"]:
+        assert (row["objects"], row["identical"], row["lost"], row["more"]) == (run["files"], run["files"], 0, 0)
+        assert row["actors_replaced"] > 0
+        assert row.get("writes", run["files"]) == run["files"]
+
+
 def test_replicas_on_ray() -> None:
     found = record("ray_serving_cpu.json")
     assert table("docs/scale.md", "routing") == [
