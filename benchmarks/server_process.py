@@ -59,9 +59,9 @@ def ingest(url: str, texts: dict[str, str]) -> list[str]:
     return [chunk["text"] for chunks in found for chunk in chunks]
 
 
-def check_store(kv_dir: Path) -> tuple[int, str]:
+def check_store(kv_dir: Path, *options: str) -> tuple[int, str]:
     """Return the exit code of ``fused-kv store check``, 0 for a clean store, and what it says."""
-    command = _command("store", "check", "--kv-dir", str(kv_dir))
+    command = _command("store", "check", "--kv-dir", str(kv_dir), *options)
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=_environment())
     return done.returncode, done.stdout + done.stderr
 

@@ -15,9 +15,9 @@ from models import smollm2_tokenizer, tiny_model
 _OBJECT_STORE_BYTES = 200_000_000
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ray() -> Iterator[Any]:
-    """Start Ray where it is installed, and stop it after the last test."""
+    """Start Ray where it is installed, and stop it after a module: others start one of their own."""
     module = pytest.importorskip("ray", reason="Ray is not installed: make test-ray installs it")
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     # Workers unpickle what the tests define.

@@ -33,7 +33,8 @@ def test_a_server_that_is_told_to_end_loses_no_answer(bench: Bench) -> None:
     assert found["seconds_to_end"] < 60
 
 
-def test_a_server_that_is_killed_leaves_a_clean_store(bench: Bench) -> None:
+def test_a_server_that_is_killed_leaves_no_damage(bench: Bench) -> None:
     found = sigkill(bench)
+    assert found["damage"] == [], found
     assert (found["check_exit_status"], found["answered_by_the_next_server"]) == (0, "answered"), found
     assert found["jobs_interrupted"] > 0
