@@ -1,4 +1,4 @@
-"""An ingestion actor without Ray: a shared store whose objects or shift map are damaged."""
+"""An ingestion actor without Ray: its forwards, and a shared store whose objects or shift map are damaged."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class RaggedPart:
         int64 ``[R]``: the tokens of its rows.
     cache : FusedCache
     forward_pass : ForwardPass
-        Over that cache. Of several rows, only the last one's logits are wanted.
+        Over that cache. Of several rows, only the last one's logits are wanted where requests are computed together.
 
     Notes
     -----

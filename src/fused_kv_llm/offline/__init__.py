@@ -5,9 +5,9 @@ from __future__ import annotations
 from .alternative_path import AlternativePath
 from .anchors import AnchorBuilder
 from .background import BackgroundWork, Preprocess, PreprocessingCounts
-from .batches import PendingChunk, batches, walk_neighbours
+from .batches import PendingChunk, batches
 from .context_prefill import BATCH_TOKENS as CONTEXT_BATCH_TOKENS
-from .context_prefill import BETWEEN_CHUNKS, PLAIN_KV_BYTES
+from .context_prefill import BETWEEN_CHUNKS, context_batches
 from .corpus import CorpusPlanner
 from .embedder import Embedder, SentenceEmbedder, as_embedder
 from .fixed_pieces import FixedPieces
@@ -30,7 +30,6 @@ __all__ = [
     "BATCH_TOKENS",
     "BETWEEN_CHUNKS",
     "CONTEXT_BATCH_TOKENS",
-    "PLAIN_KV_BYTES",
     "TEXTS_AT_ONCE",
     "VECTORS_FILE",
     "AlternativePath",
@@ -57,6 +56,7 @@ __all__ = [
     "VariantBuilder",
     "as_embedder",
     "batches",
+    "context_batches",
     "corpus_vectors",
     "keep_vectors",
     "nearest",
@@ -66,5 +66,4 @@ __all__ = [
     "retriever_of",
     "shift_map_name",
     "unknown_texts",
-    "walk_neighbours",
 ]

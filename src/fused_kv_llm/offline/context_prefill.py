@@ -16,7 +16,7 @@ from fused_kv_llm.store import KVStore
 from .batches import PendingChunk, batches, walk_neighbours
 from .plain_kv import PlainKVCache
 
-__all__ = ["BATCH_TOKENS", "BETWEEN_CHUNKS", "PLAIN_KV_BYTES", "ContextPrefill"]
+__all__ = ["BATCH_TOKENS", "BETWEEN_CHUNKS", "ContextPrefill", "context_batches"]
 
 BETWEEN_CHUNKS = "\n\n"
 """What prompts usually have between chunks: LangChain's and LlamaIndex' default."""
@@ -24,8 +24,33 @@ BETWEEN_CHUNKS = "\n\n"
 BATCH_TOKENS = 1024
 """Most tokens of one forward."""
 
-PLAIN_KV_BYTES = 2**28
+_PLAIN_KV_BYTES = 2**28
 """Most bytes of plain KV that stand by in memory."""
+
+
+def context_batches(
+    chunks: Sequence[PendingChunk],
+    max_tokens: Callable[[], int],
+    token_ids: Mapping[str, tuple[int, ...]],
+    kv_bytes_per_token: int,
+    separator_tokens: int,
+) -> Iterator[list[PendingChunk]]:
+    """Divide chunks into the batches in which they are computed behind their contexts, neighbours close together.
+
+    Parameters
+    ----------
+    chunks : sequence of PendingChunk
+    max_tokens : callable
+        Says how many tokens a batch may have, for each.
+    token_ids : mapping of str to tuple of int
+        As :class:`ContextPrefill` takes them.
+    kv_bytes_per_token : int
+    separator_tokens : int
+        Tokens of the separator, which is computed with every chunk.
+    """
+    num_tokens = {key: len(ids) for key, ids in token_ids.items()}
+    room = _PLAIN_KV_BYTES // kv_bytes_per_token
+    return batches(walk_neighbours(chunks), max_tokens, num_tokens, room, separator_tokens)
 
 
 class ContextPrefill:
@@ -65,7 +90,7 @@ class ContextPrefill:
         self._loaded, self._store, self._prefix, self._owner = loaded, store, prefix, owner
         self._token_ids, self.stopped = token_ids, stopped
         self._separator = separator
-        self._plain = PlainKVCache(self._plain_kv, PLAIN_KV_BYTES)
+        self._plain = PlainKVCache(self._plain_kv, _PLAIN_KV_BYTES)
         self.neighbour_tokens = 0
 
     def plain(self, key: str) -> ChunkKV:
@@ -100,9 +125,8 @@ class ContextPrefill:
                 yield chunk, kept[chunk.key], after.pop(chunk.key)
 
     def _batches(self, chunks: Sequence[PendingChunk]) -> Iterator[list[PendingChunk]]:
-        num_tokens = {key: len(ids) for key, ids in self._token_ids.items()}
-        room = PLAIN_KV_BYTES // self._loaded.geometry.kv_bytes_per_token(self._loaded.dtype)
-        return batches(walk_neighbours(chunks), self._piece_tokens, num_tokens, room, len(self._separator))
+        nbytes = self._loaded.geometry.kv_bytes_per_token(self._loaded.dtype)
+        return context_batches(chunks, self._piece_tokens, self._token_ids, nbytes, len(self._separator))
 
     def _packed(self, token_ids: tuple[int, ...], context: Sequence[ChunkKV]) -> PackedChunk:
         """Put a separator behind every chunk of a context; the last one is computed with the chunk."""

@@ -9,17 +9,15 @@ from dataclasses import replace
 from fused_kv_llm.catalog import ChunkCatalog
 from fused_kv_llm.offline import (
     CONTEXT_BATCH_TOKENS,
-    PLAIN_KV_BYTES,
     PassCounts,
     PendingChunk,
     PreprocessingPlan,
     PreprocessingPlanner,
     Similarity,
-    batches,
+    context_batches,
     progress_bar,
     prompts_of_chunks,
     shift_map_name,
-    walk_neighbours,
 )
 from fused_kv_llm.paths import write_atomically
 from fused_kv_llm.prompt import content_hash
@@ -101,12 +99,11 @@ class SecondPass:
             report.preprocessing_seconds = time.perf_counter() - started
 
     def _preprocess(self, plan: PreprocessingPlan) -> Iterator[tuple[PreprocessingPlan, Preprocessed]]:
-        num_tokens = {key: len(ids) for key, ids in plan.token_ids.items()}
-        room = PLAIN_KV_BYTES // self._facts.kv_bytes_per_token
-        # The separator behind a context is computed with the chunk (ContextPrefill).
-        lead = 0 if self._similarity.replaces else len(self._facts.separator_ids)
-        ordered = walk_neighbours(plan.chunks)
-        together = batches(ordered, lambda: self._batch_tokens, num_tokens, room, lead)
+        facts = self._facts
+        separator = 0 if self._similarity.replaces else len(facts.separator_ids)
+        together = context_batches(
+            plan.chunks, lambda: self._batch_tokens, plan.token_ids, facts.kv_bytes_per_token, separator
+        )
         planned = [replace(_part(plan, batch), is_batch=True) for batch in together]
         shift_map = import_ray().put(self._shift_map(plan))
         for number, done in self._pool.run("preprocess", ((batch, shift_map) for batch in planned)):
