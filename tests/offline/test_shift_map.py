@@ -15,7 +15,14 @@ from fused_kv_llm.chunk import ChunkKV
 from fused_kv_llm.model import Geometry, LoadedModel, load_model
 from fused_kv_llm.offline import shift_prompts
 from fused_kv_llm.offline.batches import PendingChunk
-from fused_kv_llm.offline.shift_map import FIRST_TOKENS, ShiftLessons, ShiftMap, fit_shift_map, read_shift_map
+from fused_kv_llm.offline.shift_map import (
+    FIRST_TOKENS,
+    ShiftLesson,
+    ShiftLessons,
+    ShiftMap,
+    fit_shift_map,
+    read_shift_map,
+)
 from fused_kv_llm.offline.shift_prompts import LEAST_CHUNKS, prompts_of_chunks
 from fused_kv_llm.offline.true_kv import true_kv
 from fused_kv_llm.prompt import Segment
@@ -45,12 +52,14 @@ def random_map(geometry: Geometry, size: float) -> ShiftMap:
 
 def lesson(geometry: Geometry, tokens: int, taught: ShiftMap, weight: float = 0.7) -> ShiftLessons:
     """Chunks whose true KV is as the map says."""
-    lessons = ShiftLessons()
+    chunks = []
     for position in (3, 5):
         plain, shift = drawn(geometry, tokens, position)
         keys, values = taught.correct(plain, shift, geometry)
         true = ChunkKV(plain.keys + weight * keys, plain.values + weight * values, plain.token_ids, position)
-        lessons.add(plain, shift, true, weight, geometry)
+        chunks.append(ShiftLesson(plain, shift, true, weight))
+    lessons = ShiftLessons()
+    lessons.add(chunks, geometry)
     return lessons
 
 
@@ -115,7 +124,9 @@ def test_prompts_are_made_of_neighbours_and_fit_the_context() -> None:
     chunks = [PendingChunk(key, key, ids[key], (near[key],)) for key in keys]
     assert prompts_of_chunks(chunks[: LEAST_CHUNKS - 1], ids, (7,), (8, 9), 10_000) == []
     prompts = prompts_of_chunks(chunks, ids, (7,), (8, 9), 10_000)
-    assert len(prompts) == 2
+    assert len(prompts) == 2 * LEAST_CHUNKS // 25
+    used = [segment.key for prompt in prompts for segment in prompt.segments]
+    assert len(used) == len(set(used)), "a chunk teaches once"
     for prompt in prompts:
         assert prompt.ids[0] == 7
         assert len(prompt.segments) == 10
@@ -158,7 +169,7 @@ def test_stored_kv_comes_closer_to_full_prefill(tmp_path: Path, monkeypatch: pyt
     off = {}
     for least in (LEAST_CHUNKS, 16):
         monkeypatch.setattr(shift_prompts, "LEAST_CHUNKS", least)
-        monkeypatch.setattr(shift_prompts, "_CHUNKS_FOR_A_PROMPT", 8)
+        monkeypatch.setattr(shift_prompts, "_CHUNKS_FOR_A_PROMPT", 12)
         with FusedKVEngine(loaded, kv_dir=tmp_path / str(least), store_misses=False) as engine:
             engine.build_kv_cache(texts[:48], preprocess="wait", progress=False)
             assert bool(list((tmp_path / str(least)).glob("shift-map-*"))) == (least == 16)

@@ -15,7 +15,7 @@ from fused_kv_llm.model import LoadedModel, ModelOwner, PrefixKV
 from .batches import PendingChunk
 from .context_prefill import BETWEEN_CHUNKS, ContextPrefill
 from .corpus import CorpusPlanner
-from .shift_map import ShiftLessons, ShiftMap, fit_shift_map, read_shift_map
+from .shift_map import ShiftLesson, ShiftLessons, ShiftMap, fit_shift_map, read_shift_map
 from .shift_prompts import prompts_of_chunks
 from .true_kv import true_kv
 from .variant_builder import PromptChunks
@@ -98,7 +98,9 @@ class ShiftFitting:
         """
         known, last = ShiftLessons(), ShiftLessons()
         for prompt in prompts:
-            self._learn(last if prompt is prompts[-1] else known, prompt, chunks, prefill)
+            lessons = self._lessons(prompt, chunks, prefill)
+            with torch.inference_mode():
+                (last if prompt is prompts[-1] else known).add(lessons, self._loaded.geometry)
         return fit_shift_map(known, last)
 
     def settle(self, shift_map: ShiftMap | None) -> None:
@@ -118,19 +120,23 @@ class ShiftFitting:
         shift = _plain_shift(before, after)
         return shift if self._map is None else self._map.correct(before, shift, self._loaded.geometry)
 
-    def _learn(
-        self, lessons: ShiftLessons, prompt: PromptChunks, pending: Mapping[str, PendingChunk], prefill: ContextPrefill
-    ) -> None:
+    def _lessons(
+        self, prompt: PromptChunks, pending: Mapping[str, PendingChunk], prefill: ContextPrefill
+    ) -> list[ShiftLesson]:
         """Compare the shifts of a prompt's chunks with what full prefill makes of them there."""
         home = len(self._prefix.token_ids)
         places = {str(segment.key): segment for segment in prompt.segments}
         full = true_kv(self._loaded, self._owner, prompt.ids, prompt.segments, home, prefill.stopped)
         true = dict(zip(places, full, strict=True))
-        for chunk, before, after in prefill.behind([pending[key] for key in places]):
-            weight = place_weight(places[chunk.key].start - home, len(chunk.token_ids))
-            with torch.inference_mode():
-                shift = _plain_shift(before, after)
-                lessons.add(before, shift, true[chunk.key], weight, self._loaded.geometry)
+        return [
+            ShiftLesson(
+                before,
+                _plain_shift(before, after),
+                true[chunk.key],
+                place_weight(places[chunk.key].start - home, len(chunk.token_ids)),
+            )
+            for chunk, before, after in prefill.behind([pending[key] for key in places])
+        ]
 
 
 def _plain_shift(before: ChunkKV, after: Sequence[ChunkKV]) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ added at query time: the sidecar holds the corrected shift.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,13 +24,16 @@ from fused_kv_llm.chunk import ChunkKV
 from fused_kv_llm.model import Geometry
 from fused_kv_llm.paths import write_atomically
 
-__all__ = ["ShiftLessons", "ShiftMap", "fit_shift_map", "parse_shift_map", "read_shift_map"]
+__all__ = ["ShiftLesson", "ShiftLessons", "ShiftMap", "fit_shift_map", "parse_shift_map", "read_shift_map"]
 
 FIRST_TOKENS = 4
 """Tokens at the beginning of a chunk, attention sinks in plain KV, that have an offset of their own in the map."""
 
 PRIOR_TOKENS = 1500.0
 """Weight of the assumption that the shift is right as it is, in tokens: fits on fewer lean on it more."""
+
+TOKENS_APART = 2
+"""Every how many tokens one is learned from: those beside it teach nearly the same."""
 
 _TINY = 1e-6
 _log = logging.getLogger(__name__)
@@ -113,43 +117,64 @@ def parse_shift_map(data: bytes, plain: ChunkKV, source: str) -> ShiftMap | None
     return ShiftMap(weights.float()) if fits and bool(weights.isfinite().all()) else None
 
 
+@dataclass(frozen=True, slots=True)
+class ShiftLesson:
+    """A chunk of a prompt, of which full prefill says what its shift should have been.
+
+    Parameters
+    ----------
+    plain : ChunkKV
+    shift : tuple of Tensor
+        As :meth:`ShiftMap.correct` takes it.
+    true : ChunkKV
+        Its KV in the prompt by full prefill, moved to where the plain one is.
+    weight : float
+        How much of a shift counts at its place, see :func:`.place_weight`.
+    """
+
+    plain: ChunkKV
+    shift: tuple[Tensor, Tensor]
+    true: ChunkKV
+    weight: float
+
+    def features(self, geometry: Geometry) -> Tensor:
+        """Return what is known of its tokens, float32 ``[L, Hkv, T, F]``."""
+        return self.weight * _features(self.plain, self.shift, geometry)
+
+    def missing(self, geometry: Geometry) -> Tensor:
+        """Return what the shift lacks, float32 ``[L, Hkv, T, Dk + Dv]``, keys as if at position 0."""
+        keys, values = (
+            true.float() - plain.float() - self.weight * shift.float()
+            for true, plain, shift in zip(
+                (self.true.keys, self.true.values), (self.plain.keys, self.plain.values), self.shift, strict=True
+            )
+        )
+        return torch.cat((_turned(keys, -self.plain.position, geometry), values), -1)
+
+
 class ShiftLessons:
     """What a map can learn from prompts: the sums of a weighted least-squares fit.
 
     Attributes
     ----------
     num_tokens : int
+        Those it has learned from.
     """
 
     def __init__(self) -> None:
         self.num_tokens = 0
         self._sums: list[Tensor] = []
 
-    def add(self, plain: ChunkKV, shift: tuple[Tensor, Tensor], true: ChunkKV, weight: float,
-            geometry: Geometry) -> None:  # fmt: skip
-        """Learn from a chunk of a prompt.
-
-        Parameters
-        ----------
-        plain : ChunkKV
-        shift : tuple of Tensor
-            As :meth:`ShiftMap.correct` takes it.
-        true : ChunkKV
-            Its KV in the prompt by full prefill, moved to where the plain one is.
-        weight : float
-            How much of a shift counts at its place, see :func:`.place_weight`.
-        geometry : Geometry
-        """
-        features = weight * _features(plain, shift, geometry)
-        off = (
-            _turned(true.keys.float() - plain.keys.float() - weight * shift[0].float(), -plain.position, geometry),
-            true.values.float() - plain.values.float() - weight * shift[1].float(),
+    def add(self, lessons: Sequence[ShiftLesson], geometry: Geometry) -> None:
+        """Learn from the chunks of a prompt."""
+        features, missing = (
+            torch.cat([of(lesson, geometry)[:, :, ::TOKENS_APART] for lesson in lessons], 2)
+            for of in (ShiftLesson.features, ShiftLesson.missing)
         )
-        missing = torch.cat(off, -1)
         across = features.transpose(-1, -2)
         sums = [part.double().cpu() for part in (across @ features, across @ missing, missing.square().sum((-1, -2)))]
         self._sums = sums if not self._sums else [old + new for old, new in zip(self._sums, sums, strict=True)]
-        self.num_tokens += len(plain.token_ids)
+        self.num_tokens += features.shape[2]
 
     def __add__(self, other: ShiftLessons) -> ShiftLessons:
         both = ShiftLessons()

@@ -16,8 +16,8 @@ LEAST_CHUNKS = 64
 """Chunks without which a fit would cost more than a third of what it is for."""
 
 _CHUNKS_PER_PROMPT = 10
-_CHUNKS_FOR_A_PROMPT = 100
-_LEAST_PROMPTS, _MOST_PROMPTS = 2, 6
+_CHUNKS_FOR_A_PROMPT = 25
+_LEAST_PROMPTS, _MOST_PROMPTS = 2, 16
 
 
 def prompts_of_chunks(
@@ -41,14 +41,18 @@ def prompts_of_chunks(
     Returns
     -------
     list of PromptChunks
-        One for 100 chunks, at least two and at most six; none of fewer than 64 chunks.
+        One for 25 chunks, at most 16, each of other chunks; none of fewer than 64 chunks.
     """
     if len(chunks) < LEAST_CHUNKS:
         return []
     known = {chunk.key: chunk for chunk in chunks}
     count = max(_LEAST_PROMPTS, min(_MOST_PROMPTS, len(chunks) // _CHUNKS_FOR_A_PROMPT))
-    seeds = sorted(known)[:: len(known) // count][:count]
-    return [_prompt(_group(known, seed), token_ids, header, separator, max_tokens) for seed in seeds]
+    prompts = []
+    for _ in range(count):
+        group = _group(known, min(known))
+        known = {key: chunk for key, chunk in known.items() if key not in group}
+        prompts.append(_prompt(group, token_ids, header, separator, max_tokens))
+    return prompts
 
 
 def _group(known: Mapping[str, PendingChunk], seed: str) -> list[str]:
