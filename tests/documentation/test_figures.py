@@ -170,6 +170,9 @@ def test_ten_passages() -> None:
             shares[2] += f" ({100 * low:.0f} to {100 * high:.0f})"
             want.append([f"{name}, `{frame}`", *shares, f"{rows[default]['expected_rank_correlation']:.2f}"])
     assert table("docs/methods.md", "set and wording") == want
+    at = {column: sorted(int(row[column].split()[0]) for row in want) for column in (1, 3)}
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"recovers {at[3][0]} to {at[3][-1]} % at 0.15, and {at[1][0]} to {at[1][-1]} % at 0 (" in readme
 
 
 def _kl_rows(*kinds: str) -> Iterator[list[str]]:
