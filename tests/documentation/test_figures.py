@@ -179,24 +179,24 @@ def _kl_rows(*kinds: str) -> Iterator[list[str]]:
     """Yield, by wording and ratio, the KL of the first kind of records over that of the second."""
     for frame in ("plain", "short"):
         both = [records_of(f"quality_ten_{frame}{kind}_cpu.records.jsonl") for kind in kinds]
-        mapped, plain = (
-            {(name, one["question"], one["method"]): one["kl"] for name, rows in enumerate(of.values()) for one in rows}
+        one, other = (
+            {(name, row["question"], row["method"]): row["kl"] for name, rows in enumerate(of.values()) for row in rows}
             for of in both
         )
         for ratio, method in (("0", "full_reuse/similar/0"), ("0.15", "sink_attention/similar/0.15")):
-            keys = [key for key in plain if key[2] == method]
+            keys = [key for key in other if key[2] == method]
             assert len(keys) == 120
             # A hundredth of a percent of the usual KL: what is exact already has no ratio.
-            logs = [log((mapped[key] + 1e-4) / (plain[key] + 1e-4)) for key in keys]
+            logs = [log((one[key] + 1e-4) / (other[key] + 1e-4)) for key in keys]
             half = 1.96 * stdev(logs) / sqrt(len(logs))
             low, middle, high = (f"{exp(mean(logs) + side * half):.2f}" for side in (-1, 0, 1))
-            lower = sum(mapped[key] < plain[key] for key in keys) / len(keys)
+            lower = sum(one[key] < other[key] for key in keys) / len(keys)
             yield [f"`{frame}`, {ratio}", middle, f"{low} to {high}", f"{100 * lower:.0f} %"]
 
 
 def test_the_shift_map() -> None:
     assert table("docs/methods.md", "wording and ratio") == list(_kl_rows("_mapped", "_unmapped"))
-    assert table("docs/methods.md", "wording, ratio") == list(_kl_rows("", "_four_prompts"))
+    assert table("docs/methods.md", "wording, ratio") == list(_kl_rows("", "_few_prompts"))
 
 
 def _fair(model: str) -> dict[tuple[str, str], dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from models import smollm2_tokenizer, tiny_model
 from fused_kv_kernels import rerotate_keys
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.chunk import ChunkKV
-from fused_kv_llm.model import Geometry, LoadedModel, load_model
+from fused_kv_llm.model import Geometry, LoadedModel, StoppedError, load_model
 from fused_kv_llm.offline import shift_prompts
 from fused_kv_llm.offline.batches import PendingChunk
+from fused_kv_llm.offline.shift_fitting import ShiftFitting
 from fused_kv_llm.offline.shift_map import (
     FIRST_TOKENS,
     ShiftLesson,
@@ -25,6 +27,7 @@ from fused_kv_llm.offline.shift_map import (
 )
 from fused_kv_llm.offline.shift_prompts import LEAST_CHUNKS, prompts_of_chunks
 from fused_kv_llm.offline.true_kv import true_kv
+from fused_kv_llm.offline.variant_builder import PromptChunks
 from fused_kv_llm.prompt import Segment
 from fused_kv_llm.serving import loop_of
 
@@ -59,7 +62,8 @@ def lesson(geometry: Geometry, tokens: int, taught: ShiftMap, weight: float = 0.
         true = ChunkKV(plain.keys + weight * keys, plain.values + weight * values, plain.token_ids, position)
         chunks.append(ShiftLesson(plain, shift, true, weight))
     lessons = ShiftLessons()
-    lessons.add(chunks, geometry)
+    for chunk in chunks:
+        lessons.add(chunk, geometry)
     return lessons
 
 
@@ -73,6 +77,42 @@ def test_a_linear_change_is_learned(loaded: LoadedModel) -> None:
         found.correct(plain, shift, geometry), taught.correct(plain, shift, geometry), shift, strict=True
     ):
         assert (mine - right).norm() < 0.1 * (before - right).norm()
+
+
+def test_each_of_the_first_tokens_is_learned_from(loaded: LoadedModel) -> None:
+    torch.manual_seed(4)
+    taught = random_map(loaded.geometry, 0.2)
+    known, last = (lesson(loaded.geometry, 30, taught) for _ in range(2))
+    found = fit_shift_map(known, last)
+    of_first = found.weights[..., -FIRST_TOKENS - 1 : -1, :].abs().amax((0, 1, 3))
+    assert of_first.shape == (FIRST_TOKENS,)
+    assert of_first.min() > 0
+    assert known.num_tokens == 2 * (4 + 13), "and from every second one of the others"
+
+
+def test_a_fit_that_was_stopped_goes_on_where_it_was(
+    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(5)
+    geometry, taught = loaded.geometry, random_map(loaded.geometry, 0.2)
+    prompts = [PromptChunks((number,), ()) for number in range(4)]
+    lessons = {prompt.ids: lesson(geometry, 200, taught) for prompt in prompts}
+    asked: list[tuple[int, ...]] = []
+
+    def learned(self: ShiftFitting, prompt: PromptChunks, *_: object) -> ShiftLessons:
+        asked.append(prompt.ids)
+        if len(asked) == 3:
+            raise StoppedError
+        return lessons[prompt.ids]
+
+    monkeypatch.setattr(ShiftFitting, "_lessons", learned)
+    none = cast(Any, None)
+    fitting, other = (ShiftFitting(loaded, none, none, none, tmp_path / "map") for _ in range(2))
+    with pytest.raises(StoppedError):
+        fitting.fit(prompts, {}, none)
+    found = fitting.fit(prompts, {}, none)
+    assert asked == [(0,), (1,), (2,), (2,), (3,)]
+    assert torch.equal(found.weights, other.fit(prompts, {}, none).weights)
 
 
 def test_what_does_not_help_with_the_last_prompt_is_left_out(loaded: LoadedModel) -> None:
@@ -138,6 +178,15 @@ def test_prompts_are_made_of_neighbours_and_fit_the_context() -> None:
         assert len(prompt.segments) == 10, "neighbours that are not preprocessed now teach nothing"
     for prompt in prompts_of_chunks(chunks, ids, (7,), (8, 9), 50):
         assert len(prompt.segments) == 2, "a third chunk does not fit"
+    assert prompts_of_chunks(chunks, ids, (7,), (8, 9), 30) == [], "a chunk alone teaches nothing"
+
+
+def test_as_many_prompts_as_chunks_pay_for() -> None:
+    keys = [f"{number:03}" for number in range(500)]
+    ids = dict.fromkeys(keys, (1, 2))
+    chunks = [PendingChunk(key, key, ids[key]) for key in keys]
+    for count, prompts in ((64, 2), (100, 4), (500, 16)):
+        assert len(prompts_of_chunks(chunks[:count], ids, (7,), (8,), 10_000)) == prompts
 
 
 @pytest.mark.parametrize("pieces", [True, False], ids=["two pieces", "one piece"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -35,6 +36,15 @@ def shift_map_name(identity: str, num_neighbours: int) -> str:
     return f"shift-map-{identity[:16]}-{num_neighbours}.safetensors"
 
 
+@dataclass(slots=True)
+class _BegunFit:
+    """What was learned until a fit was stopped, so that the next one goes on from there."""
+
+    prompts: list[PromptChunks]
+    known: ShiftLessons = field(default_factory=ShiftLessons)
+    done: int = 0
+
+
 class ShiftFitting:
     """Corrects context shifts by a map, which is kept beside the store; one thread at a time.
 
@@ -57,6 +67,7 @@ class ShiftFitting:
         self._path = path
         self._map: ShiftMap | None = None
         self._is_settled = False
+        self._begun: _BegunFit | None = None
 
     def prepare(
         self, chunks: Sequence[PendingChunk], token_ids: Mapping[str, tuple[int, ...]], prefill: ContextPrefill
@@ -76,10 +87,13 @@ class ShiftFitting:
         if self._map is not None:
             self._is_settled = True
             return
+        by_key = {chunk.key: chunk for chunk in chunks}
         separator = self._planner.chunk(BETWEEN_CHUNKS).token_ids
-        prompts = prompts_of_chunks(chunks, token_ids, self._prefix.token_ids, separator, self._planner.max_tokens)
+        prompts = self._begun.prompts if self._begun is not None else []
+        if not prompts or not all(prompt.keys <= by_key.keys() for prompt in prompts):
+            prompts = prompts_of_chunks(chunks, token_ids, self._prefix.token_ids, separator, self._planner.max_tokens)
         if prompts:
-            found = self.fit(prompts, {chunk.key: chunk for chunk in chunks}, prefill)
+            found = self.fit(prompts, by_key, prefill)
             found.write(self._path)
             self.settle(found)
 
@@ -96,12 +110,15 @@ class ShiftFitting:
             Those that stand in them, with their contexts, by key.
         prefill : ContextPrefill
         """
-        known, last = ShiftLessons(), ShiftLessons()
-        for prompt in prompts:
-            lessons = self._lessons(prompt, chunks, prefill)
-            with torch.inference_mode():
-                (last if prompt is prompts[-1] else known).add(lessons, self._loaded.geometry)
-        return fit_shift_map(known, last)
+        if self._begun is None or self._begun.prompts != list(prompts):
+            self._begun = _BegunFit(list(prompts))
+        begun = self._begun
+        for prompt in begun.prompts[begun.done : -1]:
+            begun.known += self._lessons(prompt, chunks, prefill)
+            begun.done += 1
+        found = fit_shift_map(begun.known, self._lessons(begun.prompts[-1], chunks, prefill))
+        self._begun = None
+        return found
 
     def settle(self, shift_map: ShiftMap | None) -> None:
         """Use this map, or none, from now on: nothing is read or fitted any more."""
@@ -122,21 +139,19 @@ class ShiftFitting:
 
     def _lessons(
         self, prompt: PromptChunks, pending: Mapping[str, PendingChunk], prefill: ContextPrefill
-    ) -> list[ShiftLesson]:
+    ) -> ShiftLessons:
         """Compare the shifts of a prompt's chunks with what full prefill makes of them there."""
         home = len(self._prefix.token_ids)
         places = {str(segment.key): segment for segment in prompt.segments}
         full = true_kv(self._loaded, self._owner, prompt.ids, prompt.segments, home, prefill.stopped)
         true = dict(zip(places, full, strict=True))
-        return [
-            ShiftLesson(
-                before,
-                _plain_shift(before, after),
-                true[chunk.key],
-                place_weight(places[chunk.key].start - home, len(chunk.token_ids)),
-            )
-            for chunk, before, after in prefill.behind([pending[key] for key in places])
-        ]
+        lessons = ShiftLessons()
+        for chunk, before, after in prefill.behind([pending[key] for key in places]):
+            weight = place_weight(places[chunk.key].start - home, len(chunk.token_ids))
+            with torch.inference_mode():
+                lesson = ShiftLesson(before, _plain_shift(before, after), true[chunk.key], weight)
+                lessons.add(lesson, self._loaded.geometry)
+        return lessons
 
 
 def _plain_shift(before: ChunkKV, after: Sequence[ChunkKV]) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,6 @@ added at query time: the sidecar holds the corrected shift.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -165,18 +164,25 @@ class ShiftLessons:
         self.num_tokens = 0
         self._sums: list[Tensor] = []
 
-    def add(self, lessons: Sequence[ShiftLesson], geometry: Geometry) -> None:
-        """Learn from the chunks of a prompt."""
-        features, missing = (
-            torch.cat([of(lesson, geometry)[:, :, ::TOKENS_APART] for lesson in lessons], 2)
-            for of in (ShiftLesson.features, ShiftLesson.missing)
-        )
+    def add(self, lesson: ShiftLesson, geometry: Geometry) -> None:
+        """Learn from a chunk of a prompt: from its first tokens, which have offsets of their own, and from some others.
+
+        Parameters
+        ----------
+        lesson : ShiftLesson
+        geometry : Geometry
+        """
+        tokens = torch.arange(len(lesson.plain.token_ids), device=lesson.plain.keys.device)
+        tokens = tokens[(tokens < FIRST_TOKENS) | (tokens % TOKENS_APART == 0)]
+        features, missing = (of(geometry)[:, :, tokens] for of in (lesson.features, lesson.missing))
         across = features.transpose(-1, -2)
         sums = [part.double().cpu() for part in (across @ features, across @ missing, missing.square().sum((-1, -2)))]
         self._sums = sums if not self._sums else [old + new for old, new in zip(self._sums, sums, strict=True)]
         self.num_tokens += features.shape[2]
 
     def __add__(self, other: ShiftLessons) -> ShiftLessons:
+        if not self._sums:
+            return other
         both = ShiftLessons()
         both.num_tokens = self.num_tokens + other.num_tokens
         both._sums = [one + two for one, two in zip(self._sums, other._sums, strict=True)]

@@ -13,11 +13,11 @@ from .variant_builder import PromptChunks
 __all__ = ["LEAST_CHUNKS", "prompts_of_chunks"]
 
 LEAST_CHUNKS = 64
-"""Chunks without which a fit would cost more than a third of what it is for."""
+"""Chunks without which a fit takes longer than it is worth."""
 
 _CHUNKS_PER_PROMPT = 10
 _CHUNKS_FOR_A_PROMPT = 25
-_LEAST_PROMPTS, _MOST_PROMPTS = 2, 16
+_MOST_PROMPTS = 16
 
 
 def prompts_of_chunks(
@@ -41,36 +41,27 @@ def prompts_of_chunks(
     Returns
     -------
     list of PromptChunks
-        One for 25 chunks, at most 16, each of other chunks; none of fewer than 64 chunks.
+        One for 25 chunks, at most 16, each of other chunks. None of fewer than 64 chunks, nor where fewer than two
+        prompts have a chunk before another: they teach nothing.
     """
     if len(chunks) < LEAST_CHUNKS:
         return []
-    known = {chunk.key: chunk for chunk in chunks}
-    count = max(_LEAST_PROMPTS, min(_MOST_PROMPTS, len(chunks) // _CHUNKS_FOR_A_PROMPT))
-    prompts = []
-    for _ in range(count):
-        group = _group(known, min(known))
-        known = {key: chunk for key, chunk in known.items() if key not in group}
-        prompts.append(_prompt(group, token_ids, header, separator, max_tokens))
-    return prompts
+    # Keys are hashes, so their order is nobody's.
+    left = {chunk.key: chunk for chunk in sorted(chunks, key=lambda chunk: chunk.key)}
+    groups = (_take_group(left) for _ in range(min(_MOST_PROMPTS, len(chunks) // _CHUNKS_FOR_A_PROMPT)))
+    prompts = [_prompt(group, token_ids, header, separator, max_tokens) for group in groups]
+    teaching = [prompt for prompt in prompts if len(prompt.segments) > 1]
+    return teaching if len(teaching) > 1 else []
 
 
-def _group(known: Mapping[str, PendingChunk], seed: str) -> list[str]:
-    """Return a chunk, its neighbours, theirs and so on, and others where those are not among the known.
-
-    Keys are hashes, so their order is nobody's.
-    """
-    keys = sorted(known)
-    after = keys.index(seed)
-    others = deque(keys[after:] + keys[:after])
-    group, waiting = dict.fromkeys([seed]), deque[str]()
-    while len(group) < _CHUNKS_PER_PROMPT and (waiting or others):
-        key = waiting.popleft() if waiting else others.popleft()
-        group.setdefault(key)
-        for other in known[key].neighbours:
-            if other in known and other not in group and len(group) < _CHUNKS_PER_PROMPT:
-                group[other] = None
-                waiting.append(other)
+def _take_group(left: dict[str, PendingChunk]) -> list[str]:
+    """Take a chunk away, its neighbours, theirs and so on, and others where those are not among the chunks left."""
+    group, waiting = list[str](), deque[str]()
+    while len(group) < _CHUNKS_PER_PROMPT and left:
+        key = waiting.popleft() if waiting else next(iter(left))
+        if key in left:
+            group.append(key)
+            waiting.extend(left.pop(key).neighbours)
     return sorted(group)
 
 
