@@ -3,10 +3,10 @@
     python benchmarks/fair.py --data ../shared/data --minutes 120
 
 The grid (``evaluation/grid.py``) has two models, three sets and RULER's tasks, two wordings, five and ten chunks,
-chunks of one passage and of 600 tokens, four ratios. Passages of other questions are ingested first, so that there is
-a shift map. The grid is sampled: first a few questions of everything, then more.
-Records are appended question by question and the summary is written after every cell, so that the run can be stopped at
-any time; the same command goes on. Chunk orders are shuffled, and the questions are the held-back third (``--part``).
+chunks of one passage and of 600 tokens, four ratios. It is sampled: first a few questions of everything, then more.
+Passages of other questions are ingested before, so that there is a shift map. Records are appended question by question
+and the summary is written after every cell, so that the run can be stopped at any time; the same command goes on. Chunk
+orders are shuffled, and the questions are the held-back third (``--part``).
 """
 
 from __future__ import annotations

@@ -29,10 +29,10 @@ FIRST_TOKENS = 4
 """Tokens at the beginning of a chunk, attention sinks in plain KV, that have an offset of their own in the map."""
 
 PRIOR_TOKENS = 1500.0
-"""Weight of the assumption that the shift is right as it is, in tokens: fits on fewer lean on it more."""
+"""Weight of the assumption that the shift is right as it is, in tokens learned from: fewer lean on it more."""
 
 TOKENS_APART = 2
-"""Every how many tokens one is learned from: those beside it teach nearly the same."""
+"""One of so many tokens is learned from, the first ones apart: those beside it teach nearly the same."""
 
 _TINY = 1e-6
 _log = logging.getLogger(__name__)
