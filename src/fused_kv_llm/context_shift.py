@@ -1,4 +1,4 @@
-"""The context shift of a chunk: what similar chunks before it change in its KV.
+"""The context shift of a chunk: what chunks before it change in its KV.
 
 FusionRAG (section 3.1, equation 10) stores the KV that a chunk has after its neighbours. But in a prompt the first
 chunk has none before it and the second has one: there, that KV is further off than the plain one, prefilled after the
@@ -6,8 +6,9 @@ header alone. So the plain KV is stored, and a sidecar beside it keeps the diffe
 time it is added with the weight of the chunk's place. (A product of low rank would be smaller, but rank 8 lost more on
 some questions than preprocessing won.)
 
-About half of what one context changes is particular to it. The prompt's chunks are others, and there it is only an
-error: the mean over several contexts has less of it.
+FusionRAG puts a chunk behind the stored KV of its neighbours, each of which begins with attention sinks of its own, as
+none does in a prompt. Here similar chunks are prefilled in full as one prompt, so that each is seen as prompts have it.
+Much of what one prompt changes is particular to it, and of that a shift fitted to several prompts has less.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["CONTEXT_SHIFT", "context_shift", "mean_shift", "place_weight", "shift_name"]
+__all__ = ["CONTEXT_SHIFT", "context_shift", "fitted_shift", "place_weight", "shift_name"]
 
 CONTEXT_SHIFT = "shift-int8"
 """How the names of all context shifts begin."""
 
 _LARGEST = 127
+_PRIOR = 0.15
+"""Weight of the assumption that nothing changes, in squared weights of places."""
 _SMALLEST_SCALE = 1e-30
 
 
@@ -32,31 +35,38 @@ def shift_name(num_neighbours: int) -> str:
     Parameters
     ----------
     num_neighbours : int
-        Similar chunks that it was made with, separators between them. Shifts of stores that were made without have
-        another name and are not used.
+        Of each chunk, along which groups were made. Shifts that were made in another way have another name and are not
+        used.
     """
-    return f"{CONTEXT_SHIFT}-separated-{num_neighbours}"
+    return f"{CONTEXT_SHIFT}-prompts-{num_neighbours}"
 
 
-def mean_shift(plain: tuple[Tensor, Tensor], shifted: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Return what contexts change in a chunk, on average.
+def fitted_shift(
+    plain: tuple[Tensor, Tensor], seen: Sequence[tuple[tuple[Tensor, Tensor], float]]
+) -> tuple[Tensor, Tensor]:
+    """Return the shift that explains best, with the weights of its places, what prompts change in a chunk.
+
+    Where ``d`` is the change and ``w`` the weight of a place, it is ``sum(w d) / (0.15 + sum(w^2))``: a fit by least
+    squares, drawn a little towards no shift.
 
     Parameters
     ----------
     plain : tuple of Tensor
         Keys and values ``[L, Hkv, T, D]`` of the chunk with nothing before it but the header.
-    shifted : sequence of tuple of Tensor
-        The same after each context, with the rotation of the same positions; not empty.
+    seen : sequence of tuple
+        The same in each prompt, with the rotation of the same positions, and the weight of its place there
+        (:func:`place_weight`); not empty.
 
     Returns
     -------
     tuple of Tensor
         Keys and values, float32 ``[L, Hkv, T, D]``.
     """
-    keys, values = (
-        sum((form.float() for form in after[1:]), after[0].float()) / len(after) - before.float()
-        for before, *after in zip(plain, *shifted, strict=True)
-    )
+    power = _PRIOR + sum(weight**2 for _, weight in seen)
+    keys, values = (torch.zeros_like(part, dtype=torch.float32) for part in plain)
+    for kv, weight in seen:
+        for shift, before, after in zip((keys, values), plain, kv, strict=True):
+            shift.add_(after.float() - before.float(), alpha=weight / power)
     return keys, values
 
 
@@ -66,7 +76,7 @@ def context_shift(keys: Tensor, values: Tensor) -> dict[str, Tensor]:
     Parameters
     ----------
     keys, values : Tensor
-        float32 ``[L, Hkv, T, D]``, see :func:`mean_shift`.
+        float32 ``[L, Hkv, T, D]``, see :func:`fitted_shift`.
 
     Returns
     -------

@@ -194,9 +194,8 @@ def _kl_rows(*kinds: str) -> Iterator[list[str]]:
             yield [f"`{frame}`, {ratio}", middle, f"{low} to {high}", f"{100 * lower:.0f} %"]
 
 
-def test_the_shift_map() -> None:
-    assert table("docs/methods.md", "wording and ratio") == list(_kl_rows("_mapped", "_unmapped"))
-    assert table("docs/methods.md", "wording, ratio") == list(_kl_rows("", "_few_prompts"))
+def test_shifts_from_prompts() -> None:
+    assert table("docs/methods.md", "wording and ratio") == list(_kl_rows("", "_contexts"))
 
 
 def _fair(model: str) -> dict[tuple[str, str], dict[str, Any]]:
@@ -231,9 +230,8 @@ def test_the_fair_table() -> None:
     assert f"After our preprocessing these are worse than the default beyond chance: {named}." in text
     full = [f"{100 * rows['full_reuse', made]['recovered']:.0f} %" for made in ("fusionrag", "similar")]
     assert f"without recomputation ({full[0]}, ours {full[1]})" in text
-    default, read_little = rows["sink_attention", "similar"], ("sink_attention_anchors", "qcfuse+transfer")
-    more = {round(100 * (rows[rule, "similar"]["recovered"] - default["recovered"])) for rule in read_little}
-    assert more == {2}
+    lost = rows["sink_attention", "similar"]["recovered"] - rows["sink_attention_anchors", "similar"]["recovered"]
+    assert f"won back {100 * lost:.0f} point less" in text
     gemma = _fair("gemma3-270m")
     assert {row["questions"] for row in gemma.values()} == {3}
     assert "similar" not in {preprocessing for _, preprocessing in gemma}
@@ -269,11 +267,13 @@ def test_commands_of_records_can_be_repeated_elsewhere() -> None:
 
 
 def test_the_second_pass_beside_the_first() -> None:
-    rows = {row["neighbours"]: row for row in record("second_pass_cpu.json")["rows"]}
-    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    nine, three = (f"{rows[count]['total_over_first']:.1f}" for count in (9, 3))
-    assert f"takes {nine} times as long as without it, or {three} times with three neighbours" in text
-    assert {row["chunks"] for row in rows.values()} == {240}
+    found = record("second_pass_cpu.json")
+    factor = f"{found['total_over_first']:.1f}"
+    readme, methods = (
+        " ".join((ROOT / name).read_text(encoding="utf-8").split()) for name in ("README.md", "docs/methods.md")
+    )
+    assert f"ingesting {found['chunks']} passages takes {factor} times as long as without it" in readme
+    assert f"Ingestion takes {factor} instead of" in methods
 
 
 def test_long_chunks() -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,8 +22,7 @@ from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.context_shift import shift_name
 from fused_kv_llm.errors import ConfigError, MissingExtraError, StoreFullError
 from fused_kv_llm.model import StoppedError
-from fused_kv_llm.offline import context_prefill
-from fused_kv_llm.offline.context_prefill import ContextPrefill
+from fused_kv_llm.offline import BackgroundWork, shift_prefill, shift_prompts
 
 SHIFT = shift_name(3)
 TEXTS = SHORT[:12]
@@ -40,17 +40,17 @@ def preprocessed(engine: FusedKVEngine) -> int:
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """One chunk a batch; the second pass waits before each until it is let go."""
-    gate, real = threading.Event(), ContextPrefill._prefill
+    """The second pass waits before each prompt until it is let go."""
+    gate, real = threading.Event(), shift_prefill.true_kv
 
-    def gated(self: ContextPrefill, *arguments: object) -> object:
+    def gated(*arguments: Any) -> object:
+        stopped = arguments[-1]
         while not gate.wait(0.01):
-            if self.stopped():
+            if stopped():
                 raise StoppedError
-        return real(self, *arguments)  # type: ignore[arg-type]
+        return real(*arguments)
 
-    monkeypatch.setattr(context_prefill, "BATCH_TOKENS", 1)
-    monkeypatch.setattr(ContextPrefill, "_prefill", gated)
+    monkeypatch.setattr(shift_prefill, "true_kv", gated)
     return gate.set
 
 
@@ -84,37 +84,57 @@ def test_later_means_at_a_later_call(tmp_path: Path) -> None:
 
 
 def test_closing_stops_at_the_next_batch_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context_prefill, "BATCH_TOKENS", 1)
-    real, four = ContextPrefill._prefill, threading.Event()
-    # The separator is the first of them.
-    forwards = []
+    real, four = shift_prefill.true_kv, threading.Event()
+    prompts = []
 
-    def counting(self: ContextPrefill, *arguments: object) -> object:
-        forwards.append(time.monotonic())
-        if len(forwards) == 4:
+    def counting(*arguments: Any) -> object:
+        prompts.append(time.monotonic())
+        if len(prompts) == 4:
             four.set()
             time.sleep(0.2)
-        return real(self, *arguments)  # type: ignore[arg-type]
+        return real(*arguments)
 
-    monkeypatch.setattr(ContextPrefill, "_prefill", counting)
+    # Three groups of four chunks, each in two prompts.
+    monkeypatch.setattr(shift_prompts, "GROUP_CHUNKS", 4)
+    monkeypatch.setattr(shift_prefill, "true_kv", counting)
     engine = make_engine(tmp_path)
     engine.build_kv_cache(TEXTS, neighbours=GRAPH, progress=False)
     assert four.wait(30)
     engine.close()
-    assert len(forwards) <= 5, "the batch under way is the last one"
+    assert len(prompts) == 4, "the prompt under way is the last one"
     assert not any(thread.name == "fused-kv-background" for thread in threading.enumerate())
     monkeypatch.undo()
     with make_engine(tmp_path) as engine:
         done = preprocessed(engine)
-        assert done >= 2, "what was computed is stored"
+        assert done == 4, "the first group is stored, and of the second one nothing"
         report = engine.build_kv_cache(TEXTS, neighbours=GRAPH, preprocess="wait", progress=False)
         assert report.chunks_preprocessed == 12 - done
         engine.close()
         engine.corpus.close()
 
 
+def test_there_is_progress_however_often_the_pass_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shift_prompts, "GROUP_CHUNKS", 4)
+    with make_engine(tmp_path) as engine:
+        engine.build_kv_cache(TEXTS, neighbours=GRAPH, preprocess="later", progress=False)
+        asked = []
+
+        def interrupted(_: BackgroundWork) -> bool:
+            # Without progress it would be asked for ever.
+            asked.append(1)
+            return len(asked) < 500
+
+        monkeypatch.setattr(BackgroundWork, "_is_interrupted", interrupted)
+        engine.preprocess()
+        engine.wait_for_background()
+        assert preprocessed(engine) == 12
+        assert len(asked) < 500
+
+
 def test_a_killed_pass_goes_on_where_it_was(tmp_path: Path) -> None:
-    """It repeats at most the batch that was under way."""
+    """It repeats at most the chunk that was being written."""
     script = tmp_path / "ingest.py"
     script.write_text(
         textwrap.dedent(f"""
@@ -123,14 +143,13 @@ def test_a_killed_pass_goes_on_where_it_was(tmp_path: Path) -> None:
         from corpus import SHORT
         from models import smollm2_tokenizer, tiny_model
         from fused_kv_llm import FusedKVEngine
-        from fused_kv_llm.offline import context_prefill, preprocess
-        context_prefill.BATCH_TOKENS = 1
-        side = preprocess.Preprocessor._side
-        def slow(self, before, after):
-            print("batch", flush=True)
+        from fused_kv_llm.offline import preprocess
+        shift = preprocess._shift
+        def slow(plain, seen):
+            print("chunk", flush=True)
             time.sleep(0.2)
-            return side(self, before, after)
-        preprocess.Preprocessor._side = slow
+            return shift(plain, seen)
+        preprocess._shift = slow
         texts = SHORT[:12]
         graph = {{text: [other for other in texts if other != text][:3] for text in texts}}
         engine = FusedKVEngine(
@@ -142,14 +161,14 @@ def test_a_killed_pass_goes_on_where_it_was(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     for _ in range(6):
-        assert process.stdout.readline().strip() == "batch", process.communicate()[1]
+        assert process.stdout.readline().strip() == "chunk", process.communicate()[1]
     os.kill(process.pid, signal.SIGKILL)
     process.communicate(timeout=60)
     assert process.returncode == -signal.SIGKILL
     with make_engine(tmp_path / "kv") as engine:
         assert len(engine.stored_texts()) == 12, "the first pass was through"
         done = preprocessed(engine)
-        # Five batches were begun before the sixth was announced, and the writer may be one behind.
+        # Five chunks were written before the sixth was announced.
         assert 4 <= done <= 6
         report = engine.build_kv_cache(TEXTS, preprocess="wait", progress=False)
         assert (report.chunks_new, report.chunks_stale) == (0, 0)

@@ -36,7 +36,7 @@ def by_one_process(model_folder: Path, texts: list[str], tmp_path_factory: pytes
     folder = tmp_path_factory.mktemp("one")
     with FusedKVEngine(str(model_folder), kv_dir=folder, embedder=LetterFrequencies(), **OPTIONS) as engine:
         engine.build_kv_cache(texts, preprocess="wait", progress=False)
-    files = [*folder.glob("chunks/*/*.safetensors"), *folder.glob("shift-map-*")]
+    files = [*folder.glob("chunks/*/*.safetensors")]
     return {file.name: file.read_bytes() for file in files}
 
 
@@ -95,7 +95,7 @@ def test_two_actors_store_what_one_process_does_even_if_one_is_killed(
     found = objects(remote)
     assert found.keys() == by_one_process.keys(), "nothing is lost, nothing is there twice"
     assert [name for name in found if found[name] != by_one_process[name]] == []
-    chunks = sum(name.count(".") == 1 for name in found if not name.startswith("shift-map"))
+    chunks = sum(name.count(".") == 1 for name in found)
     assert (report.chunks_new, report.chunks_preprocessed, report.chunks_pending) == (chunks, chunks, 0)
     assert (report.chunks_duplicate, report.chunks_skipped, report.chunks_total) == (1, 1, len(texts))
     if kind == "redis":
@@ -128,7 +128,7 @@ def test_it_goes_on_where_another_machine_stopped_and_prunes(
     with remote.store(tmp_path / "three", learn=False) as store:
         assert store.shared.check().by_kind.keys() <= {"orphaned"}
     kept = {name for name in objects(remote) if name in by_one_process}
-    assert len({name[:64] for name in kept if not name.startswith("shift-map")}) == second.chunks_new + 40
+    assert len({name[:64] for name in kept}) == second.chunks_new + 40
 
 
 def test_what_the_drivers_folder_has_already_is_published_and_not_computed(
@@ -141,7 +141,7 @@ def test_what_the_drivers_folder_has_already_is_published_and_not_computed(
     assert (report.chunks_new, report.chunks_preprocessed) == (0, 0)
     assert report.bytes_written > 0
     found = objects(remote)
-    assert {name: data for name, data in by_one_process.items() if not name.startswith("shift-map")} == found
+    assert found == by_one_process
 
 
 def test_errors_of_actors_are_the_callers(ray: Any, texts: list[str], tmp_path: Path) -> None:

@@ -1,15 +1,13 @@
-"""An ingestion actor without Ray: its forwards, and a shared store whose objects or shift map are damaged."""
+"""An ingestion actor without Ray: its forwards, and a shared store whose objects are damaged."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from models import smollm2_tokenizer, tiny_model
 
 from fused_kv_llm import FusedKVEngine
@@ -17,10 +15,8 @@ from fused_kv_llm.config import EngineConfig
 from fused_kv_llm.engine import similarity_of
 from fused_kv_llm.errors import FusedKVWarning
 from fused_kv_llm.model import PackedChunk
-from fused_kv_llm.offline import PreprocessingPlan, ShiftMap, context_prefill, nearest
-from fused_kv_llm.offline.shift_map import FIRST_TOKENS
+from fused_kv_llm.offline import context_prefill, nearest, shift_prefill
 from fused_kv_llm.report import IngestReport
-from fused_kv_llm.scale import second_pass
 from fused_kv_llm.scale.first_pass import FirstPass
 from fused_kv_llm.scale.prefill_actor import PrefillActor
 from fused_kv_llm.scale.second_pass import SecondPass
@@ -89,21 +85,24 @@ def test_the_second_pass_has_the_forwards_of_one_process(
     """The same rows in the same order, so that the last bits are the same too."""
     texts = [f"Number {number} of the harbour's rules. " + "It is kept. " * (number % 13) for number in range(60)]
     forwards = list[list[tuple[int, ...]]]()
-    prefill = context_prefill.prefill_packed
+    prefill, full = context_prefill.prefill_packed, shift_prefill.true_kv
 
-    def recorded(loaded: Any, chunks: Sequence[PackedChunk], prefix: Any) -> Any:
+    def behind_context(loaded: Any, chunks: Sequence[PackedChunk], prefix: Any) -> Any:
         if any(chunk.context for chunk in chunks):
-            forwards.append([tuple(chunk.computed_ids) for chunk in chunks])
+            forwards.append([chunk.token_ids for chunk in chunks])
         return prefill(loaded, chunks, prefix)
 
-    monkeypatch.setattr(context_prefill, "prefill_packed", recorded)
-    # Ray keeps the map for its actors.
-    monkeypatch.setattr(second_pass, "import_ray", lambda: SimpleNamespace(put=lambda value: value))
+    def in_prompt(loaded: Any, owner: Any, ids: tuple[int, ...], *rest: Any) -> Any:
+        forwards.append([ids])
+        return full(loaded, owner, ids, *rest)
+
+    monkeypatch.setattr(context_prefill, "prefill_packed", behind_context)
+    monkeypatch.setattr(shift_prefill, "true_kv", in_prompt)
     options = {"model": str(model), "preprocessing": preprocessing, "memory_bytes": 0, "batch_tokens": 120}
     with FusedKVEngine(**options, kv_dir=tmp_path / "one") as engine:
         engine.build_kv_cache(texts, preprocess="wait", progress=False)
     want, forwards[:] = [*forwards], []
-    assert len(want) > 10
+    assert len(want) > 5
     shared = {"remote": f"file://{tmp_path}/shared"}
     actor = PrefillActor({**options, **shared, "kv_dir": str(tmp_path / "actor")}, {})
     facts, report = actor.start(), IngestReport()
@@ -116,21 +115,3 @@ def test_the_second_pass_has_the_forwards_of_one_process(
     actor.close()
     assert report.chunks_preprocessed == len(texts)
     assert forwards == want
-
-
-def test_a_shift_map_is_used_only_if_it_is_sound_and_fits(model: Path, tmp_path: Path) -> None:
-    actor = PrefillActor(
-        {"model": str(model), "kv_dir": str(tmp_path / "actor"), "remote": f"file://{tmp_path}/shared",
-         "preprocessing": "similar", "memory_bytes": 0}, {})  # fmt: skip
-    actor.start()
-    chunk = actor._planner.chunk(TEXTS[0])
-    actor.prefill([chunk])
-    plan = PreprocessingPlan([chunk], neighbours={chunk.key: ()}, token_ids={chunk.key: chunk.token_ids})
-    layers, heads, _, dim = actor._second_pass._context_prefill(plan, lambda: False).plain(chunk.key).keys.shape
-    weights = torch.zeros(layers, heads, 4 * dim + FIRST_TOKENS + 1, 2 * dim)
-    good = ShiftMap(weights).to_bytes()
-    assert actor.takes(plan, good)
-    assert not actor.takes(plan, good[:-4])
-    assert not actor.takes(plan, ShiftMap(weights[1:]).to_bytes())
-    assert not actor.takes(plan, ShiftMap(weights + float("nan")).to_bytes())
-    actor.close()

@@ -187,7 +187,6 @@ def test_the_check_reads_every_object_and_mends(remote, tmp_path, chunks, cached
     tier.put(names[0], [memoryview(bytes(raw))])
     tier.delete([names[1]])
     tier.put("notes.txt", [memoryview(b"hello")])
-    tier.put(f"shift-map-{'0' * 16}-9.safetensors", [memoryview(b"a map")])
     with remote.store(tmp_path / "one", learn=False) as one:
         report = one.shared.check()
         assert report.by_kind == {"damaged": 1, "missing": 1, "orphaned": 1, "foreign": 1}
@@ -199,7 +198,6 @@ def test_the_check_reads_every_object_and_mends(remote, tmp_path, chunks, cached
         one.shared.publish()
         after = objects(remote)
         assert after.pop("notes.txt") == b"hello"
-        after.pop(f"shift-map-{'0' * 16}-9.safetensors")
         assert after == (before if cached else {name: before[name] for name in names[2:]})
     # A machine that knows nothing learns what is sound.
     with remote.store(tmp_path / "two", learn=False) as two:
@@ -216,19 +214,6 @@ def test_an_archive_of_rows_with_long_texts_is_learnt(remote, tmp_path, make_chu
         one.shared.publish()
     with remote.store(tmp_path / "two") as two:
         assert two.rows([long.key])[long.key].text == long.text
-
-
-def test_shared_files_have_names_of_their_own(remote, tmp_path):
-    name = f"shift-map-{'ab' * 8}-9.safetensors"
-    with remote.store(tmp_path / "one") as one:
-        assert one.shared.read_file(name) is None
-        one.shared.write_file(name, b"map")
-        assert one.shared.read_file(name) == b"map"
-        for wrong in ("../x", f"{'0' * 64}.safetensors", "shift-map-x-9.safetensors"):
-            with pytest.raises(ConfigError, match="not the name"):
-                one.shared.write_file(wrong, b"")
-    with remote.store(tmp_path / "two") as two:
-        assert two.stats().chunks == 0
 
 
 def test_without_a_remote_tier_it_says_so(kv_dir: Path):

@@ -232,16 +232,16 @@ class EngineConfig(BaseModel):
     preprocessing: Annotated[
         Literal["similar", "fusionrag", "none"], Option(identity=True), BeforeValidator(_preprocessing)
     ] = Field(default=DEFAULT_PREPROCESSING, frozen=True)
-    """Whether chunks are preprocessed once their KV is stored: each is prefilled again after the chunks most similar to
-    it (FusionRAG section 3.1). What that changes is stored beside its KV, and brings it closer to what it would be at
-    a later place in a prompt. ``"fusionrag"`` does it as published: the KV after all neighbours at once replaces the
-    chunk's own, wherever it stands."""
+    """Whether chunks are preprocessed once their KV is stored: each is prefilled again together with similar ones
+    (after FusionRAG section 3.1). What these change in it is stored beside its KV, and brings it closer to what it
+    would be at a later place in a prompt. ``"fusionrag"`` does it as published: the KV after its neighbours replaces
+    the chunk's own, wherever it stands."""
 
     num_neighbours: Annotated[int | None, Option(unit="chunks", identity=True), BeforeValidator(_neighbours)] = Field(
         default=None, frozen=True
     )
-    """How many similar chunks preprocessing uses: by default 9, of which three stand before a chunk at a time, and what
-    they change is averaged; for ``"fusionrag"`` 10, which stand before it together."""
+    """How many of the chunks most similar to each preprocessing looks for: by default 9, along which chunks are put
+    into groups; for ``"fusionrag"`` 10, which stand before the chunk together."""
 
     embedder: Annotated[Any | None, Option(on_command_line=False)] = Field(
         default=None, frozen=True, exclude=True, repr=False

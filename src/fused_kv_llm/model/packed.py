@@ -38,18 +38,10 @@ class PackedChunk:
         ``T`` ids.
     context : tuple of ChunkKV
         KV that stands between the prefix and the chunk, in order; each is moved to its place there.
-    lead : tuple of int
-        Ids between the context and the chunk, which are computed with it and not returned.
     """
 
     token_ids: tuple[int, ...]
     context: tuple[ChunkKV, ...] = ()
-    lead: tuple[int, ...] = ()
-
-    @property
-    def computed_ids(self) -> tuple[int, ...]:
-        """What goes through the model."""
-        return (*self.lead, *self.token_ids)
 
     @property
     def num_context_tokens(self) -> int:
@@ -62,7 +54,7 @@ class _PackedPass(KVPass):
 
     def __init__(self, chunks: Sequence[PackedChunk], prefix: PrefixKV, geometry: Geometry, dtype: torch.dtype) -> None:
         device, before = prefix.keys.device, len(prefix.token_ids)
-        rows = sum(len(chunk.computed_ids) for chunk in chunks)
+        rows = sum(len(chunk.token_ids) for chunk in chunks)
         super().__init__(torch.arange(rows, device=device), rows, geometry.num_layers - 1)
         self.prefix = prefix
         self.spans: list[slice] = []
@@ -72,7 +64,7 @@ class _PackedPass(KVPass):
         deltas: list[int] = []
         row = at = 0
         for chunk in chunks:
-            begin, tokens = at, len(chunk.computed_ids)
+            begin, tokens = at, len(chunk.token_ids)
             at += before
             for kv in chunk.context:
                 starts.append(at)
@@ -140,7 +132,7 @@ def prefill_packed(loaded: LoadedModel, chunks: Sequence[PackedChunk], prefix: P
     if not geometry.attends_cache:
         return [_prefill_alone(loaded, chunk, prefix) for chunk in chunks]
     state = _PackedPass(chunks, prefix, geometry, loaded.dtype)
-    ids = torch.tensor([[i for chunk in chunks for i in chunk.computed_ids]], device=loaded.device)
+    ids = torch.tensor([[i for chunk in chunks for i in chunk.token_ids]], device=loaded.device)
     cache = BatchCache(geometry.num_layers, geometry.room, swaps=geometry.swaps)
     with torch.inference_mode():
         forward_kv(loaded, ids, state.positions, cache, state)
@@ -154,7 +146,7 @@ def _prefill_alone(loaded: LoadedModel, chunk: PackedChunk, prefix: PrefixKV) ->
     """Compute a chunk in a cache of its own, for layers that do not attend to what they cache."""
     geometry, home = loaded.geometry, len(prefix.token_ids)
     begin = home + chunk.num_context_tokens
-    stop = begin + len(chunk.computed_ids)
+    stop = begin + len(chunk.token_ids)
     cache = FusedCache(geometry, stop, CachePool(loaded.dtype, loaded.device))
     with torch.inference_mode():
         cache.keys[:, 0, :, :home], cache.values[:, 0, :, :home] = prefix.keys, prefix.values
@@ -166,7 +158,7 @@ def _prefill_alone(loaded: LoadedModel, chunk: PackedChunk, prefix: PrefixKV) ->
                 stack.place(layer, cache.keys[layer, 0], cache.values[layer, 0])
             at += len(kv.token_ids)
         rows = torch.arange(begin, stop, device=loaded.device)
-        ids = torch.tensor([chunk.computed_ids], device=loaded.device)
+        ids = torch.tensor([chunk.token_ids], device=loaded.device)
         forward_kv(loaded, ids, rows, cache, KVPass(rows, stop, geometry.num_layers - 1))
         check_numbers(list(zip(cache.keys, cache.values, strict=True)), loaded.model_id, loaded.dtype, rows)
         keys, values = (part[:, 0, :, begin:].clone() for part in (cache.keys, cache.values))
@@ -174,9 +166,7 @@ def _prefill_alone(loaded: LoadedModel, chunk: PackedChunk, prefix: PrefixKV) ->
 
 
 def _at_home(keys: Tensor, values: Tensor, chunk: PackedChunk, home: int, geometry: Geometry) -> ChunkKV:
-    lead = len(chunk.lead)
-    keys, values = keys[:, :, lead:], values[:, :, lead:]
-    if before := chunk.num_context_tokens + lead:
+    if before := chunk.num_context_tokens:
         tables = geometry.tables(torch.full((len(chunk.token_ids),), -before), keys.device)
         moved = [rerotate_keys(layer, table) for layer, table in zip(keys, tables, strict=True)]
         keys = torch.stack(moved).to(values.dtype)

@@ -7,7 +7,7 @@ from .anchors import AnchorBuilder
 from .background import BackgroundWork, Preprocess, PreprocessingCounts
 from .batches import PendingChunk, batches
 from .context_prefill import BATCH_TOKENS as CONTEXT_BATCH_TOKENS
-from .context_prefill import BETWEEN_CHUNKS, context_batches
+from .context_prefill import context_batches
 from .corpus import CorpusPlanner
 from .embedder import Embedder, SentenceEmbedder, as_embedder
 from .fixed_pieces import FixedPieces
@@ -20,9 +20,7 @@ from .preprocess import Preprocessor
 from .preprocessing_plan import PreprocessingPlan, PreprocessingPlanner
 from .progress import PassCounts, progress_bar
 from .questions import questions_from_chunks, retriever_of
-from .shift_fitting import shift_map_name
-from .shift_map import ShiftMap
-from .shift_prompts import prompts_of_chunks
+from .shift_prompts import BETWEEN_CHUNKS, group_tokens, similar_groups
 from .variant_builder import PromptChunks, VariantBuilder
 from .vectors import TEXTS_AT_ONCE, VECTORS_FILE, corpus_vectors, keep_vectors, unknown_texts
 
@@ -51,19 +49,18 @@ __all__ = [
     "Preprocessor",
     "PromptChunks",
     "SentenceEmbedder",
-    "ShiftMap",
     "Similarity",
     "VariantBuilder",
     "as_embedder",
     "batches",
     "context_batches",
     "corpus_vectors",
+    "group_tokens",
     "keep_vectors",
     "nearest",
     "progress_bar",
-    "prompts_of_chunks",
     "questions_from_chunks",
     "retriever_of",
-    "shift_map_name",
+    "similar_groups",
     "unknown_texts",
 ]

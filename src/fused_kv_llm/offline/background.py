@@ -42,7 +42,7 @@ class PreprocessingCounts(PassCounts):
     stale : int
         Chunks that were preprocessed after other neighbours and stay as they are.
     neighbour_tokens : int
-        Tokens of similar chunks that had to be prefilled for it, since their KV is not stored exactly.
+        Tokens of similar chunks that had to be computed beside those that were preprocessed.
     """
 
     refreshed: int = 0
@@ -85,7 +85,7 @@ class BackgroundWork:
         self._expected: OrderedDict[str, None] = OrderedDict()
         self._missing: deque[str] = deque()
         self._counts = PreprocessingCounts()
-        self._wanted = self._refresh = self._closed = False
+        self._wanted = self._refresh = self._closed = self._was_fruitless = False
         self._error: Exception | None = None
         self._changed = threading.Condition()
         # There is one as long as there is something to do.
@@ -179,7 +179,7 @@ class BackgroundWork:
         return counts
 
     def close(self) -> None:
-        """Finish the batch under way, write what was computed and stop; nothing is begun any more."""
+        """Finish the forward under way, write what was computed and stop; nothing is begun any more."""
         with self._changed:
             self._closed = True
             thread = self._thread
@@ -241,8 +241,14 @@ class BackgroundWork:
             refresh, counts, contexts = self._refresh, self._counts, self._contexts
             self._wanted = self._refresh = False
             self._contexts = 0
+        done = counts.chunks
+
+        def interrupted() -> bool:
+            may_be = counts.chunks > done or not self._was_fruitless
+            return self._is_stopping() or (may_be and self._is_interrupted())
+
         try:
-            plan = preprocessor.plan(self._is_interrupted, refresh=refresh)
+            plan = preprocessor.plan(interrupted, refresh=refresh)
             with self._changed:
                 counts.total_chunks = counts.chunks + len(plan.chunks)
                 counts.total_tokens = counts.tokens + sum(len(chunk.token_ids) for chunk in plan.chunks)
@@ -256,8 +262,11 @@ class BackgroundWork:
             if contexts and self._variants is not None:
                 # Made when nothing else is to be done; also of what is left if this is interrupted.
                 self._similar = chain(self._similar, preprocessor.prompts(plan, contexts))
-            counts.neighbour_tokens += preprocessor.run(plan, written, self._is_interrupted)
+            counts.neighbour_tokens += preprocessor.run(plan, written, interrupted)
+            self._was_fruitless = False
         except StoppedError:
+            # A group that was interrupted begins anew: the next time it is done to its end.
+            self._was_fruitless = counts.chunks == done
             with self._changed:
                 self._wanted, self._refresh = True, self._refresh or refresh
                 self._contexts = max(self._contexts, contexts)

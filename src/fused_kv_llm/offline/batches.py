@@ -52,7 +52,6 @@ def batches(
     max_tokens: Callable[[], int],
     num_tokens: Mapping[str, int],
     max_context_tokens: int,
-    lead_tokens: int = 0,
 ) -> Iterator[list[PendingChunk]]:
     """Yield runs of chunks to be prefilled in one forward.
 
@@ -65,18 +64,16 @@ def batches(
         Tokens of every context chunk, by key.
     max_context_tokens : int
         Tokens of the distinct context chunks of a batch, which are in memory at the same time.
-    lead_tokens : int
-        Tokens that are computed with each chunk beside its own.
     """
     batch: list[PendingChunk] = []
     tokens, most, context = 0, max_tokens(), set[str]()
     for chunk in chunks:
         together = context | set(chunk.neighbours)
-        too_many = tokens + len(chunk.token_ids) + lead_tokens > most
+        too_many = tokens + len(chunk.token_ids) > most
         if batch and (too_many or sum(num_tokens[key] for key in together) > max_context_tokens):
             yield batch
             batch, tokens, most, together = [], 0, max_tokens(), set(chunk.neighbours)
         batch.append(chunk)
-        tokens, context = tokens + len(chunk.token_ids) + lead_tokens, together
+        tokens, context = tokens + len(chunk.token_ids), together
     if batch:
         yield batch

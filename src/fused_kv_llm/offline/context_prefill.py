@@ -5,8 +5,7 @@ FusionRAG section 3.1, equation 10: the context's KV is taken as it is, the chun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from fused_kv_llm.chunk import ChunkKV
 from fused_kv_llm.errors import ChunkDamagedError
@@ -16,10 +15,7 @@ from fused_kv_llm.store import KVStore
 from .batches import PendingChunk, batches, walk_neighbours
 from .plain_kv import PlainKVCache
 
-__all__ = ["BATCH_TOKENS", "BETWEEN_CHUNKS", "ContextPrefill", "context_batches"]
-
-BETWEEN_CHUNKS = "\n\n"
-"""What prompts usually have between chunks: LangChain's and LlamaIndex' default."""
+__all__ = ["BATCH_TOKENS", "ContextPrefill", "context_batches"]
 
 BATCH_TOKENS = 1024
 """Most tokens of one forward."""
@@ -33,7 +29,6 @@ def context_batches(
     max_tokens: Callable[[], int],
     token_ids: Mapping[str, tuple[int, ...]],
     kv_bytes_per_token: int,
-    separator_tokens: int,
 ) -> Iterator[list[PendingChunk]]:
     """Divide chunks into the batches in which they are computed behind their contexts, neighbours close together.
 
@@ -45,12 +40,10 @@ def context_batches(
     token_ids : mapping of str to tuple of int
         As :class:`ContextPrefill` takes them.
     kv_bytes_per_token : int
-    separator_tokens : int
-        Tokens of the separator, which is computed with every chunk.
     """
     num_tokens = {key: len(ids) for key, ids in token_ids.items()}
     room = _PLAIN_KV_BYTES // kv_bytes_per_token
-    return batches(walk_neighbours(chunks), max_tokens, num_tokens, room, separator_tokens)
+    return batches(walk_neighbours(chunks), max_tokens, num_tokens, room)
 
 
 class ContextPrefill:
@@ -68,8 +61,6 @@ class ContextPrefill:
         Stand-alone ids of all chunks and of those in their contexts, by key.
     stopped : callable
         Asked before every forward.
-    separator : tuple of int
-        What prompts have between chunks: it stands behind every chunk of a context. Empty for none.
 
     Attributes
     ----------
@@ -85,22 +76,20 @@ class ContextPrefill:
         owner: ModelOwner,
         token_ids: Mapping[str, tuple[int, ...]],
         stopped: Callable[[], bool],
-        separator: tuple[int, ...] = (),
     ) -> None:
         self._loaded, self._store, self._prefix, self._owner = loaded, store, prefix, owner
-        self._token_ids, self.stopped = token_ids, stopped
-        self._separator = separator
+        self._token_ids, self._stopped = token_ids, stopped
         self._plain = PlainKVCache(self._plain_kv, _PLAIN_KV_BYTES)
         self.neighbour_tokens = 0
 
-    def plain(self, key: str) -> ChunkKV:
-        """Return the KV of a chunk right after the header; raises as :meth:`behind`."""
-        return self._plain.get([key])[key]
+    def plain(self, keys: Iterable[str]) -> dict[str, ChunkKV]:
+        """Return the KV of chunks right after the header; raises as :meth:`behind`."""
+        return self._plain.get(keys)
 
     def behind(
         self, chunks: Sequence[PendingChunk], *, is_batch: bool = False
-    ) -> Iterator[tuple[PendingChunk, ChunkKV, list[ChunkKV]]]:
-        """Yield chunks with their plain KV and that behind each of their contexts, neighbours close together.
+    ) -> Iterator[tuple[PendingChunk, ChunkKV]]:
+        """Yield chunks with their KV behind their first context, neighbours close together.
 
         Parameters
         ----------
@@ -114,31 +103,13 @@ class ContextPrefill:
             If it was stopped.
         """
         for batch in [list(chunks)] if is_batch else self._batches(chunks):
-            kept = self._plain.get(key for chunk in batch for key in (chunk.key, *chunk.neighbours))
-            after: dict[str, list[ChunkKV]] = {chunk.key: [] for chunk in batch}
-            for turn in range(max(len(chunk.contexts) for chunk in batch)):
-                ready = [chunk for chunk in batch if turn < len(chunk.contexts)]
-                packed = [self._packed(one.token_ids, [kept[key] for key in one.contexts[turn]]) for one in ready]
-                for chunk, kv in zip(ready, self._prefill(packed), strict=True):
-                    after[chunk.key].append(kv)
-            for chunk in batch:
-                yield chunk, kept[chunk.key], after.pop(chunk.key)
+            kept = self._plain.get(key for chunk in batch for key in chunk.contexts[0])
+            packed = [PackedChunk(one.token_ids, tuple(kept[key] for key in one.contexts[0])) for one in batch]
+            yield from zip(batch, self._prefill(packed), strict=True)
 
     def _batches(self, chunks: Sequence[PendingChunk]) -> Iterator[list[PendingChunk]]:
         nbytes = self._loaded.geometry.kv_bytes_per_token(self._loaded.dtype)
-        return context_batches(chunks, self._piece_tokens, self._token_ids, nbytes, len(self._separator))
-
-    def _packed(self, token_ids: tuple[int, ...], context: Sequence[ChunkKV]) -> PackedChunk:
-        """Put a separator behind every chunk of a context; the last one is computed with the chunk."""
-        if not self._separator:
-            return PackedChunk(token_ids, tuple(context))
-        between = [kv for other in context[:-1] for kv in (other, self._separator_kv)]
-        return PackedChunk(token_ids, (*between, context[-1]), self._separator)
-
-    @cached_property
-    def _separator_kv(self) -> ChunkKV:
-        (kv,) = self._prefill([PackedChunk(self._separator)])
-        return kv
+        return context_batches(chunks, self._piece_tokens, self._token_ids, nbytes)
 
     def _plain_kv(self, keys: Sequence[str]) -> list[ChunkKV]:
         """Return plain KV: from the store where it is stored exactly, else computed."""
@@ -171,7 +142,7 @@ class ContextPrefill:
             self._loaded.check_unchanged()
             return prefill_packed(self._loaded, chunks, self._prefix)
 
-        return self._owner.run(compute, sum(len(chunk.computed_ids) for chunk in chunks), self.stopped)
+        return self._owner.run(compute, sum(len(chunk.token_ids) for chunk in chunks), self._stopped)
 
     def _piece_tokens(self) -> int:
         return self._owner.piece_tokens(BATCH_TOKENS)

@@ -1,4 +1,4 @@
-"""Which chunks stand before a chunk when it is preprocessed, and whether that has changed since."""
+"""Which chunks are similar to a chunk, and whether that has changed since it was preprocessed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Similarity:
         Vectors are remembered for each tenant apart.
     replaces : bool
         Whether all neighbours stand before a chunk at once and the KV behind them replaces its own, as FusionRAG has
-        it; otherwise what a few at a time change in it is averaged.
+        it; otherwise what chunks of a group change in each other is stored beside it.
     search : NearestSearch or None
         What searches among the vectors; None is faiss in this process.
     """

@@ -1,41 +1,41 @@
 """The second pass of ingestion: what similar chunks before a chunk change in its KV, stored beside it.
 
 FusionRAG's offline stage (section 3.1, equation 10) prefills a chunk once more, after the KV of the chunks most
-similar to it. Here that is done after several contexts of similar chunks, and what they change on average is kept in a
-sidecar (:mod:`fused_kv_llm.context_shift`). Or it is done as published: once, after all of them, and the KV is kept to
-be used in place of the chunk's own (:mod:`fused_kv_llm.store.replacement`). The chunk's own KV stays as it is, so a
-chunk can be used before this pass, and the pass can stop anywhere.
+similar to it. Here chunks that are similar to each other are prefilled in full as prompts, and what these change in
+each is kept in a sidecar (:mod:`fused_kv_llm.context_shift`). Or it is done as published: the KV behind a chunk's
+neighbours is kept to be used in place of its own (:mod:`fused_kv_llm.store.replacement`). The chunk's own KV stays as
+it is, so a chunk can be used before this pass, and the pass can stop anywhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from fused_kv_llm.chunk import ChunkKV
-from fused_kv_llm.context_shift import context_shift
+from fused_kv_llm.context_shift import context_shift, fitted_shift
 from fused_kv_llm.errors import ConfigError
 from fused_kv_llm.model import LoadedModel, ModelOwner, PrefixKV
 from fused_kv_llm.prompt import Segment
 from fused_kv_llm.store import KVStore, replacement_tensors
 
 from .batches import PendingChunk
-from .context_prefill import BETWEEN_CHUNKS, ContextPrefill
+from .context_prefill import ContextPrefill
 from .corpus import CorpusPlanner
 from .neighbour_graph import Similarity
 from .neighbours import GivenNeighbours, given_neighbours
 from .preprocessing_plan import PreprocessingPlan, PreprocessingPlanner
-from .shift_fitting import ShiftFitting, shift_map_name
-from .shift_map import ShiftMap, parse_shift_map
+from .shift_prefill import SeenKV, ShiftPrefill
 from .variant_builder import PromptChunks
 from .writer import BackgroundWriter
 
 __all__ = ["Preprocessor"]
 
 _CHUNKS_TO_WRITE = 2
-"""Chunks that may wait, each with its KV behind every context."""
+"""Chunks that may wait, each with its KV in every prompt."""
 
 
 class Preprocessor:
@@ -53,6 +53,11 @@ class Preprocessor:
         How similar chunks are found.
     owner : ModelOwner
         Computes the batches, between those of requests.
+
+    Attributes
+    ----------
+    replaces : bool
+        Whether what it makes is used in place of chunks' own KV.
     """
 
     def __init__(
@@ -69,20 +74,14 @@ class Preprocessor:
         self._prefix = prefix
         self._planner = planner
         self._owner = owner
-        self._replaces = similarity.replaces
-        # FusionRAG's equation 10 has none between chunks.
-        self._separator = () if self._replaces else planner.chunk(BETWEEN_CHUNKS).token_ids
-        self._plans = PreprocessingPlanner(
-            store, planner.catalog, planner.identity, planner.max_tokens, similarity, len(self._separator)
-        )
-        path = store.kv_dir / shift_map_name(planner.identity, similarity.count)
-        self._fitting = ShiftFitting(loaded, owner, prefix, planner, path)
+        self.replaces = similarity.replaces
+        self._plans = PreprocessingPlanner(store, planner.catalog, planner.identity, planner.max_tokens, similarity)
 
     @property
     def storage(self) -> str:
         """Dtype in which what preprocessing makes is stored."""
         stored = self._dtype if self._store.kv_dtype == "auto" else self._store.kv_dtype
-        return stored if self._replaces else "int8"
+        return stored if self.replaces else "int8"
 
     def prepare(self, chunks: Sequence[PendingChunk], neighbours: GivenNeighbours | None) -> None:
         """Take note of chunks that are being ingested, and of a caller's neighbours of them.
@@ -129,39 +128,10 @@ class Preprocessor:
         """
         return self._plans.plan(lambda: self._owner.run(lambda: None, stopped=stopped), refresh=refresh)
 
-    def fit(self, plan: PreprocessingPlan, prompts: Sequence[PromptChunks]) -> ShiftMap:
-        """Fit the shift map to prompts, for this process and others; see :func:`.prompts_of_chunks`.
-
-        Parameters
-        ----------
-        plan : PreprocessingPlan
-            Has the chunks of the prompts, with their contexts.
-        prompts : sequence of PromptChunks
-            At least two.
-        """
-        prefill = self._context_prefill(plan, lambda: False)
-        return self._fitting.fit(prompts, {chunk.key: chunk for chunk in plan.chunks}, prefill)
-
-    def takes(self, plan: PreprocessingPlan, shift_map: bytes) -> bool:
-        """Whether the content of a shift map's file is a sound map for this model's KV.
-
-        Parameters
-        ----------
-        plan : PreprocessingPlan
-            Has a chunk at least, with which it is compared.
-        shift_map : bytes
-        """
-        plain = self._context_prefill(plan, lambda: False).plain(plan.chunks[0].key)
-        return parse_shift_map(shift_map, plain, "of the shared store") is not None
-
-    def settle(self, shift_map: ShiftMap | None) -> None:
-        """Correct shifts by a map that was fitted elsewhere, or by none, from now on."""
-        self._fitting.settle(shift_map)
-
     def run(
         self, plan: PreprocessingPlan, written: Callable[[PendingChunk, int], None], stopped: Callable[[], bool]
     ) -> int:
-        """Preprocess chunks, in small batches that give way to requests.
+        """Preprocess chunks, in small pieces that give way to requests.
 
         Parameters
         ----------
@@ -169,12 +139,12 @@ class Preprocessor:
         written : callable
             Called with every chunk whose sidecar is stored, and the bytes of its file.
         stopped : callable
-            Asked before every forward; what was computed until then is kept.
+            Asked before every forward; a group of similar chunks of which not all is computed is lost.
 
         Returns
         -------
         int
-            Tokens of similar chunks that had to be prefilled, since their KV is not stored exactly.
+            Tokens of similar chunks that had to be computed beside those of the plan.
 
         Raises
         ------
@@ -183,26 +153,31 @@ class Preprocessor:
         StoppedError
             If it was stopped.
         """
-        prefill = self._context_prefill(plan, stopped)
+        prefill = ContextPrefill(self._loaded, self._store, self._prefix, self._owner, plan.token_ids, stopped)
+        shifts = ShiftPrefill(self._loaded, self._prefix, self._owner, self._planner)
 
-        def write(item: tuple[PendingChunk, ChunkKV, list[ChunkKV]]) -> None:
-            chunk, before, after = item
-            nbytes = self._write(chunk.key, self._side(before, after))
+        def write(item: tuple[PendingChunk, Callable[[], dict[str, Tensor]]]) -> None:
+            chunk, side = item
+            nbytes = self._write(chunk.key, side())
             if nbytes is not None:
                 self._plans.graph.preprocessed(chunk.key, plan.neighbours[chunk.key])
                 written(chunk, nbytes)
 
-        # The next batch is computed while what a chunk's contexts change is compressed and written.
+        # The next batch is computed while what was computed is compressed and written.
         writer = BackgroundWriter(write, _CHUNKS_TO_WRITE)
         try:
-            if not self._replaces:
-                self._fitting.prepare(plan.chunks, plan.token_ids, prefill)
-            for computed in prefill.behind(plan.chunks, is_batch=plan.is_batch):
-                writer.submit(computed)
+            if self.replaces:
+                for chunk, kv in prefill.behind(plan.chunks, is_batch=plan.is_batch):
+                    writer.submit((chunk, partial(self._replacement, kv)))
+            else:
+                for group in shifts.run(plan, stopped):
+                    plain = prefill.plain(chunk.key for chunk, _ in group)
+                    for chunk, seen in group:
+                        writer.submit((chunk, partial(_shift, plain[chunk.key], seen)))
         finally:
             # What has been computed is written, also after a stop, so the next run goes on from there.
             writer.close()
-        return prefill.neighbour_tokens
+        return prefill.neighbour_tokens if self.replaces else shifts.neighbour_tokens
 
     def prompts(self, plan: PreprocessingPlan, contexts: int) -> Iterator[PromptChunks]:
         """Yield every chunk of a plan behind its first contexts, as prompts that leave variants.
@@ -226,17 +201,9 @@ class Preprocessor:
         """Close the file of neighbours."""
         self._plans.graph.close()
 
-    def _context_prefill(self, plan: PreprocessingPlan, stopped: Callable[[], bool]) -> ContextPrefill:
-        return ContextPrefill(
-            self._loaded, self._store, self._prefix, self._owner, plan.token_ids, stopped, self._separator
-        )
-
-    def _side(self, before: ChunkKV, after: Sequence[ChunkKV]) -> dict[str, Tensor]:
-        """Return a chunk's sidecar: what its neighbours change in it, or its KV behind them."""
+    def _replacement(self, kv: ChunkKV) -> dict[str, Tensor]:
         with torch.inference_mode():
-            if self._replaces:
-                return dict(replacement_tensors(after[0], self.storage))
-            return context_shift(*self._fitting.shift(before, after))
+            return dict(replacement_tensors(kv, self.storage))
 
     @property
     def _dtype(self) -> str:
@@ -250,3 +217,9 @@ class Preprocessor:
                 raise
             # It was deleted, or evicted by another process that needed its room.
             return None
+
+
+def _shift(plain: ChunkKV, seen: SeenKV) -> dict[str, Tensor]:
+    with torch.inference_mode():
+        changed = [((kv.keys, kv.values), weight) for kv, weight in seen]
+        return context_shift(*fitted_shift((plain.keys, plain.values), changed))

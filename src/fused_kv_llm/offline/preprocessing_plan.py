@@ -16,7 +16,7 @@ from .neighbour_graph import NeighbourGraph, Similarity
 __all__ = ["CONTEXT_CHUNKS", "PreprocessingPlan", "PreprocessingPlanner"]
 
 CONTEXT_CHUNKS = 3
-"""Neighbours that stand before a chunk at a time, where what they change is averaged."""
+"""Neighbours that stand before a chunk as a variant of it."""
 
 
 @dataclass(slots=True)
@@ -60,8 +60,6 @@ class PreprocessingPlanner:
         Tokens that fit behind the header.
     similarity : Similarity
         How similar chunks are found.
-    separator_tokens : int
-        Tokens that stand behind every chunk of a context, unless all stand before a chunk at once.
 
     Attributes
     ----------
@@ -81,12 +79,10 @@ class PreprocessingPlanner:
         identity: str,
         max_tokens: int,
         similarity: Similarity,
-        separator_tokens: int = 0,
     ) -> None:
         self._store, self._catalog, self._identity, self._max_tokens = store, catalog, identity, max_tokens
         self.graph = NeighbourGraph(identity, similarity)
         self.name = replacement_name(similarity.count) if similarity.replaces else shift_name(similarity.count)
-        self._separator_tokens = 0 if similarity.replaces else separator_tokens
         self._context_chunks = similarity.count if similarity.replaces else CONTEXT_CHUNKS
         self.met: set[str] = set()
         self.unstored: dict[str, tuple[int, ...]] = {}
@@ -148,7 +144,7 @@ class PreprocessingPlanner:
         for begin in range(0, len(known), self._context_chunks):
             room, fitting = self._max_tokens - len(token_ids[key]), list[str]()
             for other in known[begin : begin + self._context_chunks]:
-                room -= len(token_ids[other]) + self._separator_tokens
+                room -= len(token_ids[other])
                 if room <= 0:
                     break
                 fitting.append(other)

@@ -1,79 +1,139 @@
-"""Prompts of a corpus's own chunks, on which its shift map is fitted."""
+"""Prompts of similar chunks, which show what chunks before a chunk change in its KV.
+
+A group of similar chunks is put into two prompts in opposite orders: each other chunk of the group stands before a
+chunk in one of them.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from fused_kv_llm.prompt import Segment
 
 from .batches import PendingChunk
 from .variant_builder import PromptChunks
 
-__all__ = ["LEAST_CHUNKS", "prompts_of_chunks"]
+__all__ = ["BETWEEN_CHUNKS", "group_tokens", "prompts_of_group", "similar_groups"]
 
-LEAST_CHUNKS = 64
-"""Chunks without which a fit takes longer than it is worth."""
+BETWEEN_CHUNKS = "\n\n"
+"""What prompts usually have between chunks: LangChain's and LlamaIndex' default."""
 
-_CHUNKS_PER_PROMPT = 10
-_CHUNKS_FOR_A_PROMPT = 25
-_MOST_PROMPTS = 16
+GROUP_CHUNKS = 20
+"""Most chunks of a group."""
+
+LEAST_TOGETHER = 4
+"""Chunks of a prompt, if the corpus has so many: a smaller group is put behind similar chunks of other groups."""
 
 
-def prompts_of_chunks(
-    chunks: Sequence[PendingChunk], token_ids: Mapping[str, tuple[int, ...]], header: Sequence[int],
-    separator: Sequence[int], max_tokens: int,
-) -> list[PromptChunks]:  # fmt: skip
-    """Put chunks and their neighbours together, from all over a corpus.
+_MOST_TOKENS = 4096
+_MOST_BYTES = 2**30
+
+
+def group_tokens(max_tokens: int, kv_bytes_per_token: int) -> int:
+    """Return how many tokens a group may have, so that its KV fits in memory several times.
+
+    Parameters
+    ----------
+    max_tokens : int
+        Tokens that fit behind the header.
+    kv_bytes_per_token : int
+    """
+    return min(max_tokens, _MOST_TOKENS, _MOST_BYTES // kv_bytes_per_token)
+
+
+def similar_groups(
+    chunks: Sequence[PendingChunk], most_tokens: int, separator_tokens: int
+) -> Iterator[list[PendingChunk]]:
+    """Divide chunks into groups of similar ones.
 
     Parameters
     ----------
     chunks : sequence of PendingChunk
-        Those whose shift is known to be computed.
+        With their neighbours.
+    most_tokens : int
+        Of a group, see :func:`group_tokens`. A longer chunk is a group of its own.
+    separator_tokens : int
+        Tokens that stand behind every chunk.
+
+    Yields
+    ------
+    list of PendingChunk
+        A chunk, its neighbours, theirs and so on, as far as no other group has them; then others. A chunk of whose
+        neighbours none is among the chunks is a group of its own: its neighbours are put before it.
+    """
+    # Keys are hashes, so their order is nobody's.
+    left = {chunk.key: chunk for chunk in sorted(chunks, key=lambda chunk: chunk.key)}
+    strangers = [chunk for chunk in left.values() if left.keys().isdisjoint(chunk.neighbours)]
+    for chunk in strangers:
+        yield [left.pop(chunk.key)]
+    while left:
+        group, tokens = list[PendingChunk](), 0
+        waiting = deque[str]()
+        while left and len(group) < GROUP_CHUNKS:
+            key = waiting.popleft() if waiting else next(iter(left))
+            if key not in left:
+                continue
+            tokens += len(left[key].token_ids) + separator_tokens
+            if group and tokens > most_tokens:
+                break
+            group.append(left.pop(key))
+            waiting.extend(group[-1].neighbours)
+        yield sorted(group, key=lambda chunk: chunk.key)
+
+
+def prompts_of_group(
+    group: Sequence[PendingChunk], token_ids: Mapping[str, tuple[int, ...]], header: Sequence[int],
+    separator: Sequence[int], max_tokens: int, lead_tokens: int,
+) -> list[PromptChunks]:  # fmt: skip
+    """Put a group of chunks into prompts, forwards and backwards.
+
+    Parameters
+    ----------
+    group : sequence of PendingChunk
     token_ids : mapping of str to tuple of int
-        Stand-alone ids by key.
+        Stand-alone ids of the chunks and of their neighbours, by key.
     header : sequence of int
     separator : sequence of int
-        What stands between chunks.
+        What stands behind every chunk.
     max_tokens : int
         Most tokens behind the header.
+    lead_tokens : int
+        Most tokens of neighbours before a small group.
 
     Returns
     -------
     list of PromptChunks
-        One for 25 chunks, at most 16, each of other chunks. None of fewer than 64 chunks, nor where fewer than two
-        prompts have a chunk before another: they teach nothing.
+        The group's chunks are the last ones of each. None of a chunk that nothing fits before: they would show nothing.
     """
-    if len(chunks) < LEAST_CHUNKS:
+    keys = [chunk.key for chunk in group]
+    room = min(lead_tokens, max_tokens - sum(len(chunk.token_ids) + len(separator) for chunk in group))
+    lead = _lead(group, token_ids, room, len(separator))
+    if len(lead) + len(keys) < 2:
         return []
-    # Keys are hashes, so their order is nobody's.
-    left = {chunk.key: chunk for chunk in sorted(chunks, key=lambda chunk: chunk.key)}
-    groups = (_take_group(left) for _ in range(min(_MOST_PROMPTS, len(chunks) // _CHUNKS_FOR_A_PROMPT)))
-    prompts = [_prompt(group, token_ids, header, separator, max_tokens) for group in groups]
-    teaching = [prompt for prompt in prompts if len(prompt.segments) > 1]
-    return teaching if len(teaching) > 1 else []
+    orders = dict.fromkeys((tuple(keys), tuple(reversed(keys))))
+    return [_prompt((*lead, *order), token_ids, header, separator) for order in orders]
 
 
-def _take_group(left: dict[str, PendingChunk]) -> list[str]:
-    """Take a chunk away, its neighbours, theirs and so on, and others where those are not among the chunks left."""
-    group, waiting = list[str](), deque[str]()
-    while len(group) < _CHUNKS_PER_PROMPT and left:
-        key = waiting.popleft() if waiting else next(iter(left))
-        if key in left:
-            group.append(key)
-            waiting.extend(left.pop(key).neighbours)
-    return sorted(group)
+def _lead(
+    group: Sequence[PendingChunk], token_ids: Mapping[str, tuple[int, ...]], room: int, separator_tokens: int
+) -> list[str]:
+    """Return neighbours that stand before a small group, as many as are wanted and fit."""
+    lead, inside = list[str](), {chunk.key for chunk in group}
+    for key in dict.fromkeys(key for chunk in group for key in chunk.neighbours if key not in inside):
+        tokens = len(token_ids[key]) + separator_tokens
+        if len(lead) + len(group) < LEAST_TOGETHER and tokens <= room:
+            lead.append(key)
+            room -= tokens
+    return lead
 
 
 def _prompt(
-    keys: Sequence[str], token_ids: Mapping[str, tuple[int, ...]], header: Sequence[int], separator: Sequence[int],
-    max_tokens: int,
-) -> PromptChunks:  # fmt: skip
+    keys: Sequence[str], token_ids: Mapping[str, tuple[int, ...]], header: Sequence[int], separator: Sequence[int]
+) -> PromptChunks:
     ids, segments = list(header), list[Segment]()
     for key in keys:
         start = len(ids)
-        if start - len(header) + len(token_ids[key]) > max_tokens:
-            continue
         ids += token_ids[key]
         segments.append(Segment(start, len(ids), key))
         ids += separator

@@ -50,11 +50,6 @@ class PromptChunks:
     ids: tuple[int, ...]
     segments: tuple[Segment, ...]
 
-    @property
-    def keys(self) -> frozenset[str]:
-        """Keys of its chunks."""
-        return frozenset(str(segment.key) for segment in self.segments)
-
     def before(self, number: int) -> tuple[str, ...]:
         """Return the keys of the chunks before one of them, in order, each once."""
         return tuple(dict.fromkeys(one.key for one in self.segments[:number] if one.key is not None))

@@ -39,7 +39,7 @@ class IngestReport:
     tokens : int
         Tokens prefilled.
     neighbour_tokens : int
-        Tokens of similar chunks that had to be prefilled for preprocessing, since their KV is not stored exactly.
+        Tokens of similar chunks that had to be computed beside those that were preprocessed.
     bytes_written : int
         Bytes of files written.
     seconds : float

@@ -104,7 +104,7 @@ class FirstPass:
         report.bytes_written += counts.nbytes
 
     def _note(self, batch: Sequence[PendingChunk], stored: Sequence[StoredChunk]) -> None:
-        position = len(self._facts.header_ids)
+        position = self._facts.header_tokens
         self._store.shared.note(
             StoredElsewhere(
                 ChunkRow(chunk.key, self._identity, chunk.text, chunk.token_ids, position, one.nbytes),

@@ -24,8 +24,6 @@ from fused_kv_llm.offline import (
     PrefillCost,
     PreprocessingPlan,
     Preprocessor,
-    PromptChunks,
-    ShiftMap,
 )
 from fused_kv_llm.serving import loop_of
 
@@ -43,11 +41,9 @@ class CorpusFacts:
         What people call it.
     max_tokens : int
         Tokens that fit behind the header.
-    header_ids, separator_ids : tuple of int
-        What stands before every chunk, and between two of a prompt.
+    header_tokens, separator_tokens : int
+        Tokens before every chunk, and between two of a prompt.
     kv_bytes_per_token : int
-    has_shift_map : bool
-        Whether a shift map can be fitted for the model.
     dtype, kv_dtype : str
         What it computes in, and what is stored.
     """
@@ -55,10 +51,9 @@ class CorpusFacts:
     identity: KVIdentity
     about: str
     max_tokens: int
-    header_ids: tuple[int, ...]
-    separator_ids: tuple[int, ...]
+    header_tokens: int
+    separator_tokens: int
     kv_bytes_per_token: int
-    has_shift_map: bool
     dtype: str
     kv_dtype: str
 
@@ -104,7 +99,6 @@ class PrefillActor:
 
     def __init__(self, options: dict[str, Any], store_options: dict[str, Any]) -> None:
         self._options, self._store_options = options, store_options
-        self._is_settled = False
 
     def start(self) -> CorpusFacts:
         """Load the model, and return what the driver has to know of it.
@@ -128,7 +122,7 @@ class PrefillActor:
         self._preprocessor = None if similarity is None else Preprocessor(
             loaded, store, parts.prefix, planner, replace(similarity, folder=None), owner
         )  # fmt: skip
-        return self._facts(parts, room, fits=similarity is not None and not similarity.replaces)
+        return self._facts(parts, room)
 
     def describe(self, texts: Sequence[str]) -> list[tuple[int, ...] | str]:
         """Return the stand-alone token ids of texts, or why a text cannot have any."""
@@ -169,46 +163,19 @@ class PrefillActor:
             )
         return [StoredChunk(key, rows[key].nbytes, key not in there) for key in keys]
 
-    def fit(self, plan: PreprocessingPlan, prompts: Sequence[PromptChunks]) -> bytes:
-        """Fit the shift map to prompts, and return the content of its file.
-
-        Raises
-        ------
-        StoreError
-            If the shared store or the disk cannot be used.
-        """
-        self._bring(plan)
-        return self._second_pass.fit(plan, prompts).to_bytes()
-
-    def takes(self, plan: PreprocessingPlan, shift_map: bytes) -> bool:
-        """Whether the file of a shift map is sound and fits the model; `plan` has a chunk to compare it with.
-
-        Raises
-        ------
-        StoreError
-            If the shared store or the disk cannot be used.
-        """
-        self._bring(plan)
-        return self._second_pass.takes(plan, shift_map)
-
-    def preprocess(self, plan: PreprocessingPlan, shift_map: bytes | None) -> Preprocessed:
-        """Preprocess chunks behind their contexts and store what that makes.
+    def preprocess(self, plan: PreprocessingPlan) -> Preprocessed:
+        """Preprocess chunks together and store what that makes.
 
         Parameters
         ----------
         plan : PreprocessingPlan
             One batch.
-        shift_map : bytes or None
-            The file of the map that corrects shifts, the same in every call; None corrects nothing.
 
         Raises
         ------
         StoreError
             If the shared store or the disk cannot be used; it can be called again.
         """
-        if not self._is_settled:
-            self._second_pass.settle(None if shift_map is None else ShiftMap.from_bytes(shift_map))
-            self._is_settled = True
         self._bring(plan)
         written: dict[str, int] = {}
         tokens = self._second_pass.run(plan, lambda chunk, n: written.__setitem__(chunk.key, n), lambda: False)
@@ -227,20 +194,20 @@ class PrefillActor:
         return self._preprocessor
 
     def _bring(self, plan: PreprocessingPlan) -> None:
-        """Have the plain KV of a plan's chunks and of those in their contexts on the disk."""
-        wanted = dict.fromkeys(key for chunk in plan.chunks for key in (chunk.key, *chunk.neighbours))
+        """Have the plain KV that a batch needs on the disk: of its chunks, or of those that stand before them."""
+        replaces = self._second_pass.replaces
+        wanted = dict.fromkeys(key for one in plan.chunks for key in (one.key, *(one.neighbours if replaces else ())))
         self._store.shared.bring(list(wanted))
 
-    def _facts(self, parts: EngineParts, room: int, *, fits: bool) -> CorpusFacts:
+    def _facts(self, parts: EngineParts, room: int) -> CorpusFacts:
         loaded = parts.loaded
         return CorpusFacts(
             parts.namespace,
             parts.store.namespaces.names().get(parts.identity, loaded.model_id),
             room,
-            parts.prefix.token_ids,
-            self._planner.chunk(BETWEEN_CHUNKS).token_ids,
+            len(parts.prefix.token_ids),
+            len(self._planner.chunk(BETWEEN_CHUNKS).token_ids),
             loaded.geometry.kv_bytes_per_token(loaded.dtype),
-            fits and loaded.geometry.attends_cache,
             parts.dtype,
             parts.kv_dtype,
         )

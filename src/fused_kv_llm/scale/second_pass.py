@@ -1,4 +1,4 @@
-"""The second pass of a distributed ingestion, as the driver sees it: neighbours, the shift map, and the batches."""
+"""The second pass of a distributed ingestion, as the driver sees it: neighbours and batches."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from fused_kv_llm.offline import (
     PreprocessingPlanner,
     Similarity,
     context_batches,
+    group_tokens,
     progress_bar,
-    prompts_of_chunks,
-    shift_map_name,
+    similar_groups,
 )
-from fused_kv_llm.paths import write_atomically
 from fused_kv_llm.prompt import content_hash
 from fused_kv_llm.report import IngestReport
 from fused_kv_llm.store import KVStore, StoredElsewhere
@@ -27,7 +26,6 @@ from fused_kv_llm.store import KVStore, StoredElsewhere
 from .actor_pool import ActorPool
 from .neighbours import ShardedSearch
 from .prefill_actor import CorpusFacts, Preprocessed
-from .resources import import_ray
 
 __all__ = ["SecondPass"]
 
@@ -44,7 +42,7 @@ class SecondPass:
     similarity : Similarity
         How similar chunks are found; the search among their vectors is done by Ray tasks.
     batch_tokens : int or None
-        Most tokens of a batch, if fewer than this pass has anyway.
+        Most tokens of a batch behind contexts (``"fusionrag"``), if fewer than this pass has anyway.
     """
 
     def __init__(
@@ -60,9 +58,7 @@ class SecondPass:
         self._identity = facts.identity.digest
         catalog = ChunkCatalog(store, self._identity)
         searched = replace(similarity, search=similarity.search or ShardedSearch())
-        self._plans = PreprocessingPlanner(
-            store, catalog, self._identity, facts.max_tokens, searched, len(facts.separator_ids)
-        )
+        self._plans = PreprocessingPlanner(store, catalog, self._identity, facts.max_tokens, searched)
 
     def run(self, report: IngestReport, *, refresh: bool, progress: bool) -> None:
         """Preprocess what is not preprocessed yet.
@@ -99,50 +95,16 @@ class SecondPass:
             report.preprocessing_seconds = time.perf_counter() - started
 
     def _preprocess(self, plan: PreprocessingPlan) -> Iterator[tuple[PreprocessingPlan, Preprocessed]]:
-        facts = self._facts
-        separator = 0 if self._similarity.replaces else len(facts.separator_ids)
-        together = context_batches(
-            plan.chunks, lambda: self._batch_tokens, plan.token_ids, facts.kv_bytes_per_token, separator
-        )
-        planned = [replace(_part(plan, batch), is_batch=True) for batch in together]
-        shift_map = import_ray().put(self._shift_map(plan))
-        for number, done in self._pool.run("preprocess", ((batch, shift_map) for batch in planned)):
+        planned = [replace(_part(plan, batch), is_batch=True) for batch in self._batches(plan)]
+        for number, done in self._pool.run("preprocess", ((batch,) for batch in planned)):
             yield planned[number], done
 
-    def _shift_map(self, plan: PreprocessingPlan) -> bytes | None:
-        """Return the corpus's map: the store's, or one that an actor fits now; None where there are too few chunks.
-
-        A file that is damaged, or a map of another shape, is replaced.
-        """
-        if not self._facts.has_shift_map:
-            return None
-        name = shift_map_name(self._identity, self._similarity.count)
-        known, path = self._store.shared.read_file(name), self._store.kv_dir / name
-        if known is not None and self._takes(plan, known):
-            return known
-        # Of an ingestion by one process.
-        local = path.read_bytes() if path.exists() else None
-        if local is not None and local != known and self._takes(plan, local):
-            self._store.shared.write_file(name, local)
-            return local
-        facts = self._facts
-        prompts = prompts_of_chunks(
-            plan.chunks, plan.token_ids, facts.header_ids, facts.separator_ids, facts.max_tokens
-        )
-        if not prompts:
-            return None
-        keys = {segment.key for prompt in prompts for segment in prompt.segments}
-        part = _part(plan, [chunk for chunk in plan.chunks if chunk.key in keys])
-        made: bytes = self._pool.call("fit", part, prompts)
-        self._store.shared.write_file(name, made)
-        # Engines over this folder use it too, and fit none of their own.
-        write_atomically(path, made)
-        return made
-
-    def _takes(self, plan: PreprocessingPlan, shift_map: bytes) -> bool:
-        # The driver has no model, and so does not know the shape that a map must have.
-        takes: bool = self._pool.call("takes", _part(plan, plan.chunks[:1]), shift_map)
-        return takes
+    def _batches(self, plan: PreprocessingPlan) -> Iterator[list[PendingChunk]]:
+        facts, per_token = self._facts, self._facts.kv_bytes_per_token
+        if self._similarity.replaces:
+            return context_batches(plan.chunks, lambda: self._batch_tokens, plan.token_ids, per_token)
+        most = group_tokens(facts.max_tokens, per_token)
+        return similar_groups(plan.chunks, most, facts.separator_tokens)
 
     def _note(
         self,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fused_kv_llm.chunk import ContentHash
-from fused_kv_llm.errors import ChunkDamagedError, ConfigError, StoreUnavailableError
+from fused_kv_llm.errors import ChunkDamagedError, StoreUnavailableError
 from fused_kv_llm.store.audit import CheckReport, Progress, check_remote
 from fused_kv_llm.store.format import check_key, file_name
 from fused_kv_llm.store.index import ChunkRow, Place
@@ -17,10 +16,9 @@ from fused_kv_llm.store.read import as_file, verify_chunk
 from fused_kv_llm.store.refresh import RefreshReport
 from fused_kv_llm.store.remote import RemoteTier
 
-__all__ = ["SharedTier", "StoredElsewhere", "is_shared_file"]
+__all__ = ["SharedTier", "StoredElsewhere"]
 
 _PRESENT_NBYTES = 8
-_SHARED_FILE = re.compile(r"shift-map-[0-9a-f]{16}-[0-9]+\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +38,6 @@ class StoredElsewhere:
     row: ChunkRow
     content: ContentHash
     sidecars: Mapping[str, int] = field(default_factory=dict)
-
-
-def is_shared_file(name: str) -> bool:
-    """Whether an object of a remote tier is a file that belongs to no chunk, such as a shift map."""
-    return _SHARED_FILE.fullmatch(name) is not None
 
 
 class SharedTier:
@@ -189,27 +182,7 @@ class SharedTier:
         else:
             self._parts.check_open()
         parts = self._parts
-        return check_remote(
-            parts.folder, parts.index, parts.codec, self._remote(), is_shared_file, fix=fix, progress=progress
-        )
-
-    def read_file(self, name: str) -> bytes | None:
-        """Return a file that belongs to no chunk; None if it is not there.
-
-        Raises
-        ------
-        ConfigError
-            The name is not one of such files.
-        StoreUnavailableError
-            There is no remote tier, or it cannot be used.
-        """
-        self._parts.check_open()
-        return self._remote().get([_checked(name)]).get(name)
-
-    def write_file(self, name: str, data: bytes) -> None:
-        """Write a file that belongs to no chunk; raises as :meth:`read_file`."""
-        self._parts.check_writable()
-        self._remote().put(_checked(name), [memoryview(data)])
+        return check_remote(parts.folder, parts.index, parts.codec, self._remote(), fix=fix, progress=progress)
 
     def _remote(self) -> RemoteTier:
         if self._parts.tier is None:
@@ -240,9 +213,3 @@ class SharedTier:
             if self._parts.writer.write(row, header.content, [data], float(header.num_tokens)):
                 with self._parts.index.transaction():
                     self._parts.index.ledger.move(key, Place(on_disk=True, on_remote=True))
-
-
-def _checked(name: str) -> str:
-    if not is_shared_file(name):
-        raise ConfigError(f"{name!r} is not the name of a file beside the chunks, such as a shift map's.")
-    return name

@@ -97,7 +97,6 @@ def check_remote(
     index: ChunkIndex,
     codec: FileCodec,
     remote: RemoteTier,
-    is_ours: Callable[[str], bool],
     *,
     fix: bool,
     progress: Progress | None = None,
@@ -109,8 +108,6 @@ def check_remote(
     folder, index, codec : StoreFolder, ChunkIndex, FileCodec
         The store's.
     remote : RemoteTier
-    is_ours : callable
-        Whether a name that is no chunk's is nevertheless one of the store's.
     fix : bool
         Whether to mend.
     progress : callable or None
@@ -129,7 +126,7 @@ def check_remote(
     if fix:
         check_files_key(folder, codec)
     audit = Audit(folder, index, codec, fix=fix, take_other_keys=False)
-    RemoteAudit(audit, remote, is_ours).run(progress)
+    RemoteAudit(audit, remote).run(progress)
     return audit.report
 
 

@@ -6,7 +6,7 @@ things. Other machines that use the tier notice what was mended when they next c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from fused_kv_llm.errors import ChunkDamagedError, ChunkKeyError
 from fused_kv_llm.store.audit.audit import Audit
@@ -30,12 +30,10 @@ class RemoteAudit:
     audit : Audit
         Receives the findings.
     remote : RemoteTier
-    is_ours : callable
-        Whether a name that is no chunk's is nevertheless one of the store's.
     """
 
-    def __init__(self, audit: Audit, remote: RemoteTier, is_ours: Callable[[str], bool]) -> None:
-        self._audit, self._remote, self._is_ours = audit, remote, is_ours
+    def __init__(self, audit: Audit, remote: RemoteTier) -> None:
+        self._audit, self._remote = audit, remote
         self._index = audit.index
         self._damaged: set[str] = set()
         self._sides: dict[str, dict[str, int]] = {}
@@ -97,9 +95,8 @@ class RemoteAudit:
             self._audit.found("orphaned", self._path(name), detail, "add the row", lambda: self._learn(row, header))
 
     def _foreign(self, name: str) -> None:
-        if not self._is_ours(name):
-            detail, action = "its name is not one of a chunk's", "leave it: it may be somebody else's"
-            self._audit.found("foreign", self._path(name), detail, action, lambda: True, left=True)
+        detail, action = "its name is not one of a chunk's", "leave it: it may be somebody else's"
+        self._audit.found("foreign", self._path(name), detail, action, lambda: True, left=True)
 
     def _learn(self, row: ChunkRow, header: ChunkHeader) -> bool:
         with self._index.transaction():

@@ -1,0 +1,80 @@
+"""Prefilling groups of similar chunks as prompts, to see what chunks before a chunk change in its KV."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from fused_kv_llm.chunk import ChunkKV
+from fused_kv_llm.context_shift import place_weight
+from fused_kv_llm.model import LoadedModel, ModelOwner, PrefixKV
+
+from .batches import PendingChunk
+from .corpus import CorpusPlanner
+from .preprocessing_plan import PreprocessingPlan
+from .shift_prompts import BETWEEN_CHUNKS, group_tokens, prompts_of_group, similar_groups
+from .true_kv import true_kv
+from .variant_builder import PromptChunks
+
+__all__ = ["SeenKV", "ShiftPrefill"]
+
+SeenKV = list[tuple[ChunkKV, float]]
+"""A chunk's KV in prompts, moved to where its plain KV is, and the weight of its place in each."""
+
+
+class ShiftPrefill:
+    """Computes chunks as full prefill does in prompts of their group, in pieces that give way to requests.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+    prefix : PrefixKV
+        What stands before every prompt.
+    owner : ModelOwner
+        Computes the pieces, between those of requests.
+    planner : CorpusPlanner
+
+    Attributes
+    ----------
+    neighbour_tokens : int
+        Tokens of chunks that were computed before a small group only.
+    """
+
+    def __init__(self, loaded: LoadedModel, prefix: PrefixKV, owner: ModelOwner, planner: CorpusPlanner) -> None:
+        self._loaded, self._prefix, self._owner = loaded, prefix, owner
+        self._max_tokens = planner.max_tokens
+        self._group_tokens = group_tokens(planner.max_tokens, loaded.geometry.kv_bytes_per_token(loaded.dtype))
+        self._separator = planner.chunk(BETWEEN_CHUNKS).token_ids
+        self.neighbour_tokens = 0
+
+    def run(self, plan: PreprocessingPlan, stopped: Callable[[], bool]) -> Iterator[list[tuple[PendingChunk, SeenKV]]]:
+        """Yield the chunks of a plan as they are in the prompts of their group, group by group.
+
+        Parameters
+        ----------
+        plan : PreprocessingPlan
+        stopped : callable
+            Asked before every piece.
+
+        Raises
+        ------
+        StoppedError
+            If it was stopped; the group under way is computed again by the next run.
+        """
+        header, separator, most = self._prefix.token_ids, self._separator, self._group_tokens
+        for group in [plan.chunks] if plan.is_batch else similar_groups(plan.chunks, most, len(separator)):
+            seen: dict[str, SeenKV] = {}
+            for prompt in prompts_of_group(group, plan.token_ids, header, separator, self._max_tokens, most):
+                for key, kv, weight in self._seen(prompt, len(group), stopped):
+                    seen.setdefault(key, []).append((kv, weight))
+            yield [(chunk, seen[chunk.key]) for chunk in group if chunk.key in seen]
+
+    def _seen(
+        self, prompt: PromptChunks, group_chunks: int, stopped: Callable[[], bool]
+    ) -> Iterator[tuple[str, ChunkKV, float]]:
+        """Yield the keys of the last chunks of a prompt, their KV in it and the weights of their places."""
+        before, places = prompt.segments[:-group_chunks], prompt.segments[-group_chunks:]
+        self.neighbour_tokens += sum(place.num_tokens for place in before)
+        ids, home = prompt.ids[: places[-1].stop], len(self._prefix.token_ids)
+        found = true_kv(self._loaded, self._owner, ids, places, home, stopped)
+        for place, kv in zip(places, found, strict=True):
+            yield str(place.key), kv, place_weight(place.start - home, place.num_tokens)

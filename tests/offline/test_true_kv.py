@@ -1,0 +1,38 @@
+"""The KV of a prompt's chunks is full prefill's, moved to where plain KV stands."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import smollm2_tokenizer, tiny_model
+
+from fused_kv_kernels import rerotate_keys
+from fused_kv_llm.model import LoadedModel, load_model
+from fused_kv_llm.offline.true_kv import true_kv
+from fused_kv_llm.prompt import Segment
+from fused_kv_llm.serving import loop_of
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return load_model(tiny_model(), tokenizer=smollm2_tokenizer())
+
+
+@pytest.mark.parametrize("pieces", [True, False], ids=["two pieces", "one piece"])
+def test_true_kv_is_what_the_model_computes(loaded: LoadedModel, pieces: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if pieces:
+        monkeypatch.setattr("fused_kv_llm.offline.true_kv._PIECE_TOKENS", 7)
+    ids, home = list(range(20, 34)), 2
+    segments = [Segment(2, 6, "one"), Segment(8, 13, "two")]
+    found = true_kv(loaded, loop_of(loaded.model), ids, segments, home, lambda: False)
+    with torch.inference_mode():
+        layers = loaded.model(torch.tensor([ids]), use_cache=True).past_key_values.layers
+    for kv, segment in zip(found, segments, strict=True):
+        tables = loaded.geometry.tables(torch.tensor([segment.start - home]))
+        assert kv.token_ids == tuple(ids[segment.start : segment.stop])
+        for number, layer in enumerate(layers):
+            place = slice(segment.start, segment.stop)
+            torch.testing.assert_close(
+                rerotate_keys(kv.keys[number], tables[number]), layer.keys[0, :, place], rtol=1e-4, atol=1e-4
+            )
+            torch.testing.assert_close(kv.values[number], layer.values[0, :, place], rtol=1e-4, atol=1e-4)
