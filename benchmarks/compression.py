@@ -26,9 +26,8 @@ import torch
 from environment import environment
 from evaluation.measure import measure
 from evaluation.methods import FULL, Method
-from evaluation.questions import Question, read_corpus, read_questions
+from evaluation.questions import Question, read_questions
 from evaluation.records import RecordFile, read_records, settings_digest
-from evaluation.run import neighbours_in
 from evaluation.setting import Setting
 from evaluation.summary import bootstrap
 from rich.progress import track
@@ -63,13 +62,11 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def build(loaded: LoadedModel, data: Path, questions: list[Question], kv_dir: Path) -> list[ChunkRow]:
+def build(loaded: LoadedModel, questions: list[Question], kv_dir: Path) -> list[ChunkRow]:
     """Prefill the passages that stand in prompts, and store what came of it in every dtype; return the rows."""
     used = list(dict.fromkeys(text for question in questions for text in question.passages))
-    corpus = [text.strip() for text in read_corpus(data)]
     with FusedKVEngine(loaded, kv_dir=kv_dir / "auto", store_misses=False, prefix_cache_bytes=0) as engine:
-        near = neighbours_in(list(dict.fromkeys(corpus)), used, engine.config.neighbours, kv_dir)
-        print(engine.build_kv_cache(used, neighbours=near, preprocess="wait").summary())
+        print(engine.build_kv_cache(used, preprocess="wait").summary())
         keys = engine.store.keys(engine.identity)
         rows = list(engine.store.rows(keys).values())
         for storage in STORAGE_DTYPES:
@@ -176,7 +173,7 @@ def main() -> None:
     kv_dir.mkdir(parents=True, exist_ok=True)
     questions = read_questions(args.data, args.questions, args.passages)
     loaded = load_model(args.model, dtype=args.dtype)
-    rows = build(loaded, args.data, questions, kv_dir)
+    rows = build(loaded, questions, kv_dir)
     digest = settings_digest(
         data=args.data.stem, model=loaded.fingerprint, dtype=str(loaded.dtype), passages=args.passages
     )

@@ -4,9 +4,10 @@
 
 The grid (``evaluation/grid.py``) has two models, three sets and RULER's tasks, two wordings, five and ten chunks,
 chunks of one passage and of 600 tokens, four ratios. It is sampled: first a few questions of everything, then more.
-Passages of other questions are ingested before, so that there is a shift map. Records are appended question by question
-and the summary is written after every cell, so that the run can be stopped at any time; the same command goes on. Chunk
-orders are shuffled, and the questions are the held-back third (``--part``).
+The passages of other questions are ingested with those that are asked, so that a chunk is preprocessed with others
+than those of its prompts. Records are appended question by question and the summary is written after every cell, so
+that the run can be stopped at any time; the same command goes on. Chunk orders are shuffled, and the questions are the
+held-back third (``--part``).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import sys
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -29,7 +31,6 @@ from evaluation.records import RecordFile
 from evaluation.ruler import TASKS, make_ruler
 from evaluation.rules import all_rules, base_name
 from evaluation.run import Bench, missing, open_bench
-from evaluation.setting import Setting
 from gemma import model_source
 
 from fused_kv_llm.config import EngineConfig
@@ -37,8 +38,8 @@ from fused_kv_llm.errors import FusedKVError
 from fused_kv_llm.model import load_model
 
 _RULER_QUESTIONS = 10
-_MAP_QUESTIONS = 40
-"""Questions of the other part, on whose passages the shift map is fitted."""
+_OTHER_QUESTIONS = 20
+"""Questions of a set whose passages are ingested with those of the questions that are asked."""
 
 
 def parse() -> argparse.Namespace:
@@ -107,7 +108,9 @@ class Run:
 
     def _ingest(self, cell: Cell, bench: Bench, path: Path, questions: list[Question]) -> None:
         selectors = list(dict.fromkeys(base_name(rule) for rule in self._args.rules))
-        for name, report in bench.ingest(path, questions, cell.setting, selectors).items():
+        others = replace(cell.setting, part="all", corpus="used")
+        corpus = [*questions, *others.questions(path, _OTHER_QUESTIONS, bench.engine)]
+        for name, report in bench.ingest(path, corpus, others, selectors).items():
             if chunks := report.chunks_new or report.chunks_preprocessed:
                 seconds = report.seconds if name == "none" else report.seconds + report.preprocessing_seconds
                 self._log.append({"kind": "ingestion", "model": cell.model, "preprocessing": name, "chunks": chunks,
@@ -118,18 +121,8 @@ class Run:
             self._stack.close()
             loaded = load_model(model_source(model))
             bench = open_bench(self._stack, loaded, self._args.kv_dir, self._preprocessings)
-            self._fit_shift_map(bench)
             self._bench = model, bench
         return self._bench[1]
-
-    def _fit_shift_map(self, bench: Bench) -> None:
-        """Ingest so many chunks at once that the shift map is fitted, as a user's corpus is; a cell has too few."""
-        others = Setting(passages=10, part="dev" if self._args.part == "held" else "held")
-        questions = others.questions(self._args.data / "hotpotqa_train100.jsonl", _MAP_QUESTIONS, bench.engine)
-        texts = [text for question in questions for text in question.passages]
-        # Of all preprocessings: a cell would do it otherwise, and its ingestion be said to take as long.
-        for engine in bench.engines.values():
-            engine.build_kv_cache(texts, preprocess="wait")
 
     def _path(self, cell: Cell) -> Path:
         if not cell.data.startswith("ruler_"):

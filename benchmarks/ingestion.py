@@ -4,8 +4,7 @@
 
 "bare" is plain transformers over the same length-sorted, padded batches, with nothing before the chunks and
 nothing kept. "none" is an ingestion without preprocessing, "similar" both passes of one with it; finding the neighbours
-is timed by itself. ``predicted_factor`` is what "similar" should cost over "none" by the floating point operations of
-its projections, MLPs and attention; ``measured_factor`` is what it does cost.
+is timed by itself. ``measured_factor`` is what "similar" costs over "none".
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from fused_kv_llm.offline import SentenceEmbedder
 from fused_kv_llm.offline.batches import PendingChunk
 from fused_kv_llm.offline.neighbours import find_neighbours
 from fused_kv_llm.offline.prefill import BATCH_TOKENS
-from fused_kv_llm.offline.preprocessing_plan import CONTEXT_CHUNKS
 
 
 def length_sorted_batches(chunks: list[PendingChunk], max_tokens: int) -> Iterator[list[PendingChunk]]:
@@ -54,29 +52,6 @@ def bare_seconds(plain: torch.nn.Module, chunks: list[PendingChunk]) -> float:
         with torch.inference_mode():
             plain(ids, use_cache=False, logits_to_keep=1)
     return time.perf_counter() - started
-
-
-def prefill_flops(loaded: LoadedModel, num_tokens: int, num_before: int) -> float:
-    """Return the floating point operations of the layers for a chunk's tokens after others."""
-    layers, config = loaded.model.get_decoder().layers, loaded.model.config
-    linear: float = 2.0 * num_tokens * sum(parameter.numel() for parameter in layers.parameters())
-    width = int(config.num_attention_heads) * loaded.geometry.room.key_dim
-    return linear + 4.0 * len(layers) * width * num_tokens * (num_before + (num_tokens + 1) / 2)
-
-
-def predicted_factor(engine: FusedKVEngine, near: dict[str, tuple[str, ...]]) -> float:
-    """Return the work of plain and shifted prefills over that of plain ones."""
-    header = len(engine.renderer.header_ids)
-    tokens = {text: len(engine.token_ids(text)) for text in near}
-    plain = sum(prefill_flops(engine.loaded, count, header) for count in tokens.values())
-    shifted = sum(
-        prefill_flops(
-            engine.loaded, tokens[text], header + sum(tokens[other] for other in others[i : i + CONTEXT_CHUNKS])
-        )
-        for text, others in near.items()
-        for i in range(0, len(others), CONTEXT_CHUNKS)
-    )
-    return (plain + shifted) / plain
 
 
 def ingest(
@@ -104,7 +79,6 @@ def main() -> None:
     neighbours_s = time.perf_counter() - started
     with FusedKVEngine(loaded, kv_dir=tempfile.mkdtemp(prefix="fused-kv-ingest-"), store_misses=False) as engine:
         chunks = [PendingChunk("", text, tuple(engine.token_ids(text))) for text in passages]
-        factor = predicted_factor(engine, near)
     bare_seconds(plain, chunks[:8])
     ingest(loaded, "similar", passages[:8], near)
     seconds: dict[str, list[float]] = {"bare": [], "none": [], "similar": []}
@@ -125,7 +99,6 @@ def main() -> None:
         "neighbours_s": neighbours_s,
         "seconds": seconds,
         "chunks_per_minute": {name: 60 * len(passages) / value for name, value in best.items()},
-        "predicted_factor": factor,
         "measured_factor": best["similar"] / best["none"],
     }
     args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

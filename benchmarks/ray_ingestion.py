@@ -97,7 +97,7 @@ def by_one_process(texts: list[str], folder: Path, options: dict[str, Any]) -> d
     started = time.perf_counter()
     with FusedKVEngine(MODEL, kv_dir=folder, **options) as engine:
         report = engine.build_kv_cache(texts, preprocess="wait")
-    files = [*folder.glob("chunks/*/*.safetensors"), *folder.glob("shift-map-*")]
+    files = [*folder.glob("chunks/*/*.safetensors")]
     digests = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
     nbytes = sum(file.stat().st_size for file in files)
     return {

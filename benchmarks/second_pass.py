@@ -1,11 +1,10 @@
-"""The second pass of ingestion beside the first: seconds of both, by how many similar chunks are used.
+"""The second pass of ingestion beside the first: seconds of both.
 
     python benchmarks/second_pass.py --data ../shared/data/corpus_squad.jsonl --chunks 400
 
 Chunks are stored without preprocessing in a fresh folder (the first pass), then preprocessed (the second pass, with the
-embedding of their texts, the search for neighbours, the shift map, and writing). Each number of neighbours has a folder
-and an engine of its own; the model and the embedder are loaded and warm. The total over the first pass is what
-preprocessing makes of ingestion's time.
+embedding of their texts, the search for neighbours, and writing). The model and the embedder are loaded and warm. The
+total over the first pass is what preprocessing makes of ingestion's time.
 """
 
 from __future__ import annotations
@@ -29,16 +28,15 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="JSON lines with a field text")
     parser.add_argument("--chunks", type=int, default=400)
-    parser.add_argument("--neighbours", type=int, nargs="+", default=[3, 9])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "second_pass_cpu.json")
     return parser.parse_args()
 
 
-def measure(loaded: Any, embedder: SentenceEmbedder, texts: list[str], neighbours: int) -> dict[str, Any]:
+def measure(loaded: Any, embedder: SentenceEmbedder, texts: list[str]) -> dict[str, Any]:
     """Ingest texts in a fresh folder; return the seconds of both passes and the bytes written."""
     with (
         tempfile.TemporaryDirectory(prefix="fused-kv-second-pass-") as folder,
-        FusedKVEngine(loaded, kv_dir=folder, num_neighbours=neighbours, embedder=embedder) as engine,
+        FusedKVEngine(loaded, kv_dir=folder, embedder=embedder) as engine,
     ):
         started = time.perf_counter()
         first = engine.build_kv_cache(texts, preprocess="later", progress=False)
@@ -46,7 +44,7 @@ def measure(loaded: Any, embedder: SentenceEmbedder, texts: list[str], neighbour
         second = engine.build_kv_cache(texts, preprocess="wait", progress=False)
         total_s = time.perf_counter() - started
     return {
-        "neighbours": neighbours, "chunks": first.chunks_new, "tokens": first.tokens,
+        "chunks": first.chunks_new, "tokens": first.tokens,
         "preprocessed": second.chunks_preprocessed, "first_pass_s": first_s, "total_s": total_s,
         "total_over_first": total_s / first_s, "bytes_first": first.bytes_written, "bytes_second": second.bytes_written,
     }  # fmt: skip
@@ -58,11 +56,10 @@ def main() -> None:
     lines = args.data.read_text(encoding="utf-8").splitlines()
     texts = [json.loads(line)["text"] for line in lines if line.strip()][: args.chunks]
     loaded, embedder = load_model("smollm2-135m"), SentenceEmbedder()
-    measure(loaded, embedder, texts[:80], 3)
-    rows = [measure(loaded, embedder, texts, neighbours) for neighbours in args.neighbours]
-    for row in rows:
-        print(row)
-    args.out.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    measure(loaded, embedder, texts[:80])
+    result = measure(loaded, embedder, texts)
+    print(result)
+    args.out.write_text(json.dumps({"environment": environment(), **result}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

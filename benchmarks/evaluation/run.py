@@ -13,8 +13,6 @@ from rich.progress import track
 
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.model import LoadedModel
-from fused_kv_llm.offline import SentenceEmbedder
-from fused_kv_llm.offline.neighbours import find_neighbours
 from fused_kv_llm.report import IngestReport
 
 from .measure import measure
@@ -24,7 +22,7 @@ from .records import RecordFile
 from .rules import rule_of
 from .setting import Setting
 
-__all__ = ["Bench", "missing", "neighbours_in", "open_bench"]
+__all__ = ["Bench", "missing", "open_bench"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +48,7 @@ class Bench:
     def ingest(
         self, path: Path, questions: Sequence[Question], setting: Setting, selectors: Sequence[str]
     ) -> dict[str, IngestReport]:
-        """Store the KV of the questions' chunks, and what the selectors read beside it; processes take turns.
+        """Store the KV of the corpus, and what the selectors read beside that of its chunks; processes take turns.
 
         Returns
         -------
@@ -59,12 +57,10 @@ class Bench:
         """
         used = list(dict.fromkeys(text for question in questions for text in question.passages))
         reports = {}
+        corpus = setting.corpus_texts(path, used, self.engine)
         with FileLock(self.kv_dir / "quality.lock"):
             for name, engine in self.engines.items():
-                # Neighbours come from the whole corpus of the set; KV is made of the chunks that stand in prompts.
-                corpus = [] if name == "none" else setting.neighbour_texts(path, used, engine)
-                near = neighbours_in(corpus, used, engine.config.neighbours, self.kv_dir) if corpus else None
-                reports[name] = engine.build_kv_cache(used, neighbours=near, preprocess="wait")
+                reports[name] = engine.build_kv_cache(corpus, preprocess="wait")
                 print(f"{path.stem}, {name}: {reports[name].summary()}")
                 for selector in selectors:
                     engine.build_anchors(used, selector=rule_of(selector))
@@ -92,12 +88,6 @@ class Bench:
                 return
             measured = measure(self.engines, question, [method for method in todo if method != FULL], setting)
             out.append(question.id, {method.key: record for method, record in measured.items()})
-
-
-def neighbours_in(corpus: list[str], used: list[str], count: int, kv_dir: Path) -> dict[str, tuple[str, ...]]:
-    """Return the most similar chunks of a set's corpus, as an ingestion of the whole of it would find them."""
-    texts = list(dict.fromkeys(text.strip() for text in used))
-    return find_neighbours(texts, corpus, count, SentenceEmbedder(), kv_dir / "vectors.sqlite")
 
 
 def missing(

@@ -31,7 +31,7 @@ class Setting:
     part : {"all", "dev", "held"}
         Which questions, see :func:`.questions.is_held_back`.
     corpus : {"all", "used"}
-        What neighbours are drawn from: the whole set, or the chunks that stand in prompts.
+        What is ingested: the passages of the whole set, or the chunks that stand in prompts.
     answer_tokens : int
         Tokens to generate for containment and its kin; 0 measures fidelity only.
     recall : bool
@@ -60,8 +60,8 @@ class Setting:
         chunks = self._chunks(path, engine)
         return read_questions(path, count, self.passages, self.order, part=self.part, chunks=chunks)
 
-    def neighbour_texts(self, path: Path, used: list[str], engine: FusedKVEngine) -> list[str]:
-        """Return the texts that neighbours are drawn from."""
+    def corpus_texts(self, path: Path, used: list[str], engine: FusedKVEngine) -> list[str]:
+        """Return the texts that are ingested."""
         chunks = self._chunks(path, engine)
         texts = used if self.corpus == "used" else chunks.values() if chunks else read_corpus(path)
         return list(dict.fromkeys(text.strip() for text in texts))
