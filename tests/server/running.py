@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import faulthandler
+import io
 import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import uvicorn
 from fastapi import FastAPI
 from waiting import wait_until
 
 from fused_kv_llm.server import ServerConfig
 from fused_kv_llm.server.connections import listening_options
+
+_SHUTDOWN_S = 120
 
 
 @contextmanager
@@ -29,7 +34,23 @@ def running(app: FastAPI, config: ServerConfig | None = None) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         server.should_exit = True
-        thread.join()
+        thread.join(_SHUTDOWN_S)
+        if thread.is_alive():
+            left = _what_is_left(server)
+            server.force_exit = True
+            pytest.fail(f"The server does not end. {left}")
+
+
+def _what_is_left(server: uvicorn.Server) -> str:
+    """Return what a server waits for, and write the stacks of all threads to stderr."""
+    faulthandler.dump_traceback(all_threads=True)
+    state = server.server_state
+    stacks = io.StringIO()
+    for task in list(state.tasks):
+        task.print_stack(file=stacks)
+    connections = list(state.connections)
+    told = [(one.conn.our_state, one.conn.their_state, (one.scope or {}).get("path")) for one in connections]
+    return f"Connections: {told}\nTasks:\n{stacks.getvalue()}"
 
 
 def events(text: str) -> list[Any]:
