@@ -9,10 +9,13 @@ from fused_kv_llm.offline.batches import PendingChunk
 from fused_kv_llm.offline.shift_prompts import (
     GROUP_CHUNKS,
     LEAST_TOGETHER,
+    MOST_AGAIN,
+    chunks_again,
     group_tokens,
-    prompts_of_group,
+    prompt_of_group,
     similar_groups,
 )
+from fused_kv_llm.offline.variant_builder import PromptChunks
 
 
 def chunk(number: int, tokens: int, neighbours: tuple[int, ...] = ()) -> PendingChunk:
@@ -41,7 +44,8 @@ def test_every_chunk_is_in_one_group_within_the_limits(lengths: list[int], most_
 
 def test_neighbours_are_of_one_group() -> None:
     """Two separate rings, whose chunks alternate."""
-    chunks = [chunk(number, 5, ((number + 2) % 40,)) for number in range(40)]
+    count = 2 * GROUP_CHUNKS
+    chunks = [chunk(number, 5, ((number + 2) % count,)) for number in range(count)]
     groups = list(similar_groups(chunks, 1000, 1))
     assert [{int(one.key) % 2 for one in group} for group in groups] == [{0}, {1}]
 
@@ -53,39 +57,52 @@ def test_a_chunk_whose_neighbours_are_preprocessed_already_is_not_mixed_with_oth
     assert list(similar_groups(ring, 1000, 1)) == [ring]
 
 
+INSTRUCTION = (80, 81, 82)
+
+
+def prompt(
+    group: list[PendingChunk], ids: dict[str, tuple[int, ...]], max_tokens: int = 1000, lead_tokens: int = 1000
+) -> PromptChunks | None:
+    return prompt_of_group(group, ids, (90, 91), INSTRUCTION, (92,), max_tokens, lead_tokens)
+
+
 def test_a_chunk_that_nothing_fits_before_shows_nothing() -> None:
     alone, long = chunk(0, 50, (1,)), chunk(1, 60)
-    assert prompts_of_group([alone], ids_of(alone, long), (90,), (92,), 100, 100) == []
+    assert prompt([alone], ids_of(alone, long), 100, 100) is None
 
 
-def test_what_stands_before_a_chunk_stands_behind_it_the_other_time() -> None:
-    group = [chunk(number, 3 + number) for number in range(5)]
-    forwards, backwards = prompts_of_group(group, ids_of(*group), (90, 91), (92,), 1000, 1000)
-    for prompt in (forwards, backwards):
-        assert prompt.ids[:2] == (90, 91)
-        for segment in prompt.segments:
-            assert prompt.ids[segment.start : segment.stop] == group[int(str(segment.key))].token_ids
-            assert prompt.ids[segment.stop] == 92
-    assert [one.key for one in forwards.segments] == [one.key for one in reversed(backwards.segments)]
+@given(lengths=st.lists(st.integers(1, 20), min_size=2, max_size=GROUP_CHUNKS), spare=st.integers(0, 6))
+def test_a_group_stands_behind_an_instruction_if_there_is_room(lengths: list[int], spare: int) -> None:
+    group = [chunk(number, tokens) for number, tokens in enumerate(lengths)]
+    made = prompt(group, ids_of(*group), sum(lengths) + len(lengths) + spare)
+    assert made is not None
+    begin = (90, 91, *(INSTRUCTION if spare >= len(INSTRUCTION) else ()))
+    assert made.ids == (*begin, *(token for one in group for token in (*one.token_ids, 92)))
+    for one, segment in zip(group, made.segments, strict=True):
+        assert (one.key, made.ids[segment.start : segment.stop]) == (segment.key, one.token_ids)
+    assert chunks_again(made, len(group)) == min(MOST_AGAIN, len(group) - 1)
 
 
 def test_a_small_group_stands_behind_neighbours_that_fit() -> None:
     stored = [chunk(number, 10 * number) for number in range(1, 6)]
     alone = chunk(0, 10, (1, 5, 2, 3, 4))
     ids = ids_of(alone, *stored)
-    (prompt,) = prompts_of_group([alone], ids, (90,), (92,), 1000, 1000)
-    assert [one.key for one in prompt.segments] == ["001", "005", "002", "000"]
-    assert len(prompt.segments) == LEAST_TOGETHER
-    (prompt,) = prompts_of_group([alone], ids, (90,), (92,), 60, 1000)
-    assert [one.key for one in prompt.segments] == ["001", "002", "000"], "the fifth is too long, and so is the third"
+    made = prompt([alone], ids)
+    assert made is not None
+    assert [one.key for one in made.segments] == ["001", "005", "002", "000"]
+    assert (len(made.segments), chunks_again(made, 1)) == (LEAST_TOGETHER, 0)
+    made = prompt([alone], ids, 60)
+    assert made is not None
+    assert [one.key for one in made.segments] == ["001", "002", "000"], "the fifth is too long, and so is the third"
 
 
 def test_a_long_chunk_does_not_stand_behind_long_ones() -> None:
     """Full prefill takes too long then, however much the model could see."""
     others = [chunk(number, tokens) for number, tokens in ((1, 9_000), (2, 3_000), (3, 3_000))]
     alone = chunk(0, 9_000, (1, 2, 3))
-    (prompt,) = prompts_of_group([alone], ids_of(alone, *others), (90,), (92,), 100_000, 4_096)
-    assert [one.key for one in prompt.segments] == ["002", "000"]
+    made = prompt([alone], ids_of(alone, *others), 100_000, 4_096)
+    assert made is not None
+    assert [one.key for one in made.segments] == ["002", "000"]
 
 
 def test_large_kv_makes_small_groups() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from corpus import SHORT, rag_prompt
 from models import smollm2_tokenizer, tiny_model
+from transformers import DynamicCache
 
 from fused_kv_kernels.reference import rerotate_keys_reference
 from fused_kv_llm import FusedKVEngine, IngestReport
@@ -18,6 +19,7 @@ from fused_kv_llm.errors import ConfigError
 from fused_kv_llm.offline import SentenceEmbedder, shift_prefill
 from fused_kv_llm.offline.neighbours import find_neighbours
 from fused_kv_llm.offline.plain_kv import PlainKVCache
+from fused_kv_llm.offline.shift_prompts import BEFORE_CHUNKS, BETWEEN_CHUNKS, MOST_AGAIN
 from fused_kv_llm.offline.vectors import corpus_vectors, unknown_texts
 
 
@@ -77,29 +79,62 @@ def test_a_small_corpus_has_fewer_neighbours() -> None:
     assert find_neighbours(SHORT[:1], SHORT[:2], 3, Letters(), None) == {SHORT[0]: (SHORT[1],)}
 
 
-def in_prompt(engine: FusedKVEngine, texts: Sequence[str], wanted: str) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Return what a plain forward of a prompt changes in a chunk of it, and the weight of its place there."""
-    header, between = list(engine._parts.prefix.token_ids), engine.token_ids("\n\n")
-    ids, start = [*header], 0
-    for text in texts:
-        if text == wanted:
-            start = len(ids)
-        ids += [*engine.token_ids(text), *between]
-    stop = start + len(engine.token_ids(wanted))
+def begin_of(engine: FusedKVEngine) -> list[int]:
+    """Header and instruction, as prompts of a group begin."""
+    return [*engine._parts.prefix.token_ids, *engine.token_ids(BEFORE_CHUNKS)]
+
+
+def with_separators(engine: FusedKVEngine, texts: Sequence[str]) -> list[int]:
+    return [token for text in texts for token in (*engine.token_ids(text), *engine.token_ids(BETWEEN_CHUNKS))]
+
+
+def forward(ids: Sequence[int], before: DynamicCache | None = None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return keys and values of every layer, ``[Hkv, T, D]``, as plain transformers compute them."""
     with torch.inference_mode():
-        layers = tiny_model()(torch.tensor([ids]), use_cache=True).past_key_values.layers
-    keys, values = (
-        torch.stack([getattr(layer, name)[0, :, start:stop] for layer in layers]) for name in ("keys", "values")
-    )
+        layers = tiny_model()(torch.tensor([ids]), past_key_values=before, use_cache=True).past_key_values.layers
+    return [(layer.keys[0], layer.values[0]) for layer in layers]
+
+
+def moved(engine: FusedKVEngine, keys: torch.Tensor, delta: int) -> torch.Tensor:
     inv_freq = engine.loaded.geometry.rotations[0].inv_freq
-    home = rerotate_keys_reference(keys, torch.full((stop - start,), len(header) - start), inv_freq)
-    plain_keys, plain_values = stored_kv(engine, wanted)
-    return home - plain_keys, values - plain_values, place_weight(start - len(header), stop - start)
+    return rerotate_keys_reference(keys, torch.full((keys.shape[-2],), delta), inv_freq)
 
 
-def check_shift(engine: FusedKVEngine, text: str, prompts: Sequence[Sequence[str]]) -> None:
+def change(
+    engine: FusedKVEngine, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], text: str, start: int
+) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Return what a forward changes in a chunk that begins at a position, and the weight of its place there."""
+    tokens, header = len(engine.token_ids(text)), len(engine._parts.prefix.token_ids)
+    keys, values = (torch.stack([layer[which][:, start : start + tokens] for layer in layers]) for which in (0, 1))
+    plain_keys, plain_values = stored_kv(engine, text)
+    weight = place_weight(start - header, tokens)
+    return moved(engine, keys, header - start) - plain_keys, values - plain_values, weight
+
+
+def in_order(engine: FusedKVEngine, texts: Sequence[str], text: str) -> tuple[torch.Tensor, torch.Tensor, float]:
+    begin = begin_of(engine)
+    start = len(begin) + len(with_separators(engine, texts[: texts.index(text)]))
+    return change(engine, forward([*begin, *with_separators(engine, texts)]), text, start)
+
+
+def behind(
+    engine: FusedKVEngine, texts: Sequence[str], first: int, text: str
+) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """The same behind the KV that the chunks from the `first` on have in the prompt of all."""
+    header, begin = list(engine._parts.prefix.token_ids), begin_of(engine)
+    start = len(begin) + len(with_separators(engine, texts[:first]))
+    cache = DynamicCache()
+    layers = zip(forward(header), forward([*begin, *with_separators(engine, texts)]), strict=True)
+    for number, ((keys, values), (all_keys, all_values)) in enumerate(layers):
+        others = moved(engine, all_keys[:, start:], len(header) - start), all_values[:, start:]
+        joined = (torch.cat(pair, 1)[None] for pair in zip((keys, values), others, strict=True))
+        cache.update(*joined, number)
+    place = cache.get_seq_length()
+    return change(engine, forward(engine.token_ids(text), cache), text, place)
+
+
+def check_shift(engine: FusedKVEngine, text: str, changes: Sequence[tuple[torch.Tensor, torch.Tensor, float]]) -> None:
     """The stored shift of a chunk is the least-squares fit to what prompts change in it."""
-    changes = [in_prompt(engine, prompt, text) for prompt in prompts]
     side = shift_of(engine, text)
     for index, name in enumerate(("keys", "values")):
         want = sum(one[2] * one[index] for one in changes) / (0.15 + sum(one[2] ** 2 for one in changes))
@@ -108,13 +143,17 @@ def check_shift(engine: FusedKVEngine, text: str, prompts: Sequence[Sequence[str
         assert float((side[name] * side[f"{name}_scale"] - want).abs().max()) < 0.01 * float(want.abs().max())
 
 
-def test_the_shift_is_what_full_prefill_changes_in_prompts_of_similar_chunks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [2, 3, 6])
+def test_the_shift_is_what_full_prefill_changes_among_similar_chunks(tmp_path: Path, count: int) -> None:
     with make_engine(tmp_path) as engine:
-        report = ingest(engine, SHORT[:3])
-        assert (report.chunks_preprocessed, report.neighbour_tokens) == (3, 0)
-        group = sorted(SHORT[:3], key=lambda text: str(engine.chunk_id(text)))
-        for text in group:
-            check_shift(engine, text, [group, group[::-1]])
+        report = ingest(engine, SHORT[:count])
+        assert (report.chunks_preprocessed, report.neighbour_tokens) == (count, 0)
+        group = sorted(SHORT[:count], key=lambda text: str(engine.chunk_id(text)))
+        again = min(MOST_AGAIN, count - 1)
+        for text in group[:again]:
+            check_shift(engine, text, [in_order(engine, group, text), behind(engine, group, again, text)])
+        for text in group[again:]:
+            check_shift(engine, text, [in_order(engine, group, text)])
 
 
 def test_a_chunk_alone_stands_behind_the_callers_neighbours_of_it(tmp_path: Path) -> None:
@@ -122,7 +161,7 @@ def test_a_chunk_alone_stands_behind_the_callers_neighbours_of_it(tmp_path: Path
     with make_engine(tmp_path) as engine:
         report = ingest(engine, SHORT[:1], neighbours={SHORT[0]: [SHORT[1], SHORT[2]]})
         assert report.neighbour_tokens == sum(len(engine.token_ids(text)) for text in SHORT[1:3])
-        check_shift(engine, SHORT[0], [[SHORT[1], SHORT[2], SHORT[0]]])
+        check_shift(engine, SHORT[0], [in_order(engine, [SHORT[1], SHORT[2], SHORT[0]], SHORT[0])])
 
 
 def test_a_shift_whose_file_is_gone_is_made_up_for(tmp_path: Path) -> None:
@@ -135,7 +174,7 @@ def test_a_shift_whose_file_is_gone_is_made_up_for(tmp_path: Path) -> None:
         report = ingest(engine, SHORT[:3], neighbours=graph)
         assert (report.chunks_present, report.chunks_new, report.chunks_preprocessed) == (3, 0, 1)
         # Alone behind its neighbours now, and not with them.
-        check_shift(engine, SHORT[1], [[SHORT[0], SHORT[2], SHORT[1]]])
+        check_shift(engine, SHORT[1], [in_order(engine, [SHORT[0], SHORT[2], SHORT[1]], SHORT[1])])
         assert all(torch.equal(part, want[name]) for name, part in shift_of(engine, SHORT[0]).items())
         assert ingest(engine, SHORT[:3], neighbours=graph).chunks_preprocessed == 0
 

@@ -1,7 +1,7 @@
-"""Prompts of similar chunks, which show what chunks before a chunk change in its KV.
+"""Prompts of similar chunks, which show what a prompt changes in the KV of a chunk.
 
-A group of similar chunks is put into two prompts in opposite orders: each other chunk of the group stands before a
-chunk in one of them.
+A group of similar chunks is put into one prompt behind an instruction. The first chunks of it have little before them
+there, so they are computed once more behind all the others.
 """
 
 from __future__ import annotations
@@ -14,13 +14,19 @@ from fused_kv_llm.prompt import Segment
 from .batches import PendingChunk
 from .variant_builder import PromptChunks
 
-__all__ = ["BETWEEN_CHUNKS", "group_tokens", "prompts_of_group", "similar_groups"]
+__all__ = ["BEFORE_CHUNKS", "BETWEEN_CHUNKS", "chunks_again", "group_tokens", "prompt_of_group", "similar_groups"]
+
+BEFORE_CHUNKS = "Use the following pieces of context to answer the question at the end.\n\n"
+"""What prompts usually begin with: an instruction. Its words matter little, but that there is one shows in KV."""
 
 BETWEEN_CHUNKS = "\n\n"
 """What prompts usually have between chunks: LangChain's and LlamaIndex' default."""
 
-GROUP_CHUNKS = 20
+GROUP_CHUNKS = 16
 """Most chunks of a group."""
+
+MOST_AGAIN = 4
+"""Chunks of a prompt that are computed once more, since too little stands before them in it."""
 
 LEAST_TOGETHER = 4
 """Chunks of a prompt, if the corpus has so many: a smaller group is put behind similar chunks of other groups."""
@@ -82,11 +88,11 @@ def similar_groups(
         yield sorted(group, key=lambda chunk: chunk.key)
 
 
-def prompts_of_group(
+def prompt_of_group(
     group: Sequence[PendingChunk], token_ids: Mapping[str, tuple[int, ...]], header: Sequence[int],
-    separator: Sequence[int], max_tokens: int, lead_tokens: int,
-) -> list[PromptChunks]:  # fmt: skip
-    """Put a group of chunks into prompts, forwards and backwards.
+    instruction: Sequence[int], separator: Sequence[int], max_tokens: int, lead_tokens: int,
+) -> PromptChunks | None:  # fmt: skip
+    """Put a group of chunks into a prompt.
 
     Parameters
     ----------
@@ -94,6 +100,8 @@ def prompts_of_group(
     token_ids : mapping of str to tuple of int
         Stand-alone ids of the chunks and of their neighbours, by key.
     header : sequence of int
+    instruction : sequence of int
+        What stands behind the header, if there is room.
     separator : sequence of int
         What stands behind every chunk.
     max_tokens : int
@@ -103,16 +111,36 @@ def prompts_of_group(
 
     Returns
     -------
-    list of PromptChunks
-        The group's chunks are the last ones of each. None of a chunk that nothing fits before: they would show nothing.
+    PromptChunks or None
+        The group's chunks are the last ones. None for a chunk that nothing fits before: it would show nothing.
     """
-    keys = [chunk.key for chunk in group]
-    room = min(lead_tokens, max_tokens - sum(len(chunk.token_ids) + len(separator) for chunk in group))
-    lead = _lead(group, token_ids, room, len(separator))
-    if len(lead) + len(keys) < 2:
-        return []
-    orders = dict.fromkeys((tuple(keys), tuple(reversed(keys))))
-    return [_prompt((*lead, *order), token_ids, header, separator) for order in orders]
+    room = max_tokens - sum(len(chunk.token_ids) + len(separator) for chunk in group)
+    lead = _lead(group, token_ids, min(lead_tokens, room), len(separator))
+    keys = [*lead, *(chunk.key for chunk in group)]
+    if len(keys) < 2:
+        return None
+    room -= sum(len(token_ids[key]) + len(separator) for key in lead)
+    ids, segments = [*header, *(instruction if len(instruction) <= room else ())], list[Segment]()
+    for key in keys:
+        start = len(ids)
+        ids += token_ids[key]
+        segments.append(Segment(start, len(ids), key))
+        ids += separator
+    return PromptChunks(tuple(ids), tuple(segments))
+
+
+def chunks_again(prompt: PromptChunks, group_chunks: int) -> int:
+    """Return how many of the group's first chunks are computed once more behind the others of it.
+
+    None of a small group that stands behind neighbours.
+
+    Parameters
+    ----------
+    prompt : PromptChunks
+    group_chunks : int
+        Chunks of the group, the last ones of the prompt.
+    """
+    return min(MOST_AGAIN, group_chunks - 1) if len(prompt.segments) == group_chunks else 0
 
 
 def _lead(
@@ -126,15 +154,3 @@ def _lead(
             lead.append(key)
             room -= tokens
     return lead
-
-
-def _prompt(
-    keys: Sequence[str], token_ids: Mapping[str, tuple[int, ...]], header: Sequence[int], separator: Sequence[int]
-) -> PromptChunks:
-    ids, segments = list(header), list[Segment]()
-    for key in keys:
-        start = len(ids)
-        ids += token_ids[key]
-        segments.append(Segment(start, len(ids), key))
-        ids += separator
-    return PromptChunks(tuple(ids), tuple(segments))
