@@ -44,7 +44,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     gate, real = threading.Event(), shift_prefill.true_kv
 
     def gated(*arguments: Any) -> object:
-        stopped = arguments[-1]
+        stopped = arguments[5]
         while not gate.wait(0.01):
             if stopped():
                 raise StoppedError
@@ -84,24 +84,24 @@ def test_later_means_at_a_later_call(tmp_path: Path) -> None:
 
 
 def test_closing_stops_at_the_next_batch_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, two = shift_prefill.true_kv, threading.Event()
+    real, four = shift_prefill.true_kv, threading.Event()
     prompts = []
 
     def counting(*arguments: Any) -> object:
         prompts.append(time.monotonic())
-        if len(prompts) == 2:
-            two.set()
+        if len(prompts) == 4:
+            four.set()
             time.sleep(0.2)
         return real(*arguments)
 
-    # Three groups of four chunks.
+    # Three groups of four chunks, each in a prompt and its first two behind the others.
     monkeypatch.setattr(shift_prompts, "GROUP_CHUNKS", 4)
     monkeypatch.setattr(shift_prefill, "true_kv", counting)
     engine = make_engine(tmp_path)
     engine.build_kv_cache(TEXTS, neighbours=GRAPH, progress=False)
-    assert two.wait(30)
+    assert four.wait(30)
     engine.close()
-    assert len(prompts) == 2, "the prompt under way is the last one"
+    assert len(prompts) == 4, "the prompt under way is the last one"
     assert not any(thread.name == "fused-kv-background" for thread in threading.enumerate())
     monkeypatch.undo()
     with make_engine(tmp_path) as engine:

@@ -9,8 +9,6 @@ from fused_kv_llm.offline.batches import PendingChunk
 from fused_kv_llm.offline.shift_prompts import (
     GROUP_CHUNKS,
     LEAST_TOGETHER,
-    MOST_AGAIN,
-    chunks_again,
     group_tokens,
     prompt_of_group,
     similar_groups,
@@ -80,7 +78,6 @@ def test_a_group_stands_behind_an_instruction_if_there_is_room(lengths: list[int
     assert made.ids == (*begin, *(token for one in group for token in (*one.token_ids, 92)))
     for one, segment in zip(group, made.segments, strict=True):
         assert (one.key, made.ids[segment.start : segment.stop]) == (segment.key, one.token_ids)
-    assert chunks_again(made, len(group)) == min(MOST_AGAIN, len(group) - 1)
 
 
 def test_a_small_group_stands_behind_neighbours_that_fit() -> None:
@@ -90,7 +87,7 @@ def test_a_small_group_stands_behind_neighbours_that_fit() -> None:
     made = prompt([alone], ids)
     assert made is not None
     assert [one.key for one in made.segments] == ["001", "005", "002", "000"]
-    assert (len(made.segments), chunks_again(made, 1)) == (LEAST_TOGETHER, 0)
+    assert len(made.segments) == LEAST_TOGETHER
     made = prompt([alone], ids, 60)
     assert made is not None
     assert [one.key for one in made.segments] == ["001", "002", "000"], "the fifth is too long, and so is the third"

@@ -19,7 +19,7 @@ from fused_kv_llm.errors import ConfigError
 from fused_kv_llm.offline import SentenceEmbedder, shift_prefill
 from fused_kv_llm.offline.neighbours import find_neighbours
 from fused_kv_llm.offline.plain_kv import PlainKVCache
-from fused_kv_llm.offline.shift_prompts import BEFORE_CHUNKS, BETWEEN_CHUNKS, MOST_AGAIN
+from fused_kv_llm.offline.shift_prompts import BEFORE_CHUNKS, BETWEEN_CHUNKS, PLAIN_CHUNKS
 from fused_kv_llm.offline.vectors import corpus_vectors, unknown_texts
 
 
@@ -79,68 +79,77 @@ def test_a_small_corpus_has_fewer_neighbours() -> None:
     assert find_neighbours(SHORT[:1], SHORT[:2], 3, Letters(), None) == {SHORT[0]: (SHORT[1],)}
 
 
-def begin_of(engine: FusedKVEngine) -> list[int]:
-    """Header and instruction, as prompts of a group begin."""
-    return [*engine._parts.prefix.token_ids, *engine.token_ids(BEFORE_CHUNKS)]
-
-
-def with_separators(engine: FusedKVEngine, texts: Sequence[str]) -> list[int]:
-    return [token for text in texts for token in (*engine.token_ids(text), *engine.token_ids(BETWEEN_CHUNKS))]
-
-
-def forward(ids: Sequence[int], before: DynamicCache | None = None) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return keys and values of every layer, ``[Hkv, T, D]``, as plain transformers compute them."""
-    with torch.inference_mode():
-        layers = tiny_model()(torch.tensor([ids]), past_key_values=before, use_cache=True).past_key_values.layers
-    return [(layer.keys[0], layer.values[0]) for layer in layers]
-
-
 def moved(engine: FusedKVEngine, keys: torch.Tensor, delta: int) -> torch.Tensor:
     inv_freq = engine.loaded.geometry.rotations[0].inv_freq
     return rerotate_keys_reference(keys, torch.full((keys.shape[-2],), delta), inv_freq)
 
 
-def change(
-    engine: FusedKVEngine, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], text: str, start: int
-) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Return what a forward changes in a chunk that begins at a position, and the weight of its place there."""
-    tokens, header = len(engine.token_ids(text)), len(engine._parts.prefix.token_ids)
-    keys, values = (torch.stack([layer[which][:, start : start + tokens] for layer in layers]) for which in (0, 1))
-    plain_keys, plain_values = stored_kv(engine, text)
-    weight = place_weight(start - header, tokens)
-    return moved(engine, keys, header - start) - plain_keys, values - plain_values, weight
+class Written:
+    """A prompt that plain transformers compute piece by piece, or that is given KV."""
+
+    def __init__(self, engine: FusedKVEngine) -> None:
+        self.engine, self.cache = engine, DynamicCache()
+        self.header = len(engine._parts.prefix.token_ids)
+
+    def compute(self, ids: Sequence[int]) -> None:
+        with torch.inference_mode():
+            tiny_model()(torch.tensor([ids]), past_key_values=self.cache, use_cache=True)
+
+    def give(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Put KV that stands right behind the header, ``[L, Hkv, T, D]``, behind what is there."""
+        keys = moved(self.engine, keys, self.cache.get_seq_length() - self.header)
+        for number in range(len(keys)):
+            self.cache.update(keys[number][None], values[number][None], number)
+
+    def kv(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values of some tokens as they are right behind the header."""
+        layers = self.cache.layers
+        keys, values = (
+            torch.stack([getattr(one, name)[0, :, start:stop] for one in layers]) for name in ("keys", "values")
+        )
+        return moved(self.engine, keys, self.header - start), values
+
+    def change(self, text: str) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """Compute a chunk; return what is before it changes in it, and the weight of its place."""
+        start = self.cache.get_seq_length()
+        self.compute(self.engine.token_ids(text))
+        kv, plain = self.kv(start, self.cache.get_seq_length()), stored_kv(self.engine, text)
+        weight = place_weight(start - self.header, len(self.engine.token_ids(text)))
+        return kv[0] - plain[0], kv[1] - plain[1], weight
 
 
-def in_order(engine: FusedKVEngine, texts: Sequence[str], text: str) -> tuple[torch.Tensor, torch.Tensor, float]:
-    begin = begin_of(engine)
-    start = len(begin) + len(with_separators(engine, texts[: texts.index(text)]))
-    return change(engine, forward([*begin, *with_separators(engine, texts)]), text, start)
+def changes_in_group(
+    engine: FusedKVEngine, texts: Sequence[str], group: Sequence[str]
+) -> dict[str, tuple[torch.Tensor, torch.Tensor, float]]:
+    """Return what is changed in the chunks of a group, which are the last ones of a prompt's."""
+    header, between = list(engine._parts.prefix.token_ids), engine.token_ids(BETWEEN_CHUNKS)
+    changes, prompt, first = {}, Written(engine), min(PLAIN_CHUNKS, len(texts) - 1)
+    prompt.compute([*header, *engine.token_ids(BEFORE_CHUNKS)])
+    for text in texts[:first]:
+        prompt.give(*stored_kv(engine, text))
+        prompt.compute(between)
+    begin = prompt.cache.get_seq_length()
+    for text in texts[first:]:
+        changes[text] = prompt.change(text)
+        prompt.compute(between)
+    behind = Written(engine)
+    behind.compute(header)
+    behind.give(*prompt.kv(begin, prompt.cache.get_seq_length()))
+    for text in texts[:first]:
+        changes[text] = behind.change(text)
+        behind.compute(between)
+    return {text: changes[text] for text in group}
 
 
-def behind(
-    engine: FusedKVEngine, texts: Sequence[str], first: int, text: str
-) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """The same behind the KV that the chunks from the `first` on have in the prompt of all."""
-    header, begin = list(engine._parts.prefix.token_ids), begin_of(engine)
-    start = len(begin) + len(with_separators(engine, texts[:first]))
-    cache = DynamicCache()
-    layers = zip(forward(header), forward([*begin, *with_separators(engine, texts)]), strict=True)
-    for number, ((keys, values), (all_keys, all_values)) in enumerate(layers):
-        others = moved(engine, all_keys[:, start:], len(header) - start), all_values[:, start:]
-        joined = (torch.cat(pair, 1)[None] for pair in zip((keys, values), others, strict=True))
-        cache.update(*joined, number)
-    place = cache.get_seq_length()
-    return change(engine, forward(engine.token_ids(text), cache), text, place)
-
-
-def check_shift(engine: FusedKVEngine, text: str, changes: Sequence[tuple[torch.Tensor, torch.Tensor, float]]) -> None:
-    """The stored shift of a chunk is the least-squares fit to what prompts change in it."""
-    side = shift_of(engine, text)
-    for index, name in enumerate(("keys", "values")):
-        want = sum(one[2] * one[index] for one in changes) / (0.15 + sum(one[2] ** 2 for one in changes))
-        assert isinstance(want, torch.Tensor)
+def check_shift(
+    engine: FusedKVEngine, text: str, change: tuple[torch.Tensor, torch.Tensor, float], name: str = SHIFT
+) -> None:
+    """The stored shift of a chunk is the least-squares fit to what a prompt changes in it."""
+    side, (*parts, weight) = shift_of(engine, text, name), change
+    for part, which in zip(parts, ("keys", "values"), strict=True):
+        want = weight * part / (0.15 + weight**2)
         assert float(want.abs().max()) > 0.05
-        assert float((side[name] * side[f"{name}_scale"] - want).abs().max()) < 0.01 * float(want.abs().max())
+        assert float((side[which] * side[f"{which}_scale"] - want).abs().max()) < 0.01 * float(want.abs().max())
 
 
 @pytest.mark.parametrize("count", [2, 3, 6])
@@ -149,19 +158,31 @@ def test_the_shift_is_what_full_prefill_changes_among_similar_chunks(tmp_path: P
         report = ingest(engine, SHORT[:count])
         assert (report.chunks_preprocessed, report.neighbour_tokens) == (count, 0)
         group = sorted(SHORT[:count], key=lambda text: str(engine.chunk_id(text)))
-        again = min(MOST_AGAIN, count - 1)
-        for text in group[:again]:
-            check_shift(engine, text, [in_order(engine, group, text), behind(engine, group, again, text)])
-        for text in group[again:]:
-            check_shift(engine, text, [in_order(engine, group, text)])
+        for text, change in changes_in_group(engine, group, group).items():
+            check_shift(engine, text, change)
 
 
-def test_a_chunk_alone_stands_behind_the_callers_neighbours_of_it(tmp_path: Path) -> None:
-    """Which are not stored themselves."""
-    with make_engine(tmp_path) as engine:
-        report = ingest(engine, SHORT[:1], neighbours={SHORT[0]: [SHORT[1], SHORT[2]]})
+def test_a_chunk_alone_stands_behind_its_neighbours(tmp_path: Path) -> None:
+    with make_engine(tmp_path, num_neighbours=3) as engine:
+        ingest(engine, SHORT[:3])
+        near = [SHORT[1], SHORT[0], SHORT[2]]
+        report = ingest(engine, [SHORT[4]], neighbours={SHORT[4]: near})
+        assert report.neighbour_tokens == len(engine.token_ids(SHORT[2])), "two stand there as they are stored"
+        change = changes_in_group(engine, [*near, SHORT[4]], [SHORT[4]])[SHORT[4]]
+        check_shift(engine, SHORT[4], change, shift_name(3))
+
+
+def test_a_callers_neighbours_need_not_be_stored(tmp_path: Path) -> None:
+    graph = {SHORT[0]: [SHORT[1], SHORT[2]]}
+    with make_engine(tmp_path / "one") as engine, make_engine(tmp_path / "two") as other:
+        report = ingest(engine, SHORT[:1], neighbours=graph)
         assert report.neighbour_tokens == sum(len(engine.token_ids(text)) for text in SHORT[1:3])
-        check_shift(engine, SHORT[0], [in_order(engine, [SHORT[1], SHORT[2], SHORT[0]], SHORT[0])])
+        ingest(other, SHORT[1:3])
+        assert ingest(other, SHORT[:1], neighbours=graph).neighbour_tokens == 0
+        for name, part in shift_of(engine, SHORT[0]).items():
+            torch.testing.assert_close(
+                shift_of(other, SHORT[0])[name], part, rtol=0, atol=1 if "scale" not in name else 1e-5
+            )
 
 
 def test_a_shift_whose_file_is_gone_is_made_up_for(tmp_path: Path) -> None:
@@ -174,7 +195,8 @@ def test_a_shift_whose_file_is_gone_is_made_up_for(tmp_path: Path) -> None:
         report = ingest(engine, SHORT[:3], neighbours=graph)
         assert (report.chunks_present, report.chunks_new, report.chunks_preprocessed) == (3, 0, 1)
         # Alone behind its neighbours now, and not with them.
-        check_shift(engine, SHORT[1], [in_order(engine, [SHORT[0], SHORT[2], SHORT[1]], SHORT[1])])
+        texts = [SHORT[0], SHORT[2], SHORT[1]]
+        check_shift(engine, SHORT[1], changes_in_group(engine, texts, texts[2:])[SHORT[1]])
         assert all(torch.equal(part, want[name]) for name, part in shift_of(engine, SHORT[0]).items())
         assert ingest(engine, SHORT[:3], neighbours=graph).chunks_preprocessed == 0
 

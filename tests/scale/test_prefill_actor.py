@@ -96,8 +96,7 @@ def test_the_second_pass_has_the_forwards_of_one_process(
         forwards.append([ids])
         return full(loaded, owner, ids, *rest)
 
-    for module in (context_prefill, shift_prefill):
-        monkeypatch.setattr(module, "prefill_packed", behind_context)
+    monkeypatch.setattr(context_prefill, "prefill_packed", behind_context)
     monkeypatch.setattr(shift_prefill, "true_kv", in_prompt)
     options = {"model": str(model), "preprocessing": preprocessing, "memory_bytes": 0, "batch_tokens": 120}
     with FusedKVEngine(**options, kv_dir=tmp_path / "one") as engine:

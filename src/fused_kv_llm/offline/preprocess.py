@@ -170,14 +170,14 @@ class Preprocessor:
                 for chunk, kv in prefill.behind(plan.chunks, is_batch=plan.is_batch):
                     writer.submit((chunk, partial(self._replacement, kv)))
             else:
-                for group in shifts.run(plan, stopped):
+                for group in shifts.run(plan, prefill.plain, stopped):
                     plain = prefill.plain(chunk.key for chunk, _ in group)
                     for chunk, seen in group:
                         writer.submit((chunk, partial(_shift, plain[chunk.key], seen)))
         finally:
             # What has been computed is written, also after a stop, so the next run goes on from there.
             writer.close()
-        return prefill.neighbour_tokens if self.replaces else shifts.neighbour_tokens
+        return prefill.neighbour_tokens + shifts.neighbour_tokens
 
     def prompts(self, plan: PreprocessingPlan, contexts: int) -> Iterator[PromptChunks]:
         """Yield every chunk of a plan behind its first contexts, as prompts that leave variants.
@@ -221,5 +221,5 @@ class Preprocessor:
 
 def _shift(plain: ChunkKV, seen: SeenKV) -> dict[str, Tensor]:
     with torch.inference_mode():
-        changed = [((kv.keys, kv.values), weight) for kv, weight in seen]
-        return context_shift(*fitted_shift((plain.keys, plain.values), changed))
+        kv, weight = seen
+        return context_shift(*fitted_shift((plain.keys, plain.values), (kv.keys, kv.values), weight))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from fused_kv_llm.chunk import ChunkKV
 from fused_kv_llm.context_shift import place_weight
-from fused_kv_llm.model import LoadedModel, ModelOwner, PackedChunk, PrefixKV, prefill_packed
+from fused_kv_llm.model import LoadedModel, ModelOwner, PrefixKV
 from fused_kv_llm.prompt import Segment
 
 from .batches import PendingChunk
@@ -15,7 +15,7 @@ from .preprocessing_plan import PreprocessingPlan
 from .shift_prompts import (
     BEFORE_CHUNKS,
     BETWEEN_CHUNKS,
-    chunks_again,
+    PLAIN_CHUNKS,
     group_tokens,
     prompt_of_group,
     similar_groups,
@@ -25,8 +25,11 @@ from .variant_builder import PromptChunks
 
 __all__ = ["SeenKV", "ShiftPrefill"]
 
-SeenKV = list[tuple[ChunkKV, float]]
-"""A chunk's KV at places of a prompt, moved to where its plain KV is, and the weight of each place."""
+SeenKV = tuple[ChunkKV, float]
+"""A chunk's KV behind others, moved to where its plain KV is, and the weight of its place there."""
+
+PlainKV = Callable[[Iterable[str]], dict[str, ChunkKV]]
+Stopped = Callable[[], bool]
 
 
 class ShiftPrefill:
@@ -55,12 +58,16 @@ class ShiftPrefill:
         self._instruction = planner.chunk(BEFORE_CHUNKS).token_ids
         self.neighbour_tokens = 0
 
-    def run(self, plan: PreprocessingPlan, stopped: Callable[[], bool]) -> Iterator[list[tuple[PendingChunk, SeenKV]]]:
+    def run(
+        self, plan: PreprocessingPlan, plain: PlainKV, stopped: Stopped
+    ) -> Iterator[list[tuple[PendingChunk, SeenKV]]]:
         """Yield the chunks of a plan as they are in the prompt of their group, group by group.
 
         Parameters
         ----------
         plan : PreprocessingPlan
+        plain : callable
+            Returns the KV of chunks right after the header, by key.
         stopped : callable
             Asked before every piece.
 
@@ -74,31 +81,41 @@ class ShiftPrefill:
             prompt = prompt_of_group(
                 group, plan.token_ids, self._prefix.token_ids, self._instruction, separator, self._max_tokens, most
             )
-            seen = {} if prompt is None else self._seen(prompt, len(group), stopped)
+            seen = {} if prompt is None else self._seen(prompt, len(group), plain, stopped)
             yield [(chunk, seen[chunk.key]) for chunk in group if chunk.key in seen]
 
-    def _seen(self, prompt: PromptChunks, group_chunks: int, stopped: Callable[[], bool]) -> dict[str, SeenKV]:
-        """Return the KV of the last chunks of a prompt, in it and behind the others, with the weights of its places."""
-        before, places = prompt.segments[:-group_chunks], prompt.segments[-group_chunks:]
-        self.neighbour_tokens += sum(place.num_tokens for place in before)
-        home, again = len(self._prefix.token_ids), places[: chunks_again(prompt, group_chunks)]
-        # With the separator behind the last chunk. A group that stands behind neighbours needs none of its chunks here.
-        others = [Segment(places[len(again)].start, len(prompt.ids))] if again else []
-        found = true_kv(self._loaded, self._owner, prompt.ids, [*places, *others], home, stopped)
-        seen: dict[str, SeenKV] = {
-            str(place.key): [(kv, place_weight(place.start - home, place.num_tokens))]
-            for place, kv in zip(places, found, strict=False)
-        }
+    def _seen(self, prompt: PromptChunks, group_chunks: int, plain: PlainKV, stopped: Stopped) -> dict[str, SeenKV]:
+        """Return the KV that the chunks of a group have behind those before them, its first ones behind the others."""
+        lead = len(prompt.segments) - group_chunks
+        first = min(PLAIN_CHUNKS, len(prompt.segments) - 1)
+        begin, alone, again = prompt.segments[:first], prompt.segments[first:lead], prompt.segments[lead:first]
+        places = prompt.segments[max(first, lead) :]
+        self.neighbour_tokens += sum(place.num_tokens for place in alone)
+        stored = plain(str(place.key) for place in begin)
+        known = [(place.start, stored[str(place.key)]) for place in begin]
+        if not again:
+            return self._full(prompt.ids, places, known, stopped)[0]
+        # With the separator behind the last chunk.
+        others = Segment(places[0].start, len(prompt.ids))
+        seen, rest = self._full(prompt.ids, [*places, others], known, stopped)
+        ids = [*self._prefix.token_ids, *prompt.ids[others.start :]]
+        known = [(len(self._prefix.token_ids), rest)]
+        behind = list[Segment]()
         for place in again:
-            kv = self._behind(found[-1], found[places.index(place)].token_ids, stopped)
-            seen[str(place.key)].append((kv, place_weight(others[0].num_tokens, place.num_tokens)))
-        return seen
+            behind.append(Segment(len(ids), len(ids) + place.num_tokens, place.key))
+            ids += [*prompt.ids[place.start : place.stop], *self._separator]
+        return seen | self._full(ids, behind, known, stopped)[0]
 
-    def _behind(self, others: ChunkKV, token_ids: tuple[int, ...], stopped: Callable[[], bool]) -> ChunkKV:
-        """Compute a chunk behind the KV that others have in a prompt; each is a forward, as its pieces are."""
-
-        def compute() -> ChunkKV:
-            self._loaded.check_unchanged()
-            return prefill_packed(self._loaded, [PackedChunk(token_ids, (others,))], self._prefix)[0]
-
-        return self._owner.run(compute, len(token_ids), stopped)
+    def _full(
+        self, ids: Sequence[int], places: Sequence[Segment], known: list[tuple[int, ChunkKV]], stopped: Stopped
+    ) -> tuple[dict[str, SeenKV], ChunkKV]:
+        """Return the KV of the chunks at some places of a prompt, by key, and that of the last place."""
+        prefix, home = self._prefix, len(self._prefix.token_ids)
+        header = (0, ChunkKV(prefix.keys, prefix.values, prefix.token_ids, 0))
+        found = true_kv(self._loaded, self._owner, ids, places, home, stopped, [header, *known])
+        seen = {
+            place.key: (kv, place_weight(place.start - home, place.num_tokens))
+            for place, kv in zip(places, found, strict=True)
+            if place.key is not None
+        }
+        return seen, found[-1]

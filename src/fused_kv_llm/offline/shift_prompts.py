@@ -1,7 +1,7 @@
 """Prompts of similar chunks, which show what a prompt changes in the KV of a chunk.
 
 A group of similar chunks is put into one prompt behind an instruction. The first chunks of it have little before them
-there, so they are computed once more behind all the others.
+there: their plain KV stands in the prompt, and they are computed behind all the others instead.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fused_kv_llm.prompt import Segment
 from .batches import PendingChunk
 from .variant_builder import PromptChunks
 
-__all__ = ["BEFORE_CHUNKS", "BETWEEN_CHUNKS", "chunks_again", "group_tokens", "prompt_of_group", "similar_groups"]
+__all__ = ["BEFORE_CHUNKS", "BETWEEN_CHUNKS", "group_tokens", "prompt_of_group", "similar_groups"]
 
 BEFORE_CHUNKS = "Use the following pieces of context to answer the question at the end.\n\n"
 """What prompts usually begin with: an instruction. Its words matter little, but that there is one shows in KV."""
@@ -22,11 +22,11 @@ BEFORE_CHUNKS = "Use the following pieces of context to answer the question at t
 BETWEEN_CHUNKS = "\n\n"
 """What prompts usually have between chunks: LangChain's and LlamaIndex' default."""
 
-GROUP_CHUNKS = 16
+GROUP_CHUNKS = 10
 """Most chunks of a group."""
 
-MOST_AGAIN = 4
-"""Chunks of a prompt that are computed once more, since too little stands before them in it."""
+PLAIN_CHUNKS = 2
+"""Chunks that a prompt begins with as they are stored."""
 
 LEAST_TOGETHER = 4
 """Chunks of a prompt, if the corpus has so many: a smaller group is put behind similar chunks of other groups."""
@@ -127,20 +127,6 @@ def prompt_of_group(
         segments.append(Segment(start, len(ids), key))
         ids += separator
     return PromptChunks(tuple(ids), tuple(segments))
-
-
-def chunks_again(prompt: PromptChunks, group_chunks: int) -> int:
-    """Return how many of the group's first chunks are computed once more behind the others of it.
-
-    None of a small group that stands behind neighbours.
-
-    Parameters
-    ----------
-    prompt : PromptChunks
-    group_chunks : int
-        Chunks of the group, the last ones of the prompt.
-    """
-    return min(MOST_AGAIN, group_chunks - 1) if len(prompt.segments) == group_chunks else 0
 
 
 def _lead(
