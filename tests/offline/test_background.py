@@ -22,7 +22,7 @@ from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.context_shift import shift_name
 from fused_kv_llm.errors import ConfigError, MissingExtraError, StoreFullError
 from fused_kv_llm.model import StoppedError
-from fused_kv_llm.offline import BackgroundWork, shift_prefill, shift_prompts
+from fused_kv_llm.offline import BackgroundWork, grouping, shift_prefill
 
 SHIFT = shift_name(3)
 TEXTS = SHORT[:12]
@@ -95,7 +95,7 @@ def test_closing_stops_at_the_next_batch_and_loses_nothing(tmp_path: Path, monke
         return real(*arguments)
 
     # Three groups of four chunks, each in a prompt and its first two behind the others.
-    monkeypatch.setattr(shift_prompts, "GROUP_CHUNKS", 4)
+    monkeypatch.setattr(grouping, "GROUP_CHUNKS", 4)
     monkeypatch.setattr(shift_prefill, "true_kv", counting)
     engine = make_engine(tmp_path)
     engine.build_kv_cache(TEXTS, neighbours=GRAPH, progress=False)
@@ -116,7 +116,7 @@ def test_closing_stops_at_the_next_batch_and_loses_nothing(tmp_path: Path, monke
 def test_there_is_progress_however_often_the_pass_is_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shift_prompts, "GROUP_CHUNKS", 4)
+    monkeypatch.setattr(grouping, "GROUP_CHUNKS", 4)
     with make_engine(tmp_path) as engine:
         engine.build_kv_cache(TEXTS, neighbours=GRAPH, preprocess="later", progress=False)
         asked = []

@@ -1,4 +1,4 @@
-"""Groups of similar chunks, and the prompts that they are put into."""
+"""The prompts that groups of similar chunks are put into."""
 
 from __future__ import annotations
 
@@ -6,13 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fused_kv_llm.offline.batches import PendingChunk
-from fused_kv_llm.offline.shift_prompts import (
-    GROUP_CHUNKS,
-    LEAST_TOGETHER,
-    group_tokens,
-    prompt_of_group,
-    similar_groups,
-)
+from fused_kv_llm.offline.grouping import GROUP_CHUNKS, LEAST_TOGETHER
+from fused_kv_llm.offline.shift_prompts import prompt_of_group
 from fused_kv_llm.offline.variant_builder import PromptChunks
 
 
@@ -23,36 +18,6 @@ def chunk(number: int, tokens: int, neighbours: tuple[int, ...] = ()) -> Pending
 
 def ids_of(*chunks: PendingChunk) -> dict[str, tuple[int, ...]]:
     return {one.key: one.token_ids for one in chunks}
-
-
-@given(
-    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=60), most_tokens=st.integers(1, 900),
-    separator=st.integers(0, 3),
-)  # fmt: skip
-def test_every_chunk_is_in_one_group_within_the_limits(lengths: list[int], most_tokens: int, separator: int) -> None:
-    chunks = [chunk(number, tokens, ((number * 7) % 41,)) for number, tokens in enumerate(lengths)]
-    groups = list(similar_groups(chunks, most_tokens, separator))
-    assert sorted(one.key for group in groups for one in group) == sorted(one.key for one in chunks)
-    for group in groups:
-        assert 0 < len(group) <= GROUP_CHUNKS
-        assert len(group) == 1 or sum(len(one.token_ids) + separator for one in group) <= most_tokens
-    again = similar_groups(chunks[::-1], most_tokens, separator)
-    assert list(again) == groups, "whatever order they come in"
-
-
-def test_neighbours_are_of_one_group() -> None:
-    """Two separate rings, whose chunks alternate."""
-    count = 2 * GROUP_CHUNKS
-    chunks = [chunk(number, 5, ((number + 2) % count,)) for number in range(count)]
-    groups = list(similar_groups(chunks, 1000, 1))
-    assert [{int(one.key) % 2 for one in group} for group in groups] == [{0}, {1}]
-
-
-def test_a_chunk_whose_neighbours_are_preprocessed_already_is_not_mixed_with_others() -> None:
-    new = [chunk(number, 5, (100 + number,)) for number in range(5)]
-    assert list(similar_groups(new, 1000, 1)) == [[one] for one in new]
-    ring = [chunk(number, 5, ((number + 1) % 5,)) for number in range(5)]
-    assert list(similar_groups(ring, 1000, 1)) == [ring]
 
 
 INSTRUCTION = (80, 81, 82)
@@ -100,9 +65,3 @@ def test_a_long_chunk_does_not_stand_behind_long_ones() -> None:
     made = prompt([alone], ids_of(alone, *others), 100_000, 4_096)
     assert made is not None
     assert [one.key for one in made.segments] == ["002", "000"]
-
-
-def test_large_kv_makes_small_groups() -> None:
-    assert group_tokens(8000, 23_040) == 4096
-    assert group_tokens(2000, 23_040) == 2000
-    assert group_tokens(8000, 2**19) == 2048

@@ -11,14 +11,13 @@ from fused_kv_llm.prompt import Segment
 
 from .batches import PendingChunk
 from .corpus import CorpusPlanner
+from .grouping import group_tokens, similar_groups
 from .preprocessing_plan import PreprocessingPlan
 from .shift_prompts import (
+    AGAIN_CHUNKS,
     BEFORE_CHUNKS,
     BETWEEN_CHUNKS,
-    PLAIN_CHUNKS,
-    group_tokens,
     prompt_of_group,
-    similar_groups,
 )
 from .true_kv import true_kv
 from .variant_builder import PromptChunks
@@ -86,20 +85,18 @@ class ShiftPrefill:
 
     def _seen(self, prompt: PromptChunks, group_chunks: int, plain: PlainKV, stopped: Stopped) -> dict[str, SeenKV]:
         """Return the KV that the chunks of a group have behind those before them, its first ones behind the others."""
-        lead = len(prompt.segments) - group_chunks
-        first = min(PLAIN_CHUNKS, len(prompt.segments) - 1)
-        begin, alone, again = prompt.segments[:first], prompt.segments[first:lead], prompt.segments[lead:first]
-        places = prompt.segments[max(first, lead) :]
-        self.neighbour_tokens += sum(place.num_tokens for place in alone)
-        stored = plain(str(place.key) for place in begin)
-        known = [(place.start, stored[str(place.key)]) for place in begin]
-        if not again:
-            return self._full(prompt.ids, places, known, stopped)[0]
+        first, *rest = prompt.segments
+        lead = rest[: len(prompt.segments) - group_chunks - 1] if len(prompt.segments) > group_chunks else []
+        self.neighbour_tokens += sum(place.num_tokens for place in lead)
+        known = [(first.start, plain([str(first.key)])[str(first.key)])]
+        if len(prompt.segments) > group_chunks:
+            return self._full(prompt.ids, rest[len(lead) :], known, stopped)[0]
+        again = prompt.segments[: min(AGAIN_CHUNKS, len(rest))]
         # With the separator behind the last chunk.
-        others = Segment(places[0].start, len(prompt.ids))
-        seen, rest = self._full(prompt.ids, [*places, others], known, stopped)
+        others = Segment(prompt.segments[len(again)].start, len(prompt.ids))
+        seen, kv = self._full(prompt.ids, [*rest, others], known, stopped)
         ids = [*self._prefix.token_ids, *prompt.ids[others.start :]]
-        known = [(len(self._prefix.token_ids), rest)]
+        known = [(len(self._prefix.token_ids), kv)]
         behind = list[Segment]()
         for place in again:
             behind.append(Segment(len(ids), len(ids) + place.num_tokens, place.key))

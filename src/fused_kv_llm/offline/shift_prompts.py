@@ -6,15 +6,15 @@ there: their plain KV stands in the prompt, and they are computed behind all the
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from fused_kv_llm.prompt import Segment
 
 from .batches import PendingChunk
+from .grouping import LEAST_TOGETHER
 from .variant_builder import PromptChunks
 
-__all__ = ["BEFORE_CHUNKS", "BETWEEN_CHUNKS", "group_tokens", "prompt_of_group", "similar_groups"]
+__all__ = ["BEFORE_CHUNKS", "BETWEEN_CHUNKS", "prompt_of_group"]
 
 BEFORE_CHUNKS = "Use the following pieces of context to answer the question at the end.\n\n"
 """What prompts usually begin with: an instruction. Its words matter little, but that there is one shows in KV."""
@@ -22,70 +22,8 @@ BEFORE_CHUNKS = "Use the following pieces of context to answer the question at t
 BETWEEN_CHUNKS = "\n\n"
 """What prompts usually have between chunks: LangChain's and LlamaIndex' default."""
 
-GROUP_CHUNKS = 10
-"""Most chunks of a group."""
-
-PLAIN_CHUNKS = 2
-"""Chunks that a prompt begins with as they are stored."""
-
-LEAST_TOGETHER = 4
-"""Chunks of a prompt, if the corpus has so many: a smaller group is put behind similar chunks of other groups."""
-
-
-_MOST_TOKENS = 4096
-_MOST_BYTES = 2**30
-
-
-def group_tokens(max_tokens: int, kv_bytes_per_token: int) -> int:
-    """Return how many tokens a group may have, so that its KV fits in memory several times.
-
-    Parameters
-    ----------
-    max_tokens : int
-        Tokens that fit behind the header.
-    kv_bytes_per_token : int
-    """
-    return min(max_tokens, _MOST_TOKENS, _MOST_BYTES // kv_bytes_per_token)
-
-
-def similar_groups(
-    chunks: Sequence[PendingChunk], most_tokens: int, separator_tokens: int
-) -> Iterator[list[PendingChunk]]:
-    """Divide chunks into groups of similar ones.
-
-    Parameters
-    ----------
-    chunks : sequence of PendingChunk
-        With their neighbours.
-    most_tokens : int
-        Of a group, see :func:`group_tokens`. A longer chunk is a group of its own.
-    separator_tokens : int
-        Tokens that stand behind every chunk.
-
-    Yields
-    ------
-    list of PendingChunk
-        A chunk, its neighbours, theirs and so on, as far as no other group has them; then others. A chunk of whose
-        neighbours none is among the chunks is a group of its own: its neighbours are put before it.
-    """
-    # Keys are hashes, so their order is nobody's.
-    left = {chunk.key: chunk for chunk in sorted(chunks, key=lambda chunk: chunk.key)}
-    strangers = [chunk for chunk in left.values() if left.keys().isdisjoint(chunk.neighbours)]
-    for chunk in strangers:
-        yield [left.pop(chunk.key)]
-    while left:
-        group, tokens = list[PendingChunk](), 0
-        waiting = deque[str]()
-        while left and len(group) < GROUP_CHUNKS:
-            key = waiting.popleft() if waiting else next(iter(left))
-            if key not in left:
-                continue
-            tokens += len(left[key].token_ids) + separator_tokens
-            if group and tokens > most_tokens:
-                break
-            group.append(left.pop(key))
-            waiting.extend(group[-1].neighbours)
-        yield sorted(group, key=lambda chunk: chunk.key)
+AGAIN_CHUNKS = 2
+"""First chunks of a prompt, which have too little before them: they are computed behind the others."""
 
 
 def prompt_of_group(
