@@ -26,7 +26,8 @@ from fused_kv_llm.offline import BackgroundWork, grouping, shift_prefill
 
 SHIFT = shift_name(3)
 TEXTS = SHORT[:12]
-GRAPH = {text: [other for other in TEXTS if other != text][:3] for text in TEXTS}
+TOPICS = [TEXTS[begin : begin + 4] for begin in range(0, 12, 4)]
+GRAPH = {text: [other for other in topic if other != text] for topic in TOPICS for text in topic}
 
 
 def make_engine(folder: Path, **options: object) -> FusedKVEngine:

@@ -54,7 +54,7 @@ def similar_groups(chunks: Sequence[PendingChunk], most_tokens: int, separator_t
     -------
     list of list of PendingChunk
         The same ones in whatever order the chunks come. A chunk of whose neighbours none is among the chunks is a group
-        of its own: its neighbours are put before it.
+        of its own: its neighbours are put before it. In a group the longest chunk comes first and the shortest second.
     """
     # Keys are hashes, so their order is nobody's.
     known = {chunk.key: chunk for chunk in sorted(chunks, key=lambda chunk: chunk.key)}
@@ -62,7 +62,20 @@ def similar_groups(chunks: Sequence[PendingChunk], most_tokens: int, separator_t
     for chunk in known.values():
         (strangers if known.keys().isdisjoint(chunk.neighbours) else linked).append(chunk)
     groups = _Grouping(linked, most_tokens, separator_tokens).groups()
-    return [[chunk] for chunk in strangers] + [[known[key] for key in sorted(group)] for group in groups]
+    return [[chunk] for chunk in strangers] + [_in_order([known[key] for key in sorted(group)]) for group in groups]
+
+
+def _in_order(group: list[PendingChunk]) -> list[PendingChunk]:
+    """Put the longest chunk first, which a prompt takes as it is stored, then the shortest, which it computes twice."""
+    longest = max(group, key=_num_tokens)
+    others = [chunk for chunk in group if chunk is not longest]
+    if others:
+        others.insert(0, others.pop(others.index(min(others, key=_num_tokens))))
+    return [longest, *others]
+
+
+def _num_tokens(chunk: PendingChunk) -> int:
+    return len(chunk.token_ids)
 
 
 class _Grouping:

@@ -89,8 +89,11 @@ def true_kv(
             piece = rows[: owner.piece_tokens(_PIECE_TOKENS)]
             owner.run(partial(compute, piece), len(piece), stopped)
             rows = rows[len(piece) :]
-        check_numbers(list(zip(cache.keys, cache.values, strict=True)), loaded.model_id, loaded.dtype,
-                      torch.arange(len(ids), device=device))  # fmt: skip
+        whole = [
+            (keys[..., : len(ids), :], values[..., : len(ids), :])
+            for keys, values in zip(cache.keys, cache.values, strict=True)
+        ]
+        check_numbers(whole, loaded.model_id, loaded.dtype)
         found = []
         for segment in segments:
             keys, values = (part[:, 0, :, segment.start : segment.stop] for part in (cache.keys, cache.values))
