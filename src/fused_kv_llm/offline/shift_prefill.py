@@ -13,12 +13,7 @@ from .batches import PendingChunk
 from .corpus import CorpusPlanner
 from .grouping import group_tokens, similar_groups
 from .preprocessing_plan import PreprocessingPlan
-from .shift_prompts import (
-    AGAIN_CHUNKS,
-    BEFORE_CHUNKS,
-    BETWEEN_CHUNKS,
-    prompt_of_group,
-)
+from .shift_prompts import AGAIN_CHUNKS, BEFORE_CHUNKS, BETWEEN_CHUNKS, prompt_of_group
 from .true_kv import true_kv
 from .variant_builder import PromptChunks
 
@@ -46,7 +41,7 @@ class ShiftPrefill:
     Attributes
     ----------
     neighbour_tokens : int
-        Tokens of chunks that were computed before a small group only.
+        Tokens of chunks that had to be computed only because they stand before a small group.
     """
 
     def __init__(self, loaded: LoadedModel, prefix: PrefixKV, owner: ModelOwner, planner: CorpusPlanner) -> None:
@@ -85,16 +80,15 @@ class ShiftPrefill:
 
     def _seen(self, prompt: PromptChunks, group_chunks: int, plain: PlainKV, stopped: Stopped) -> dict[str, SeenKV]:
         """Return the KV that the chunks of a group have behind those before them, its first ones behind the others."""
-        first, *rest = prompt.segments
-        lead = rest[: len(prompt.segments) - group_chunks - 1] if len(prompt.segments) > group_chunks else []
-        self.neighbour_tokens += sum(place.num_tokens for place in lead)
+        first, lead = prompt.segments[0], len(prompt.segments) - group_chunks
         known = [(first.start, plain([str(first.key)])[str(first.key)])]
-        if len(prompt.segments) > group_chunks:
-            return self._full(prompt.ids, rest[len(lead) :], known, stopped)[0]
-        again = prompt.segments[: min(AGAIN_CHUNKS, len(rest))]
+        if lead:
+            self.neighbour_tokens += sum(place.num_tokens for place in prompt.segments[1:lead])
+            return self._full(prompt.ids, prompt.segments[lead:], known, stopped)[0]
+        again = prompt.segments[: min(AGAIN_CHUNKS, group_chunks - 1)]
         # With the separator behind the last chunk.
         others = Segment(prompt.segments[len(again)].start, len(prompt.ids))
-        seen, kv = self._full(prompt.ids, [*rest, others], known, stopped)
+        seen, kv = self._full(prompt.ids, [*prompt.segments[1:], others], known, stopped)
         ids = [*self._prefix.token_ids, *prompt.ids[others.start :]]
         known = [(len(self._prefix.token_ids), kv)]
         behind = list[Segment]()

@@ -1,7 +1,7 @@
 """Prompts of similar chunks, which show what a prompt changes in the KV of a chunk.
 
-A group of similar chunks is put into one prompt behind an instruction. The first chunks of it have little before them
-there: their plain KV stands in the prompt, and they are computed behind all the others instead.
+A group of similar chunks is put into one prompt behind an instruction. The first one stands there as it is stored, with
+its plain KV. The first two have too little before them there: they are computed once more, behind all the others.
 """
 
 from __future__ import annotations
