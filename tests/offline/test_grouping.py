@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 from hypothesis import given
@@ -65,6 +66,40 @@ def test_who_is_left_over_joins_the_group_with_the_most_links() -> None:
     one_more = chunk(300, 5, (1, 100, 101))
     want[0].append(300)
     assert numbers(similar_groups([*late, *first, *second, one_more], 1000, 1)) == want, "where there is room"
+
+
+def test_groups_grow_along_the_most_links() -> None:
+    """Chunk 900 has two links to the group, all others have one; keys and the order of the chunks do not count."""
+    star = [chunk(0, 5, tuple(range(1, 5)))]
+    ring = [chunk(number, 5, (number % 4 + 1,)) for number in range(1, 5)]
+    others = [chunk(500 + number, 5, (1,)) for number in range(20)]
+    twice = chunk(900, 5, (1, 2))
+    groups = similar_groups([*others, twice, *ring, *star], 1000, 0)
+    (found,) = (group for group in groups if any(one.key == "001" for one in group))
+    assert {int(one.key) for one in found} >= {0, 1, 2, 3, 4, 900}
+
+
+def test_being_a_neighbour_is_a_link_too() -> None:
+    """The first one's own neighbour is stored already, and it is the only neighbour of the others."""
+    chunks = [chunk(0, 5, (99,)), *(chunk(number, 5, (0,)) for number in range(1, 4))]
+    assert numbers(similar_groups(chunks, 1000, 1)) == [[0, 1, 2, 3]]
+
+
+def test_groups_grow_from_chunks_that_many_have_as_a_neighbour() -> None:
+    """A path of thirty, each the neighbour of the one before, whose chunk 20 is that of five others too."""
+    chunks = [chunk(number, 5, (number + 1,)) for number in range(30)]
+    chunks += [chunk(number, 5, (20,)) for number in range(100, 105)]
+    (found,) = (group for group in similar_groups(chunks, 1000, 0) if chunks[20] in group)
+    assert chunks[19] in found, "and not in a group that grew from the beginning of the path"
+
+
+def test_a_chunk_that_is_everybodys_neighbour_takes_no_longer() -> None:
+    """With few chunks in a group, so that its tokens end it."""
+    chunks = [chunk(number, 1000, (0,)) for number in range(1, 8000)]
+    started = time.process_time()
+    groups = similar_groups([chunk(0, 1000, (1,)), *chunks], 4096, 1)
+    assert time.process_time() - started < 2.0
+    assert max(len(group) for group in groups) == 4
 
 
 def test_a_chunk_that_is_too_long_for_a_group_does_not_end_it() -> None:

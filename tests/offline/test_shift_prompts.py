@@ -65,3 +65,12 @@ def test_a_long_chunk_does_not_stand_behind_long_ones() -> None:
     made = prompt([alone], ids_of(alone, *others), 100_000, 4_096)
     assert made is not None
     assert [one.key for one in made.segments] == ["002", "000"]
+
+
+def test_a_chunk_beyond_the_limit_stands_behind_one_that_is_too() -> None:
+    """It would never be preprocessed otherwise."""
+    others = [chunk(number, 5_000) for number in (1, 2)]
+    alone = chunk(0, 5_000, (1, 2))
+    made = prompt([alone], ids_of(alone, *others), 32_000, 4_096)
+    assert made is not None
+    assert [one.key for one in made.segments] == ["001", "000"]

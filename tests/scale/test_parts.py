@@ -79,7 +79,6 @@ def test_every_task_is_done_once_and_those_that_fail_are_tried_again(pool_of: An
     assert pool.replaced == 2
     assert pool.retried >= 3
     assert list(pool.run("work", [])) == []
-    assert pool.call("work", 7) == 49
 
 
 def test_what_cannot_work_ends_the_run(pool_of: Any) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import faulthandler
 import io
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
 import uvicorn
 from fastapi import FastAPI
 from waiting import wait_until
@@ -38,12 +38,13 @@ def running(app: FastAPI, config: ServerConfig | None = None) -> Iterator[str]:
         if thread.is_alive():
             left = _what_is_left(server)
             server.force_exit = True
-            pytest.fail(f"The server does not end. {left}")
+            thread.join(_SHUTDOWN_S)
+            raise AssertionError(f"The server does not end. {left}")
 
 
 def _what_is_left(server: uvicorn.Server) -> str:
     """Return what a server waits for, and write the stacks of all threads to stderr."""
-    faulthandler.dump_traceback(all_threads=True)
+    faulthandler.dump_traceback(sys.__stderr__ or sys.stderr)
     state = server.server_state
     stacks = io.StringIO()
     for task in list(state.tasks):

@@ -11,7 +11,7 @@ from .context_prefill import context_batches
 from .corpus import CorpusPlanner
 from .embedder import Embedder, SentenceEmbedder, as_embedder
 from .fixed_pieces import FixedPieces
-from .grouping import group_tokens, similar_groups
+from .grouping import LEAST_TOGETHER, group_tokens, similar_groups
 from .neighbour_graph import Similarity
 from .neighbour_index import NearestSearch, nearest
 from .neighbours import GivenNeighbours
@@ -29,6 +29,7 @@ __all__ = [
     "BATCH_TOKENS",
     "BETWEEN_CHUNKS",
     "CONTEXT_BATCH_TOKENS",
+    "LEAST_TOGETHER",
     "TEXTS_AT_ONCE",
     "VECTORS_FILE",
     "AlternativePath",

@@ -26,6 +26,8 @@ _MOST_BYTES = 2**30
 def group_tokens(max_tokens: int, kv_bytes_per_token: int) -> int:
     """Return how many tokens a group may have, so that its KV fits in memory several times.
 
+    Neighbours before a small group come on top, as many tokens again at most, or one chunk.
+
     Parameters
     ----------
     max_tokens : int
@@ -53,14 +55,15 @@ def similar_groups(chunks: Sequence[PendingChunk], most_tokens: int, separator_t
     Returns
     -------
     list of list of PendingChunk
-        The same ones in whatever order the chunks come. A chunk of whose neighbours none is among the chunks is a group
-        of its own: its neighbours are put before it. In a group the longest chunk comes first and the shortest second.
+        The same ones in whatever order the chunks come. A chunk without links to others of them is a group of its own:
+        its neighbours are put before it. In a group the longest chunk comes first and the shortest second.
     """
     # Keys are hashes, so their order is nobody's.
     known = {chunk.key: chunk for chunk in sorted(chunks, key=lambda chunk: chunk.key)}
+    named = {key for chunk in chunks for key in chunk.neighbours}
     strangers, linked = list[PendingChunk](), list[PendingChunk]()
-    for chunk in known.values():
-        (strangers if known.keys().isdisjoint(chunk.neighbours) else linked).append(chunk)
+    for key, chunk in known.items():
+        (strangers if key not in named and known.keys().isdisjoint(chunk.neighbours) else linked).append(chunk)
     groups = _Grouping(linked, most_tokens, separator_tokens).groups()
     return [[chunk] for chunk in strangers] + [_in_order([known[key] for key in sorted(group)]) for group in groups]
 
@@ -111,16 +114,16 @@ class _Grouping:
         return chain(self._near[key], self._near_to[key])
 
     def _grown(self, seed: str) -> list[str]:
-        group, tokens, links = list[str](), 0, Counter({seed: 1})
-        while links and len(group) < GROUP_CHUNKS:
-            key = min(links, key=lambda one: (-links[one], one))
-            del links[key]
-            if group and tokens + self._tokens[key] > self._most_tokens:
-                continue
+        group, tokens, links = list[str](), 0, Counter[str]()
+        fitting = [seed]
+        while fitting and len(group) < GROUP_CHUNKS:
+            key = min(fitting, key=lambda one: (-links[one], one))
             group.append(key)
             tokens += self._tokens[key]
             del self._left[key]
             links.update(other for other in self._links(key) if other in self._left)
+            del links[key]
+            fitting = [one for one in links if tokens + self._tokens[one] <= self._most_tokens]
         return group
 
     def _joined(self, key: str, groups: list[list[str]], where: dict[str, int]) -> bool:

@@ -35,7 +35,7 @@ from .writer import BackgroundWriter
 __all__ = ["Preprocessor"]
 
 _CHUNKS_TO_WRITE = 2
-"""Chunks that may wait, each with its KV in every prompt."""
+"""Chunks that may wait, each with its KV twice: plain, and in a prompt."""
 
 
 class Preprocessor:
@@ -144,7 +144,7 @@ class Preprocessor:
         Returns
         -------
         int
-            Tokens of similar chunks that had to be computed beside those of the plan.
+            Tokens that had to be computed beside: of similar chunks, and of chunks whose KV is not stored exactly.
 
         Raises
         ------
@@ -154,7 +154,7 @@ class Preprocessor:
             If it was stopped.
         """
         prefill = ContextPrefill(self._loaded, self._store, self._prefix, self._owner, plan.token_ids, stopped)
-        shifts = ShiftPrefill(self._loaded, self._prefix, self._owner, self._planner)
+        computed = 0
 
         def write(item: tuple[PendingChunk, Callable[[], dict[str, Tensor]]]) -> None:
             chunk, side = item
@@ -170,14 +170,16 @@ class Preprocessor:
                 for chunk, kv in prefill.behind(plan.chunks, is_batch=plan.is_batch):
                     writer.submit((chunk, partial(self._replacement, kv)))
             else:
+                shifts = ShiftPrefill(self._loaded, self._prefix, self._owner, self._planner)
                 for group in shifts.run(plan, prefill.plain, stopped):
                     plain = prefill.plain(chunk.key for chunk, _ in group)
                     for chunk, seen in group:
                         writer.submit((chunk, partial(_shift, plain[chunk.key], seen)))
+                computed = shifts.neighbour_tokens
         finally:
             # What has been computed is written, also after a stop, so the next run goes on from there.
             writer.close()
-        return prefill.neighbour_tokens + shifts.neighbour_tokens
+        return prefill.neighbour_tokens + computed
 
     def prompts(self, plan: PreprocessingPlan, contexts: int) -> Iterator[PromptChunks]:
         """Yield every chunk of a plan behind its first contexts, as prompts that leave variants.

@@ -144,10 +144,9 @@ class PreprocessingPlanner:
         for begin in range(0, len(known), self._context_chunks):
             room, fitting = self._max_tokens - len(token_ids[key]), list[str]()
             for other in known[begin : begin + self._context_chunks]:
-                room -= len(token_ids[other])
-                if room <= 0:
-                    break
-                fitting.append(other)
+                if len(token_ids[other]) < room:
+                    room -= len(token_ids[other])
+                    fitting.append(other)
             if fitting:
                 contexts.append(tuple(fitting))
         return tuple(contexts)

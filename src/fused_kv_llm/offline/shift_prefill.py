@@ -41,7 +41,8 @@ class ShiftPrefill:
     Attributes
     ----------
     neighbour_tokens : int
-        Tokens of chunks that had to be computed only because they stand before a small group.
+        Tokens of chunks that had to be computed only because they stand before a small group. The first of them is not:
+        it stands there as it is stored.
     """
 
     def __init__(self, loaded: LoadedModel, prefix: PrefixKV, owner: ModelOwner, planner: CorpusPlanner) -> None:

@@ -45,7 +45,7 @@ def prompt_of_group(
     max_tokens : int
         Most tokens behind the header.
     lead_tokens : int
-        Most tokens of neighbours before a small group.
+        Most tokens of neighbours before a small group; a single one may be longer.
 
     Returns
     -------
@@ -53,7 +53,7 @@ def prompt_of_group(
         The group's chunks are the last ones. None for a chunk that nothing fits before: it would show nothing.
     """
     room = max_tokens - sum(len(chunk.token_ids) + len(separator) for chunk in group)
-    lead = _lead(group, token_ids, min(lead_tokens, room), len(separator))
+    lead = _lead(group, token_ids, (lead_tokens, room), len(separator))
     keys = [*lead, *(chunk.key for chunk in group)]
     if len(keys) < 2:
         return None
@@ -68,13 +68,19 @@ def prompt_of_group(
 
 
 def _lead(
-    group: Sequence[PendingChunk], token_ids: Mapping[str, tuple[int, ...]], room: int, separator_tokens: int
-) -> list[str]:
-    """Return neighbours that stand before a small group, as many as are wanted and fit."""
-    lead, inside = list[str](), {chunk.key for chunk in group}
-    for key in dict.fromkeys(key for chunk in group for key in chunk.neighbours if key not in inside):
-        tokens = len(token_ids[key]) + separator_tokens
-        if len(lead) + len(group) < LEAST_TOGETHER and tokens <= room:
+    group: Sequence[PendingChunk], token_ids: Mapping[str, tuple[int, ...]], room: tuple[int, int],
+    separator_tokens: int,
+) -> list[str]:  # fmt: skip
+    """Return neighbours that stand before a small group, as many as are wanted and fit; else one that fits somehow."""
+    inside = {chunk.key for chunk in group}
+    near = dict.fromkeys(key for chunk in group for key in chunk.neighbours if key not in inside)
+    tokens = {key: len(token_ids[key]) + separator_tokens for key in near}
+    lead, left = list[str](), min(room)
+    for key in near:
+        if len(lead) + len(group) < LEAST_TOGETHER and tokens[key] <= left:
             lead.append(key)
-            room -= tokens
+            left -= tokens[key]
+    if not lead and len(group) == 1:
+        # It stands there as it is stored, so that a long one costs little.
+        lead = [key for key in near if tokens[key] <= room[1]][:1]
     return lead

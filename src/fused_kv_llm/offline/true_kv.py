@@ -36,7 +36,7 @@ def true_kv(
     stopped: Callable[[], bool],
     known: Sequence[tuple[int, ChunkKV]] = (),
 ) -> list[ChunkKV]:
-    """Prefill a prompt in full, in pieces between those of requests, and return the KV of its chunks.
+    """Prefill a prompt but for KV that is known, in pieces between those of requests, and return the KV of its chunks.
 
     Parameters
     ----------
@@ -60,7 +60,7 @@ def true_kv(
 
     Raises
     ------
-    NumericalError
+    UnsupportedModelError
         If it is not finite.
     StoppedError
         If it was stopped.

@@ -89,10 +89,6 @@ class ActorPool(Generic[Facts]):
             self._began(self._wait([]))
         return self._facts
 
-    def call(self, method: str, *arguments: Any) -> Any:
-        """Run one task and return its result; raises as :meth:`run`."""
-        return next(iter(self.run(method, [arguments])))[1]
-
     def run(self, method: str, tasks: Iterable[tuple[Any, ...]]) -> Iterator[tuple[int, Any]]:
         """Run tasks, and yield their numbers and results as they come.
 
