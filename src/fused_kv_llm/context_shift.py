@@ -8,9 +8,12 @@ some questions than preprocessing won.)
 
 FusionRAG puts a chunk behind the stored KV of its neighbours, each of which begins with attention sinks of its own, as
 none does in a prompt. Here similar chunks are prefilled in full as one prompt, so that each is seen as prompts have it.
+Much of what one prompt changes is particular to it, and of that a shift fitted to several prompts has less.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -38,28 +41,32 @@ def shift_name(num_neighbours: int) -> str:
     return f"{CONTEXT_SHIFT}-prompts-{num_neighbours}"
 
 
-def fitted_shift(plain: tuple[Tensor, Tensor], seen: tuple[Tensor, Tensor], weight: float) -> tuple[Tensor, Tensor]:
-    """Return the shift that explains best, with the weight of its place, what a prompt changes in a chunk.
+def fitted_shift(
+    plain: tuple[Tensor, Tensor], seen: Sequence[tuple[tuple[Tensor, Tensor], float]]
+) -> tuple[Tensor, Tensor]:
+    """Return the shift that explains best, with the weights of its places, what prompts change in a chunk.
 
-    Where ``d`` is the change and ``w`` the weight, it is ``w d / (0.15 + w^2)``: the fit of ``w x shift`` by least
+    Where ``d`` is the change and ``w`` the weight of a place, it is ``sum(w d) / (0.15 + sum(w^2))``: a fit by least
     squares, drawn a little towards no shift.
 
     Parameters
     ----------
     plain : tuple of Tensor
         Keys and values ``[L, Hkv, T, D]`` of the chunk with nothing before it but the header.
-    seen : tuple of Tensor
-        The same in the prompt, with the rotation of the same positions.
-    weight : float
-        Of its place there (:func:`place_weight`).
+    seen : sequence of tuple
+        The same in each prompt, with the rotation of the same positions, and the weight of its place there
+        (:func:`place_weight`); not empty.
 
     Returns
     -------
     tuple of Tensor
         Keys and values, float32 ``[L, Hkv, T, D]``.
     """
-    factor = weight / (_PRIOR + weight**2)
-    keys, values = ((after.float() - before.float()) * factor for before, after in zip(plain, seen, strict=True))
+    power = _PRIOR + sum(weight**2 for _, weight in seen)
+    keys, values = (torch.zeros_like(part, dtype=torch.float32) for part in plain)
+    for kv, weight in seen:
+        for shift, before, after in zip((keys, values), plain, kv, strict=True):
+            shift.add_(after.float() - before.float(), alpha=weight / power)
     return keys, values
 
 

@@ -22,12 +22,11 @@ from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.context_shift import shift_name
 from fused_kv_llm.errors import ConfigError, MissingExtraError, StoreFullError
 from fused_kv_llm.model import StoppedError
-from fused_kv_llm.offline import BackgroundWork, grouping, shift_prefill
+from fused_kv_llm.offline import BackgroundWork, shift_prefill, shift_prompts
 
 SHIFT = shift_name(3)
 TEXTS = SHORT[:12]
-TOPICS = [TEXTS[begin : begin + 4] for begin in range(0, 12, 4)]
-GRAPH = {text: [other for other in topic if other != text] for topic in TOPICS for text in topic}
+GRAPH = {text: [other for other in TEXTS if other != text][:3] for text in TEXTS}
 
 
 def make_engine(folder: Path, **options: object) -> FusedKVEngine:
@@ -45,7 +44,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     gate, real = threading.Event(), shift_prefill.true_kv
 
     def gated(*arguments: Any) -> object:
-        stopped = arguments[5]
+        stopped = arguments[-1]
         while not gate.wait(0.01):
             if stopped():
                 raise StoppedError
@@ -95,8 +94,8 @@ def test_closing_stops_at_the_next_batch_and_loses_nothing(tmp_path: Path, monke
             time.sleep(0.2)
         return real(*arguments)
 
-    # Three groups of four chunks, each in a prompt and its first two behind the others.
-    monkeypatch.setattr(grouping, "GROUP_CHUNKS", 4)
+    # Three groups of four chunks, each in two prompts.
+    monkeypatch.setattr(shift_prompts, "GROUP_CHUNKS", 4)
     monkeypatch.setattr(shift_prefill, "true_kv", counting)
     engine = make_engine(tmp_path)
     engine.build_kv_cache(TEXTS, neighbours=GRAPH, progress=False)
@@ -117,7 +116,7 @@ def test_closing_stops_at_the_next_batch_and_loses_nothing(tmp_path: Path, monke
 def test_there_is_progress_however_often_the_pass_is_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grouping, "GROUP_CHUNKS", 4)
+    monkeypatch.setattr(shift_prompts, "GROUP_CHUNKS", 4)
     with make_engine(tmp_path) as engine:
         engine.build_kv_cache(TEXTS, neighbours=GRAPH, preprocess="later", progress=False)
         asked = []
@@ -135,7 +134,7 @@ def test_there_is_progress_however_often_the_pass_is_interrupted(
 
 
 def test_a_killed_pass_goes_on_where_it_was(tmp_path: Path) -> None:
-    """It repeats at most the group whose chunks were being written."""
+    """It repeats at most the chunk that was being written."""
     script = tmp_path / "ingest.py"
     script.write_text(
         textwrap.dedent(f"""

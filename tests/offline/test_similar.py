@@ -10,7 +10,6 @@ import pytest
 import torch
 from corpus import SHORT, rag_prompt
 from models import smollm2_tokenizer, tiny_model
-from transformers import DynamicCache
 
 from fused_kv_kernels.reference import rerotate_keys_reference
 from fused_kv_llm import FusedKVEngine, IngestReport
@@ -19,7 +18,6 @@ from fused_kv_llm.errors import ConfigError
 from fused_kv_llm.offline import SentenceEmbedder, shift_prefill
 from fused_kv_llm.offline.neighbours import find_neighbours
 from fused_kv_llm.offline.plain_kv import PlainKVCache
-from fused_kv_llm.offline.shift_prompts import AGAIN_CHUNKS, BEFORE_CHUNKS, BETWEEN_CHUNKS
 from fused_kv_llm.offline.vectors import corpus_vectors, unknown_texts
 
 
@@ -79,118 +77,52 @@ def test_a_small_corpus_has_fewer_neighbours() -> None:
     assert find_neighbours(SHORT[:1], SHORT[:2], 3, Letters(), None) == {SHORT[0]: (SHORT[1],)}
 
 
-def moved(engine: FusedKVEngine, keys: torch.Tensor, delta: int) -> torch.Tensor:
-    inv_freq = engine.loaded.geometry.rotations[0].inv_freq
-    return rerotate_keys_reference(keys, torch.full((keys.shape[-2],), delta), inv_freq)
-
-
-class Written:
-    """A prompt that plain transformers compute piece by piece, or that is given KV."""
-
-    def __init__(self, engine: FusedKVEngine) -> None:
-        self.engine, self.cache = engine, DynamicCache()
-        self.header = len(engine._parts.prefix.token_ids)
-
-    def compute(self, ids: Sequence[int]) -> None:
-        with torch.inference_mode():
-            tiny_model()(torch.tensor([ids]), past_key_values=self.cache, use_cache=True)
-
-    def give(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Put KV that stands right behind the header, ``[L, Hkv, T, D]``, behind what is there."""
-        keys = moved(self.engine, keys, self.cache.get_seq_length() - self.header)
-        for number in range(len(keys)):
-            self.cache.update(keys[number][None], values[number][None], number)
-
-    def kv(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values of some tokens as they are right behind the header."""
-        layers = self.cache.layers
-        keys, values = (
-            torch.stack([getattr(one, name)[0, :, start:stop] for one in layers]) for name in ("keys", "values")
-        )
-        return moved(self.engine, keys, self.header - start), values
-
-    def change(self, text: str) -> tuple[torch.Tensor, torch.Tensor, float]:
-        """Compute a chunk; return what is before it changes in it, and the weight of its place."""
-        start = self.cache.get_seq_length()
-        self.compute(self.engine.token_ids(text))
-        kv, plain = self.kv(start, self.cache.get_seq_length()), stored_kv(self.engine, text)
-        weight = place_weight(start - self.header, len(self.engine.token_ids(text)))
-        return kv[0] - plain[0], kv[1] - plain[1], weight
-
-
-def changes_in_group(
-    engine: FusedKVEngine, texts: Sequence[str], group: Sequence[str]
-) -> dict[str, tuple[torch.Tensor, torch.Tensor, float]]:
-    """Return what is changed in the chunks of a group, which are the last ones of a prompt's."""
-    header, between = list(engine._parts.prefix.token_ids), engine.token_ids(BETWEEN_CHUNKS)
-    changes, prompt, starts = {}, Written(engine), list[int]()
-    prompt.compute([*header, *engine.token_ids(BEFORE_CHUNKS)])
+def in_prompt(engine: FusedKVEngine, texts: Sequence[str], wanted: str) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Return what a plain forward of a prompt changes in a chunk of it, and the weight of its place there."""
+    header, between = list(engine._parts.prefix.token_ids), engine.token_ids("\n\n")
+    ids, start = [*header], 0
     for text in texts:
-        starts.append(prompt.cache.get_seq_length())
-        if text == texts[0]:
-            prompt.give(*stored_kv(engine, text))
-        else:
-            changes[text] = prompt.change(text)
-        prompt.compute(between)
-    if len(group) == len(texts):
-        behind, again = Written(engine), min(AGAIN_CHUNKS, len(texts) - 1)
-        behind.compute(header)
-        behind.give(*prompt.kv(starts[again], prompt.cache.get_seq_length()))
-        for text in texts[:again]:
-            changes[text] = behind.change(text)
-            behind.compute(between)
-    return {text: changes[text] for text in group}
+        if text == wanted:
+            start = len(ids)
+        ids += [*engine.token_ids(text), *between]
+    stop = start + len(engine.token_ids(wanted))
+    with torch.inference_mode():
+        layers = tiny_model()(torch.tensor([ids]), use_cache=True).past_key_values.layers
+    keys, values = (
+        torch.stack([getattr(layer, name)[0, :, start:stop] for layer in layers]) for name in ("keys", "values")
+    )
+    inv_freq = engine.loaded.geometry.rotations[0].inv_freq
+    home = rerotate_keys_reference(keys, torch.full((stop - start,), len(header) - start), inv_freq)
+    plain_keys, plain_values = stored_kv(engine, wanted)
+    return home - plain_keys, values - plain_values, place_weight(start - len(header), stop - start)
 
 
-def check_shift(
-    engine: FusedKVEngine, text: str, change: tuple[torch.Tensor, torch.Tensor, float], name: str = SHIFT
-) -> None:
-    """The stored shift of a chunk is the least-squares fit to what a prompt changes in it."""
-    side, (*parts, weight) = shift_of(engine, text, name), change
-    for part, which in zip(parts, ("keys", "values"), strict=True):
-        want = weight * part / (0.15 + weight**2)
+def check_shift(engine: FusedKVEngine, text: str, prompts: Sequence[Sequence[str]]) -> None:
+    """The stored shift of a chunk is the least-squares fit to what prompts change in it."""
+    changes = [in_prompt(engine, prompt, text) for prompt in prompts]
+    side = shift_of(engine, text)
+    for index, name in enumerate(("keys", "values")):
+        want = sum(one[2] * one[index] for one in changes) / (0.15 + sum(one[2] ** 2 for one in changes))
+        assert isinstance(want, torch.Tensor)
         assert float(want.abs().max()) > 0.05
-        assert float((side[which] * side[f"{which}_scale"] - want).abs().max()) < 0.01 * float(want.abs().max())
+        assert float((side[name] * side[f"{name}_scale"] - want).abs().max()) < 0.01 * float(want.abs().max())
 
 
-@pytest.mark.parametrize("count", [2, 3, 6])
-def test_the_shift_is_what_full_prefill_changes_among_similar_chunks(tmp_path: Path, count: int) -> None:
+def test_the_shift_is_what_full_prefill_changes_in_prompts_of_similar_chunks(tmp_path: Path) -> None:
     with make_engine(tmp_path) as engine:
-        report = ingest(engine, SHORT[:count])
-        assert (report.chunks_preprocessed, report.neighbour_tokens) == (count, 0)
-        group = sorted(SHORT[:count], key=lambda text: str(engine.chunk_id(text)))
-        first = max(group, key=lambda text: len(engine.token_ids(text)))
-        group.remove(first)
-        second = min(group, key=lambda text: len(engine.token_ids(text)))
-        group.remove(second)
-        group = [first, second, *group]
-        for text, change in changes_in_group(engine, group, group).items():
-            check_shift(engine, text, change)
+        report = ingest(engine, SHORT[:3])
+        assert (report.chunks_preprocessed, report.neighbour_tokens) == (3, 0)
+        group = sorted(SHORT[:3], key=lambda text: str(engine.chunk_id(text)))
+        for text in group:
+            check_shift(engine, text, [group, group[::-1]])
 
 
-def test_a_chunk_alone_stands_behind_its_neighbours(tmp_path: Path) -> None:
-    with make_engine(tmp_path, num_neighbours=3) as engine:
-        ingest(engine, SHORT[:3])
-        near = [SHORT[1], SHORT[0], SHORT[2]]
-        report = ingest(engine, [SHORT[4]], neighbours={SHORT[4]: near})
-        computed = sum(len(engine.token_ids(text)) for text in near[1:])
-        assert report.neighbour_tokens == computed, "one stands there as it is stored"
-        change = changes_in_group(engine, [*near, SHORT[4]], [SHORT[4]])[SHORT[4]]
-        check_shift(engine, SHORT[4], change, shift_name(3))
-
-
-def test_a_callers_neighbours_need_not_be_stored(tmp_path: Path) -> None:
-    graph = {SHORT[0]: [SHORT[1], SHORT[2]]}
-    with make_engine(tmp_path / "one") as engine, make_engine(tmp_path / "two") as other:
-        report = ingest(engine, SHORT[:1], neighbours=graph)
+def test_a_chunk_alone_stands_behind_the_callers_neighbours_of_it(tmp_path: Path) -> None:
+    """Which are not stored themselves."""
+    with make_engine(tmp_path) as engine:
+        report = ingest(engine, SHORT[:1], neighbours={SHORT[0]: [SHORT[1], SHORT[2]]})
         assert report.neighbour_tokens == sum(len(engine.token_ids(text)) for text in SHORT[1:3])
-        ingest(other, SHORT[1:3])
-        computed = len(engine.token_ids(SHORT[2]))
-        assert ingest(other, SHORT[:1], neighbours=graph).neighbour_tokens == computed
-        for name, part in shift_of(engine, SHORT[0]).items():
-            torch.testing.assert_close(
-                shift_of(other, SHORT[0])[name], part, rtol=0, atol=1 if "scale" not in name else 1e-5
-            )
+        check_shift(engine, SHORT[0], [[SHORT[1], SHORT[2], SHORT[0]]])
 
 
 def test_a_shift_whose_file_is_gone_is_made_up_for(tmp_path: Path) -> None:
@@ -203,8 +135,7 @@ def test_a_shift_whose_file_is_gone_is_made_up_for(tmp_path: Path) -> None:
         report = ingest(engine, SHORT[:3], neighbours=graph)
         assert (report.chunks_present, report.chunks_new, report.chunks_preprocessed) == (3, 0, 1)
         # Alone behind its neighbours now, and not with them.
-        texts = [SHORT[0], SHORT[2], SHORT[1]]
-        check_shift(engine, SHORT[1], changes_in_group(engine, texts, texts[2:])[SHORT[1]])
+        check_shift(engine, SHORT[1], [[SHORT[0], SHORT[2], SHORT[1]]])
         assert all(torch.equal(part, want[name]) for name, part in shift_of(engine, SHORT[0]).items())
         assert ingest(engine, SHORT[:3], neighbours=graph).chunks_preprocessed == 0
 

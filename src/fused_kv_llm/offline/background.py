@@ -42,7 +42,7 @@ class PreprocessingCounts(PassCounts):
     stale : int
         Chunks that were preprocessed after other neighbours and stay as they are.
     neighbour_tokens : int
-        Tokens that had to be computed beside: of similar chunks, and of chunks whose KV is not stored exactly.
+        Tokens of similar chunks that had to be computed beside those that were preprocessed.
     """
 
     refreshed: int = 0

@@ -35,7 +35,7 @@ from .writer import BackgroundWriter
 __all__ = ["Preprocessor"]
 
 _CHUNKS_TO_WRITE = 2
-"""Chunks that may wait, each with its KV twice: plain, and in a prompt."""
+"""Chunks that may wait, each with its KV in every prompt."""
 
 
 class Preprocessor:
@@ -144,7 +144,7 @@ class Preprocessor:
         Returns
         -------
         int
-            Tokens that had to be computed beside: of similar chunks, and of chunks whose KV is not stored exactly.
+            Tokens of similar chunks that had to be computed beside those of the plan.
 
         Raises
         ------
@@ -154,7 +154,7 @@ class Preprocessor:
             If it was stopped.
         """
         prefill = ContextPrefill(self._loaded, self._store, self._prefix, self._owner, plan.token_ids, stopped)
-        computed = 0
+        shifts = ShiftPrefill(self._loaded, self._prefix, self._owner, self._planner)
 
         def write(item: tuple[PendingChunk, Callable[[], dict[str, Tensor]]]) -> None:
             chunk, side = item
@@ -170,16 +170,14 @@ class Preprocessor:
                 for chunk, kv in prefill.behind(plan.chunks, is_batch=plan.is_batch):
                     writer.submit((chunk, partial(self._replacement, kv)))
             else:
-                shifts = ShiftPrefill(self._loaded, self._prefix, self._owner, self._planner)
-                for group in shifts.run(plan, prefill.plain, stopped):
+                for group in shifts.run(plan, stopped):
                     plain = prefill.plain(chunk.key for chunk, _ in group)
                     for chunk, seen in group:
                         writer.submit((chunk, partial(_shift, plain[chunk.key], seen)))
-                computed = shifts.neighbour_tokens
         finally:
             # What has been computed is written, also after a stop, so the next run goes on from there.
             writer.close()
-        return prefill.neighbour_tokens + computed
+        return prefill.neighbour_tokens if self.replaces else shifts.neighbour_tokens
 
     def prompts(self, plan: PreprocessingPlan, contexts: int) -> Iterator[PromptChunks]:
         """Yield every chunk of a plan behind its first contexts, as prompts that leave variants.
@@ -223,5 +221,5 @@ class Preprocessor:
 
 def _shift(plain: ChunkKV, seen: SeenKV) -> dict[str, Tensor]:
     with torch.inference_mode():
-        kv, weight = seen
-        return context_shift(*fitted_shift((plain.keys, plain.values), (kv.keys, kv.values), weight))
+        changed = [((kv.keys, kv.values), weight) for kv, weight in seen]
+        return context_shift(*fitted_shift((plain.keys, plain.values), changed))

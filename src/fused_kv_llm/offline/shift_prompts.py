@@ -1,36 +1,92 @@
-"""Prompts of similar chunks, which show what a prompt changes in the KV of a chunk.
+"""Prompts of similar chunks, which show what chunks before a chunk change in its KV.
 
-A group of similar chunks is put into one prompt behind an instruction. The first one stands there as it is stored, with
-its plain KV. The first two have too little before them there: they are computed once more, behind all the others.
+A group of similar chunks is put into two prompts in opposite orders: each other chunk of the group stands before a
+chunk in one of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 
 from fused_kv_llm.prompt import Segment
 
 from .batches import PendingChunk
-from .grouping import LEAST_TOGETHER
 from .variant_builder import PromptChunks
 
-__all__ = ["BEFORE_CHUNKS", "BETWEEN_CHUNKS", "prompt_of_group"]
-
-BEFORE_CHUNKS = "Use the following pieces of context to answer the question at the end.\n\n"
-"""What prompts usually begin with: an instruction. Its words matter little, but that there is one shows in KV."""
+__all__ = ["BETWEEN_CHUNKS", "group_tokens", "prompts_of_group", "similar_groups"]
 
 BETWEEN_CHUNKS = "\n\n"
 """What prompts usually have between chunks: LangChain's and LlamaIndex' default."""
 
-AGAIN_CHUNKS = 2
-"""First chunks of a prompt, which have too little before them: they are computed behind the others."""
+GROUP_CHUNKS = 20
+"""Most chunks of a group."""
+
+LEAST_TOGETHER = 4
+"""Chunks of a prompt, if the corpus has so many: a smaller group is put behind similar chunks of other groups."""
 
 
-def prompt_of_group(
+_MOST_TOKENS = 4096
+_MOST_BYTES = 2**30
+
+
+def group_tokens(max_tokens: int, kv_bytes_per_token: int) -> int:
+    """Return how many tokens a group may have, so that its KV fits in memory several times.
+
+    Parameters
+    ----------
+    max_tokens : int
+        Tokens that fit behind the header.
+    kv_bytes_per_token : int
+    """
+    return min(max_tokens, _MOST_TOKENS, _MOST_BYTES // kv_bytes_per_token)
+
+
+def similar_groups(
+    chunks: Sequence[PendingChunk], most_tokens: int, separator_tokens: int
+) -> Iterator[list[PendingChunk]]:
+    """Divide chunks into groups of similar ones.
+
+    Parameters
+    ----------
+    chunks : sequence of PendingChunk
+        With their neighbours.
+    most_tokens : int
+        Of a group, see :func:`group_tokens`. A longer chunk is a group of its own.
+    separator_tokens : int
+        Tokens that stand behind every chunk.
+
+    Yields
+    ------
+    list of PendingChunk
+        A chunk, its neighbours, theirs and so on, as far as no other group has them; then others. A chunk of whose
+        neighbours none is among the chunks is a group of its own: its neighbours are put before it.
+    """
+    # Keys are hashes, so their order is nobody's.
+    left = {chunk.key: chunk for chunk in sorted(chunks, key=lambda chunk: chunk.key)}
+    strangers = [chunk for chunk in left.values() if left.keys().isdisjoint(chunk.neighbours)]
+    for chunk in strangers:
+        yield [left.pop(chunk.key)]
+    while left:
+        group, tokens = list[PendingChunk](), 0
+        waiting = deque[str]()
+        while left and len(group) < GROUP_CHUNKS:
+            key = waiting.popleft() if waiting else next(iter(left))
+            if key not in left:
+                continue
+            tokens += len(left[key].token_ids) + separator_tokens
+            if group and tokens > most_tokens:
+                break
+            group.append(left.pop(key))
+            waiting.extend(group[-1].neighbours)
+        yield sorted(group, key=lambda chunk: chunk.key)
+
+
+def prompts_of_group(
     group: Sequence[PendingChunk], token_ids: Mapping[str, tuple[int, ...]], header: Sequence[int],
-    instruction: Sequence[int], separator: Sequence[int], max_tokens: int, lead_tokens: int,
-) -> PromptChunks | None:  # fmt: skip
-    """Put a group of chunks into a prompt.
+    separator: Sequence[int], max_tokens: int, lead_tokens: int,
+) -> list[PromptChunks]:  # fmt: skip
+    """Put a group of chunks into prompts, forwards and backwards.
 
     Parameters
     ----------
@@ -38,49 +94,47 @@ def prompt_of_group(
     token_ids : mapping of str to tuple of int
         Stand-alone ids of the chunks and of their neighbours, by key.
     header : sequence of int
-    instruction : sequence of int
-        What stands behind the header, if there is room.
     separator : sequence of int
         What stands behind every chunk.
     max_tokens : int
         Most tokens behind the header.
     lead_tokens : int
-        Most tokens of neighbours before a small group; a single one may be longer.
+        Most tokens of neighbours before a small group.
 
     Returns
     -------
-    PromptChunks or None
-        The group's chunks are the last ones. None for a chunk that nothing fits before: it would show nothing.
+    list of PromptChunks
+        The group's chunks are the last ones of each. None of a chunk that nothing fits before: they would show nothing.
     """
-    room = max_tokens - sum(len(chunk.token_ids) + len(separator) for chunk in group)
-    lead = _lead(group, token_ids, (lead_tokens, room), len(separator))
-    keys = [*lead, *(chunk.key for chunk in group)]
-    if len(keys) < 2:
-        return None
-    room -= sum(len(token_ids[key]) + len(separator) for key in lead)
-    ids, segments = [*header, *(instruction if len(instruction) <= room else ())], list[Segment]()
+    keys = [chunk.key for chunk in group]
+    room = min(lead_tokens, max_tokens - sum(len(chunk.token_ids) + len(separator) for chunk in group))
+    lead = _lead(group, token_ids, room, len(separator))
+    if len(lead) + len(keys) < 2:
+        return []
+    orders = dict.fromkeys((tuple(keys), tuple(reversed(keys))))
+    return [_prompt((*lead, *order), token_ids, header, separator) for order in orders]
+
+
+def _lead(
+    group: Sequence[PendingChunk], token_ids: Mapping[str, tuple[int, ...]], room: int, separator_tokens: int
+) -> list[str]:
+    """Return neighbours that stand before a small group, as many as are wanted and fit."""
+    lead, inside = list[str](), {chunk.key for chunk in group}
+    for key in dict.fromkeys(key for chunk in group for key in chunk.neighbours if key not in inside):
+        tokens = len(token_ids[key]) + separator_tokens
+        if len(lead) + len(group) < LEAST_TOGETHER and tokens <= room:
+            lead.append(key)
+            room -= tokens
+    return lead
+
+
+def _prompt(
+    keys: Sequence[str], token_ids: Mapping[str, tuple[int, ...]], header: Sequence[int], separator: Sequence[int]
+) -> PromptChunks:
+    ids, segments = list(header), list[Segment]()
     for key in keys:
         start = len(ids)
         ids += token_ids[key]
         segments.append(Segment(start, len(ids), key))
         ids += separator
     return PromptChunks(tuple(ids), tuple(segments))
-
-
-def _lead(
-    group: Sequence[PendingChunk], token_ids: Mapping[str, tuple[int, ...]], room: tuple[int, int],
-    separator_tokens: int,
-) -> list[str]:  # fmt: skip
-    """Return neighbours that stand before a small group, as many as are wanted and fit; else one that fits somehow."""
-    inside = {chunk.key for chunk in group}
-    near = dict.fromkeys(key for chunk in group for key in chunk.neighbours if key not in inside)
-    tokens = {key: len(token_ids[key]) + separator_tokens for key in near}
-    lead, left = list[str](), min(room)
-    for key in near:
-        if len(lead) + len(group) < LEAST_TOGETHER and tokens[key] <= left:
-            lead.append(key)
-            left -= tokens[key]
-    if not lead and len(group) == 1:
-        # It stands there as it is stored, so that a long one costs little.
-        lead = [key for key in near if tokens[key] <= room[1]][:1]
-    return lead

@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
-from torch import Tensor
 
 from fused_kv_kernels import rerotate_keys
 from fused_kv_llm.chunk import ChunkKV
-from fused_kv_llm.model import (
-    CachePool,
-    FusedCache,
-    Geometry,
-    KVPass,
-    LoadedModel,
-    ModelOwner,
-    check_numbers,
-    forward_kv,
-)
+from fused_kv_llm.model import CachePool, FusedCache, KVPass, LoadedModel, ModelOwner, check_numbers, forward_kv
 from fused_kv_llm.prompt import Segment
 
 __all__ = ["true_kv"]
@@ -34,9 +23,8 @@ def true_kv(
     segments: Sequence[Segment],
     home: int,
     stopped: Callable[[], bool],
-    known: Sequence[tuple[int, ChunkKV]] = (),
 ) -> list[ChunkKV]:
-    """Prefill a prompt but for KV that is known, in pieces between those of requests, and return the KV of its chunks.
+    """Prefill a prompt in full, in pieces between those of requests, and return the KV of its chunks.
 
     Parameters
     ----------
@@ -50,8 +38,6 @@ def true_kv(
         Position to which their keys are moved.
     stopped : callable
         Asked before every piece.
-    known : sequence of tuple of int and ChunkKV
-        KV that is not computed, ascending, with the place of its first token; its keys are moved there.
 
     Returns
     -------
@@ -60,7 +46,7 @@ def true_kv(
 
     Raises
     ------
-    UnsupportedModelError
+    NumericalError
         If it is not finite.
     StoppedError
         If it was stopped.
@@ -71,40 +57,29 @@ def true_kv(
     for room in (cache.keys, cache.values):
         room.zero_()
 
-    all_ids = torch.tensor([ids], device=device)
-
-    def compute(piece: Tensor) -> None:
+    def compute(start: int, stop: int) -> None:
         loaded.check_unchanged()
+        rows = torch.arange(start, stop, device=device)
         with torch.inference_mode():
-            state = KVPass(piece, int(piece[-1]) + 1, geometry.num_layers - 1)
-            forward_kv(loaded, all_ids[:, piece], piece, cache, state)
+            piece = torch.tensor([ids[start:stop]], device=device)
+            forward_kv(loaded, piece, rows, cache, KVPass(rows, stop, geometry.num_layers - 1))
 
     try:
-        rows = torch.arange(len(ids), device=device)
-        for place, kv in known:
-            rows = rows[(rows < place) | (rows >= place + len(kv.token_ids))]
-            cache.keys[:, 0, :, place : place + len(kv.token_ids)] = _moved(kv.keys, place - kv.position, geometry)
-            cache.values[:, 0, :, place : place + len(kv.token_ids)] = kv.values
-        while len(rows):
-            piece = rows[: owner.piece_tokens(_PIECE_TOKENS)]
-            owner.run(partial(compute, piece), len(piece), stopped)
-            rows = rows[len(piece) :]
-        whole = [
-            (keys[..., : len(ids), :], values[..., : len(ids), :])
-            for keys, values in zip(cache.keys, cache.values, strict=True)
-        ]
-        check_numbers(whole, loaded.model_id, loaded.dtype)
+        start = 0
+        while start < len(ids):
+            stop = min(len(ids), start + owner.piece_tokens(_PIECE_TOKENS))
+            owner.run(lambda start=start, stop=stop: compute(start, stop), stop - start, stopped)  # type: ignore[misc]
+            start = stop
+        check_numbers(list(zip(cache.keys, cache.values, strict=True)), loaded.model_id, loaded.dtype,
+                      torch.arange(len(ids), device=device))  # fmt: skip
         found = []
         for segment in segments:
             keys, values = (part[:, 0, :, segment.start : segment.stop] for part in (cache.keys, cache.values))
-            moved = _moved(keys, home - segment.start, geometry)
-            found.append(ChunkKV(moved, values.clone(), tuple(ids[segment.start : segment.stop]), home))
+            tables = geometry.tables(torch.tensor([home - segment.start]), device)
+            moved = torch.stack([rerotate_keys(layer, table) for layer, table in zip(keys, tables, strict=True)])
+            found.append(
+                ChunkKV(moved.to(values.dtype), values.clone(), tuple(ids[segment.start : segment.stop]), home)
+            )
         return found
     finally:
         cache.release()
-
-
-def _moved(keys: Tensor, delta: int, geometry: Geometry) -> Tensor:
-    """Return keys ``[L, Hkv, T, D]`` so many positions further on, in their dtype."""
-    tables = geometry.tables(torch.tensor([delta]), keys.device)
-    return torch.stack([rerotate_keys(layer, table) for layer, table in zip(keys, tables, strict=True)]).to(keys.dtype)

@@ -39,7 +39,7 @@ class IngestReport:
     tokens : int
         Tokens prefilled.
     neighbour_tokens : int
-        Tokens that had to be computed beside: of similar chunks, and of chunks whose KV is not stored exactly.
+        Tokens of similar chunks that had to be computed beside those that were preprocessed.
     bytes_written : int
         Bytes of files written.
     seconds : float

@@ -17,7 +17,6 @@ from fused_kv_llm.errors import PromptError, StoreUnavailableError
 from fused_kv_llm.offline import (
     BATCH_TOKENS,
     BETWEEN_CHUNKS,
-    LEAST_TOGETHER,
     CorpusPlanner,
     FixedPieces,
     Ingestor,
@@ -79,7 +78,7 @@ class Preprocessed:
     written : dict of str to int
         By the keys, the bytes of the sidecars that are new.
     neighbour_tokens : int
-        Tokens that had to be computed beside: of similar chunks, and of chunks whose KV is not stored exactly.
+        Tokens of similar chunks that had to be prefilled.
     """
 
     sidecars: dict[str, dict[str, int]]
@@ -195,10 +194,9 @@ class PrefillActor:
         return self._preprocessor
 
     def _bring(self, plan: PreprocessingPlan) -> None:
-        """Have the plain KV that a batch needs on the disk: of its chunks, and of those that may stand before them."""
-        behind_others = self._second_pass.replaces or len(plan.chunks) < LEAST_TOGETHER
-        near = (key for one in plan.chunks for key in (one.neighbours if behind_others else ()))
-        wanted = dict.fromkeys((*(one.key for one in plan.chunks), *near))
+        """Have the plain KV that a batch needs on the disk: of its chunks, or of those that stand before them."""
+        replaces = self._second_pass.replaces
+        wanted = dict.fromkeys(key for one in plan.chunks for key in (one.key, *(one.neighbours if replaces else ())))
         self._store.shared.bring(list(wanted))
 
     def _facts(self, parts: EngineParts, room: int) -> CorpusFacts:
