@@ -198,6 +198,33 @@ def test_shifts_from_prompts() -> None:
     assert table("docs/methods.md", "wording and ratio") == list(_kl_rows("", "_contexts"))
 
 
+def test_one_prompt_instead_of_two() -> None:
+    methods = {"0": "full_reuse/similar/0", "0.15": "sink_attention/similar/0.15", "none": "full_reuse/none/0"}
+    want = []
+    for frame in ("plain", "short"):
+        both = [records_of(f"quality_ten_{frame}{kind}_cpu.records.jsonl") for kind in ("_one_prompt", "")]
+        for name, *rows in zip(quality(f"quality_ten_{frame}_cpu.json"), *(of.values() for of in both), strict=True):
+            shares = [
+                {
+                    ratio: 100 - 100 * _total(records, methods[ratio]) / _total(records, methods["none"])
+                    for ratio in ("0", "0.15")
+                }
+                for records in rows
+            ]
+            cells = [f"{name}, `{frame}`"]
+            for ratio in ("0", "0.15"):
+                one, two = (share[ratio] for share in shares)
+                cells += [f"{one:.0f} %", f"{two - one:.1f}"]
+            want.append(cells)
+    assert table("docs/methods.md", "set and wording, one prompt") == want
+
+
+def _total(records: list[dict[str, Any]], method: str) -> float:
+    found = [record["kl"] for record in records if record["method"] == method]
+    assert len(found) == 40
+    return float(sum(found))
+
+
 def _fair(model: str) -> dict[tuple[str, str], dict[str, Any]]:
     at = model, "sets", 0.15
     (pooled,) = (o for o in record("fair_cpu.json")["pooled"] if (o["model"], o["kind"], o["ratio"]) == at)

@@ -344,6 +344,18 @@ def test_contexts_are_cut_to_what_fits(tmp_path: Path, monkeypatch: pytest.Monke
         assert 0 < max(lengths) <= engine._parts.context_length
 
 
+def test_a_neighbour_that_does_not_fit_is_left_out_and_the_next_one_is_not(tmp_path: Path) -> None:
+    long = [f"{name} " + "the ferry sails to the island " * 200 for name in ("Alpha", "Beta")]
+    with make_engine(tmp_path, num_neighbours=3, preprocessing="fusionrag") as engine:
+        assert 1 < engine._parts.context_length / len(engine.token_ids(long[0])) < 2
+        graph = {SHORT[0]: [*long, SHORT[1]]}
+        engine.build_kv_cache([*long, *SHORT[:2]], neighbours=graph, preprocess="later", progress=False)
+        assert engine.corpus._preprocessor is not None
+        plan = engine.corpus._preprocessor.plan(lambda: False, refresh=False)
+        (contexts,) = (chunk.contexts for chunk in plan.chunks if chunk.text == SHORT[0])
+        assert contexts == ((str(engine.chunk_id(long[0])), str(engine.chunk_id(SHORT[1]))),)
+
+
 def test_plain_kv_is_kept_within_its_budget() -> None:
     from fused_kv_llm.chunk import ChunkKV
 
