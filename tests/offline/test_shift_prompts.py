@@ -88,6 +88,14 @@ def test_a_long_chunk_does_not_stand_behind_long_ones() -> None:
     assert [one.key for one in prompt.segments] == ["002", "000"]
 
 
+def test_a_chunk_whose_neighbours_are_all_too_long_stands_behind_one() -> None:
+    """It would never be preprocessed otherwise."""
+    others = [chunk(number, 5_000) for number in (1, 2)]
+    alone = chunk(0, 5_000, (1, 2))
+    (prompt,) = prompts_of_group([alone], ids_of(alone, *others), (90,), (92,), 32_000, 4_096)
+    assert [one.key for one in prompt.segments] == ["001", "000"]
+
+
 def test_large_kv_makes_small_groups() -> None:
     assert group_tokens(8000, 23_040) == 4096
     assert group_tokens(2000, 23_040) == 2000

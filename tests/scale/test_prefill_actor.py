@@ -35,9 +35,6 @@ class OneActor:
         for number, task in enumerate(tasks):
             yield number, getattr(self._actor, method)(*task)
 
-    def call(self, method: str, *args: Any) -> Any:
-        return getattr(self._actor, method)(*args)
-
 
 @pytest.fixture(name="model")
 def _model(tmp_path: Path) -> Path:

@@ -99,7 +99,7 @@ def prompts_of_group(
     max_tokens : int
         Most tokens behind the header.
     lead_tokens : int
-        Most tokens of neighbours before a small group.
+        Most tokens of neighbours before a small group; one alone may be longer.
 
     Returns
     -------
@@ -107,8 +107,11 @@ def prompts_of_group(
         The group's chunks are the last ones of each. None of a chunk that nothing fits before: they would show nothing.
     """
     keys = [chunk.key for chunk in group]
-    room = min(lead_tokens, max_tokens - sum(len(chunk.token_ids) + len(separator) for chunk in group))
-    lead = _lead(group, token_ids, room, len(separator))
+    room = max_tokens - sum(len(chunk.token_ids) + len(separator) for chunk in group)
+    lead = _lead(group, token_ids, min(lead_tokens, room), len(separator))
+    if len(lead) + len(keys) < 2:
+        # One that is longer than is wanted, or the chunk would never be preprocessed.
+        lead = _lead(group, token_ids, room, len(separator))[:1]
     if len(lead) + len(keys) < 2:
         return []
     orders = dict.fromkeys((tuple(keys), tuple(reversed(keys))))
