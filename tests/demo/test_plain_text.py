@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fused_kv_llm.demo.plain_text import csv_text, html_text
@@ -23,6 +23,12 @@ def test_pages() -> None:
     assert html_text(page) == "Fleet\n\nThe Aldebaran & others\n\nsail.\n\none\n\ntwo"
 
 
+def test_declarations_are_not_seen() -> None:
+    assert html_text("<p>a<![if b]>c<![CDATA[d]]>e<!doctype html>f") == "acef"
+
+
+@example("<![;")
+@example("a<![")
 @given(st.text(alphabet=st.sampled_from('<>/&;"=!-ab \n[]?'), max_size=60))
 def test_pages_that_are_none_are_read_somehow(page: str) -> None:
     assert isinstance(html_text(page), str)

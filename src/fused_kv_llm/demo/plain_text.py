@@ -79,6 +79,12 @@ class _Seen(HTMLParser):
         if not self._unseen:
             self.blocks[-1].append(data)
 
+    def parse_html_declaration(self, i: int) -> int:
+        """Read what begins with ``<!``; browsers take ``<![`` for a comment, and Python 3.11 may fail over it."""
+        if self.rawdata.startswith("<![", i):
+            return self.parse_bogus_comment(i)
+        return super().parse_html_declaration(i)
+
     def _end_block(self, tag: str) -> None:
         if tag not in _INLINE and self.blocks[-1]:
             self.blocks.append([])
