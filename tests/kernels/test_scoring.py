@@ -41,7 +41,7 @@ class Case:
         keys, dtype = self.k.shape[2], self.q.dtype
         plan = RowPlan(self.positions, keys, block_rows, first_keys=self.first_keys)
         got = row_attention(self.q, self.k, self.v, plan, self.scale, **self.options)
-        # The reference rounds as much as the operator does in float32; both together would be beyond the tolerance.
+        # In float32 the reference would be rounded as much as the operator, and both errors would count.
         wide = [part.double() for part in (self.q, self.k, self.v)]
         options = {**self.options, "first_keys": self.first_keys}
         assert got.dtype == dtype

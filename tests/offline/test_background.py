@@ -134,7 +134,7 @@ def test_there_is_progress_however_often_the_pass_is_interrupted(
 
 
 def test_a_killed_pass_goes_on_where_it_was(tmp_path: Path) -> None:
-    """It repeats at most the chunk that was being written."""
+    """It repeats at most the group whose chunks were being written."""
     script = tmp_path / "ingest.py"
     script.write_text(
         textwrap.dedent(f"""

@@ -36,7 +36,7 @@ def check_numbers(
     for number, pair in enumerate(layers):
         for part in pair:
             seen = part if rows is None else part.index_select(-2, rows)
-            # The extremes are found many times faster than every number is looked at, and what is no number is one.
+            # NaN and infinity show in the smallest and the largest value, which are found many times faster.
             if seen.numel() and not all(bool(extreme.isfinite()) for extreme in seen.aminmax()):
                 raise _not_a_number(f"layer {number}, whose keys or values are not", model_id, dtype)
 

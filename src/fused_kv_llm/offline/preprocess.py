@@ -35,7 +35,7 @@ from .writer import BackgroundWriter
 __all__ = ["Preprocessor"]
 
 _CHUNKS_TO_WRITE = 2
-"""Chunks that may wait, each with its KV in every prompt."""
+"""Chunks that may wait, each with its KV as it is stored and as it is in both prompts."""
 
 
 class Preprocessor:

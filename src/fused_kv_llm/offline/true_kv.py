@@ -46,7 +46,7 @@ def true_kv(
 
     Raises
     ------
-    NumericalError
+    UnsupportedModelError
         If it is not finite.
     StoppedError
         If it was stopped.
