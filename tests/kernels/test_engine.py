@@ -30,7 +30,7 @@ REQUESTS = {
     ("cacheblend", "none"): PLACING | {"kv_deviation"},
     ("sink_attention", "similar"): PLACING | {"token_scores"} | SHIFTING,
 }
-INGESTION = {"none": {"row_attention"}, "similar": PLACING | {"rotate"}}
+INGESTION = {"none": {"row_attention"}, "similar": {"row_attention", "rotate"}}
 
 
 def operators_of_the_engine() -> set[str]:
