@@ -55,12 +55,12 @@ def test_a_chunk_whose_neighbours_are_preprocessed_already_is_not_mixed_with_oth
 
 def test_a_chunk_that_nothing_fits_before_shows_nothing() -> None:
     alone, long = chunk(0, 50, (1,)), chunk(1, 60)
-    assert prompts_of_group([alone], ids_of(alone, long), (90,), (92,), 100, 100) == []
+    assert prompts_of_group([alone], ids_of(alone, long), (90,), (), (92,), 100, 100) == []
 
 
 def test_what_stands_before_a_chunk_stands_behind_it_the_other_time() -> None:
     group = [chunk(number, 3 + number) for number in range(5)]
-    forwards, backwards = prompts_of_group(group, ids_of(*group), (90, 91), (92,), 1000, 1000)
+    forwards, backwards = prompts_of_group(group, ids_of(*group), (90,), (91,), (92,), 1000, 1000)
     for prompt in (forwards, backwards):
         assert prompt.ids[:2] == (90, 91)
         for segment in prompt.segments:
@@ -69,14 +69,21 @@ def test_what_stands_before_a_chunk_stands_behind_it_the_other_time() -> None:
     assert [one.key for one in forwards.segments] == [one.key for one in reversed(backwards.segments)]
 
 
+def test_an_instruction_without_room_is_left_out() -> None:
+    group = [chunk(number, 10) for number in range(2)]
+    for room, begin in ((23, (90, 91)), (22, (90,))):
+        for prompt in prompts_of_group(group, ids_of(*group), (90,), (91,), (92,), room, 1000):
+            assert prompt.ids[: prompt.segments[0].start] == begin
+
+
 def test_a_small_group_stands_behind_neighbours_that_fit() -> None:
     stored = [chunk(number, 10 * number) for number in range(1, 6)]
     alone = chunk(0, 10, (1, 5, 2, 3, 4))
     ids = ids_of(alone, *stored)
-    (prompt,) = prompts_of_group([alone], ids, (90,), (92,), 1000, 1000)
+    (prompt,) = prompts_of_group([alone], ids, (90,), (), (92,), 1000, 1000)
     assert [one.key for one in prompt.segments] == ["001", "005", "002", "000"]
     assert len(prompt.segments) == LEAST_TOGETHER
-    (prompt,) = prompts_of_group([alone], ids, (90,), (92,), 60, 1000)
+    (prompt,) = prompts_of_group([alone], ids, (90,), (), (92,), 60, 1000)
     assert [one.key for one in prompt.segments] == ["001", "002", "000"], "the fifth is too long, and so is the third"
 
 
@@ -84,7 +91,7 @@ def test_a_long_chunk_does_not_stand_behind_long_ones() -> None:
     """Full prefill takes too long then, however much the model could see."""
     others = [chunk(number, tokens) for number, tokens in ((1, 9_000), (2, 3_000), (3, 3_000))]
     alone = chunk(0, 9_000, (1, 2, 3))
-    (prompt,) = prompts_of_group([alone], ids_of(alone, *others), (90,), (92,), 100_000, 4_096)
+    (prompt,) = prompts_of_group([alone], ids_of(alone, *others), (90,), (), (92,), 100_000, 4_096)
     assert [one.key for one in prompt.segments] == ["002", "000"]
 
 
@@ -92,7 +99,7 @@ def test_a_chunk_whose_neighbours_are_all_too_long_stands_behind_one() -> None:
     """It would never be preprocessed otherwise."""
     others = [chunk(number, 5_000) for number in (1, 2)]
     alone = chunk(0, 5_000, (1, 2))
-    (prompt,) = prompts_of_group([alone], ids_of(alone, *others), (90,), (92,), 32_000, 4_096)
+    (prompt,) = prompts_of_group([alone], ids_of(alone, *others), (90,), (), (92,), 32_000, 4_096)
     assert [one.key for one in prompt.segments] == ["001", "000"]
 
 

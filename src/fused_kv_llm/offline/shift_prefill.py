@@ -11,7 +11,7 @@ from fused_kv_llm.model import LoadedModel, ModelOwner, PrefixKV
 from .batches import PendingChunk
 from .corpus import CorpusPlanner
 from .preprocessing_plan import PreprocessingPlan
-from .shift_prompts import BETWEEN_CHUNKS, group_tokens, prompts_of_group, similar_groups
+from .shift_prompts import BEFORE_CHUNKS, BETWEEN_CHUNKS, group_tokens, prompts_of_group, similar_groups
 from .true_kv import true_kv
 from .variant_builder import PromptChunks
 
@@ -44,6 +44,7 @@ class ShiftPrefill:
         self._max_tokens = planner.max_tokens
         self._group_tokens = group_tokens(planner.max_tokens, loaded.geometry.kv_bytes_per_token(loaded.dtype))
         self._separator = planner.chunk(BETWEEN_CHUNKS).token_ids
+        self._instruction = planner.chunk(BEFORE_CHUNKS).token_ids
         self.neighbour_tokens = 0
 
     def run(self, plan: PreprocessingPlan, stopped: Callable[[], bool]) -> Iterator[list[tuple[PendingChunk, SeenKV]]]:
@@ -60,10 +61,10 @@ class ShiftPrefill:
         StoppedError
             If it was stopped; the group under way is computed again by the next run.
         """
-        header, separator, most = self._prefix.token_ids, self._separator, self._group_tokens
-        for group in [plan.chunks] if plan.is_batch else similar_groups(plan.chunks, most, len(separator)):
+        words, most = (self._prefix.token_ids, self._instruction, self._separator), self._group_tokens
+        for group in [plan.chunks] if plan.is_batch else similar_groups(plan.chunks, most, len(self._separator)):
             seen: dict[str, SeenKV] = {}
-            for prompt in prompts_of_group(group, plan.token_ids, header, separator, self._max_tokens, most):
+            for prompt in prompts_of_group(group, plan.token_ids, *words, self._max_tokens, most):
                 for key, kv, weight in self._seen(prompt, len(group), stopped):
                     seen.setdefault(key, []).append((kv, weight))
             yield [(chunk, seen[chunk.key]) for chunk in group if chunk.key in seen]

@@ -1,7 +1,7 @@
 """Prompts of similar chunks, which show what chunks before a chunk change in its KV.
 
-A group of similar chunks is put into two prompts in opposite orders: each other chunk of the group stands before a
-chunk in one of them.
+A group of similar chunks is put into two prompts in opposite orders, both behind an instruction: each other chunk of
+the group stands before a chunk in one of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from fused_kv_llm.prompt import Segment
 from .batches import PendingChunk
 from .variant_builder import PromptChunks
 
-__all__ = ["BETWEEN_CHUNKS", "group_tokens", "prompts_of_group", "similar_groups"]
+__all__ = ["BEFORE_CHUNKS", "BETWEEN_CHUNKS", "group_tokens", "prompts_of_group", "similar_groups"]
+
+BEFORE_CHUNKS = "Use the following pieces of context to answer the question at the end.\n\n"
+"""What prompts usually begin with: an instruction. Its words matter little, but that there is one shows in KV."""
 
 BETWEEN_CHUNKS = "\n\n"
 """What prompts usually have between chunks: LangChain's and LlamaIndex' default."""
@@ -84,7 +87,7 @@ def similar_groups(
 
 def prompts_of_group(
     group: Sequence[PendingChunk], token_ids: Mapping[str, tuple[int, ...]], header: Sequence[int],
-    separator: Sequence[int], max_tokens: int, lead_tokens: int,
+    instruction: Sequence[int], separator: Sequence[int], max_tokens: int, lead_tokens: int,
 ) -> list[PromptChunks]:  # fmt: skip
     """Put a group of chunks into prompts, forwards and backwards.
 
@@ -94,6 +97,8 @@ def prompts_of_group(
     token_ids : mapping of str to tuple of int
         Stand-alone ids of the chunks and of their neighbours, by key.
     header : sequence of int
+    instruction : sequence of int
+        What stands behind the header, if there is room.
     separator : sequence of int
         What stands behind every chunk.
     max_tokens : int
@@ -114,8 +119,10 @@ def prompts_of_group(
         lead = _lead(group, token_ids, room, len(separator))[:1]
     if len(lead) + len(keys) < 2:
         return []
+    room -= sum(len(token_ids[key]) + len(separator) for key in lead)
+    begin = [*header, *(instruction if len(instruction) <= room else ())]
     orders = dict.fromkeys((tuple(keys), tuple(reversed(keys))))
-    return [_prompt((*lead, *order), token_ids, header, separator) for order in orders]
+    return [_prompt((*lead, *order), token_ids, begin, separator) for order in orders]
 
 
 def _lead(
@@ -132,9 +139,9 @@ def _lead(
 
 
 def _prompt(
-    keys: Sequence[str], token_ids: Mapping[str, tuple[int, ...]], header: Sequence[int], separator: Sequence[int]
+    keys: Sequence[str], token_ids: Mapping[str, tuple[int, ...]], begin: Sequence[int], separator: Sequence[int]
 ) -> PromptChunks:
-    ids, segments = list(header), list[Segment]()
+    ids, segments = list(begin), list[Segment]()
     for key in keys:
         start = len(ids)
         ids += token_ids[key]
