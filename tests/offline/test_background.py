@@ -22,11 +22,13 @@ from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.context_shift import shift_name
 from fused_kv_llm.errors import ConfigError, MissingExtraError, StoreFullError
 from fused_kv_llm.model import StoppedError
-from fused_kv_llm.offline import BackgroundWork, shift_prefill, shift_prompts
+from fused_kv_llm.offline import BackgroundWork, shift_prefill
 
 SHIFT = shift_name(3)
 TEXTS = SHORT[:12]
 GRAPH = {text: [other for other in TEXTS if other != text][:3] for text in TEXTS}
+FOURS = {text: [o for o in TEXTS[n // 4 * 4 : n // 4 * 4 + 4] if o != text] for n, text in enumerate(TEXTS)}
+"""Three groups of four chunks."""
 
 
 def make_engine(folder: Path, **options: object) -> FusedKVEngine:
@@ -94,20 +96,18 @@ def test_closing_stops_at_the_next_batch_and_loses_nothing(tmp_path: Path, monke
             time.sleep(0.2)
         return real(*arguments)
 
-    # Three groups of four chunks, each in two prompts.
-    monkeypatch.setattr(shift_prompts, "GROUP_CHUNKS", 4)
     monkeypatch.setattr(shift_prefill, "true_kv", counting)
     engine = make_engine(tmp_path)
-    engine.build_kv_cache(TEXTS, neighbours=GRAPH, progress=False)
+    engine.build_kv_cache(TEXTS, neighbours=FOURS, progress=False)
     assert four.wait(30)
     engine.close()
-    assert len(prompts) == 4, "the prompt under way is the last one"
+    assert len(prompts) == 4, "the prompt under way is the last one: a group has two"
     assert not any(thread.name == "fused-kv-background" for thread in threading.enumerate())
     monkeypatch.undo()
     with make_engine(tmp_path) as engine:
         done = preprocessed(engine)
         assert done == 4, "the first group is stored, and of the second one nothing"
-        report = engine.build_kv_cache(TEXTS, neighbours=GRAPH, preprocess="wait", progress=False)
+        report = engine.build_kv_cache(TEXTS, neighbours=FOURS, preprocess="wait", progress=False)
         assert report.chunks_preprocessed == 12 - done
         engine.close()
         engine.corpus.close()
@@ -116,9 +116,8 @@ def test_closing_stops_at_the_next_batch_and_loses_nothing(tmp_path: Path, monke
 def test_there_is_progress_however_often_the_pass_is_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shift_prompts, "GROUP_CHUNKS", 4)
     with make_engine(tmp_path) as engine:
-        engine.build_kv_cache(TEXTS, neighbours=GRAPH, preprocess="later", progress=False)
+        engine.build_kv_cache(TEXTS, neighbours=FOURS, preprocess="later", progress=False)
         asked = []
 
         def interrupted(_: BackgroundWork) -> bool:

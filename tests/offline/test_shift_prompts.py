@@ -1,18 +1,15 @@
-"""Groups of similar chunks, and the prompts that they are put into."""
+"""The prompts that groups of similar chunks are put into."""
 
 from __future__ import annotations
+
+from collections import Counter, defaultdict
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fused_kv_llm.offline.batches import PendingChunk
-from fused_kv_llm.offline.shift_prompts import (
-    GROUP_CHUNKS,
-    LEAST_TOGETHER,
-    group_tokens,
-    prompts_of_group,
-    similar_groups,
-)
+from fused_kv_llm.offline.grouping import LEAST_TOGETHER
+from fused_kv_llm.offline.shift_prompts import MOST_TOGETHER, prompts_of_group
 
 
 def chunk(number: int, tokens: int, neighbours: tuple[int, ...] = ()) -> PendingChunk:
@@ -22,35 +19,6 @@ def chunk(number: int, tokens: int, neighbours: tuple[int, ...] = ()) -> Pending
 
 def ids_of(*chunks: PendingChunk) -> dict[str, tuple[int, ...]]:
     return {one.key: one.token_ids for one in chunks}
-
-
-@given(
-    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=60), most_tokens=st.integers(1, 900),
-    separator=st.integers(0, 3),
-)  # fmt: skip
-def test_every_chunk_is_in_one_group_within_the_limits(lengths: list[int], most_tokens: int, separator: int) -> None:
-    chunks = [chunk(number, tokens, ((number * 7) % 41,)) for number, tokens in enumerate(lengths)]
-    groups = list(similar_groups(chunks, most_tokens, separator))
-    assert sorted(one.key for group in groups for one in group) == sorted(one.key for one in chunks)
-    for group in groups:
-        assert 0 < len(group) <= GROUP_CHUNKS
-        assert len(group) == 1 or sum(len(one.token_ids) + separator for one in group) <= most_tokens
-    again = similar_groups(chunks[::-1], most_tokens, separator)
-    assert list(again) == groups, "whatever order they come in"
-
-
-def test_neighbours_are_of_one_group() -> None:
-    """Two separate rings, whose chunks alternate."""
-    chunks = [chunk(number, 5, ((number + 2) % 40,)) for number in range(40)]
-    groups = list(similar_groups(chunks, 1000, 1))
-    assert [{int(one.key) % 2 for one in group} for group in groups] == [{0}, {1}]
-
-
-def test_a_chunk_whose_neighbours_are_preprocessed_already_is_not_mixed_with_others() -> None:
-    new = [chunk(number, 5, (100 + number,)) for number in range(5)]
-    assert list(similar_groups(new, 1000, 1)) == [[one] for one in new]
-    ring = [chunk(number, 5, ((number + 1) % 5,)) for number in range(5)]
-    assert list(similar_groups(ring, 1000, 1)) == [ring]
 
 
 def test_a_chunk_that_nothing_fits_before_shows_nothing() -> None:
@@ -67,6 +35,30 @@ def test_what_stands_before_a_chunk_stands_behind_it_the_other_time() -> None:
             assert prompt.ids[segment.start : segment.stop] == group[int(str(segment.key))].token_ids
             assert prompt.ids[segment.stop] == 92
     assert [one.key for one in forwards.segments] == [one.key for one in reversed(backwards.segments)]
+
+
+@given(count=st.integers(1, 40))
+def test_every_chunk_is_in_two_prompts(count: int) -> None:
+    group = [chunk(number, 1 + number % 3, (99,)) for number in range(count)]
+    prompts = prompts_of_group(group, ids_of(*group, chunk(99, 5)), (90,), (91,), (92,), 1000, 1000)
+    places = [[int(str(one.key)) for one in prompt.segments] for prompt in prompts]
+    seen = Counter(key for keys in places for key in keys if key != 99)
+    assert seen == dict.fromkeys(range(count), 2 if count > 1 and count >= LEAST_TOGETHER else max(seen.values()))
+    assert max(map(len, places)) <= max(MOST_TOGETHER, (count + 1) // 2)
+
+
+def test_the_chunks_of_a_large_group_stand_behind_others_the_second_time() -> None:
+    """And none is among the first six both times."""
+    group = [chunk(number, 1) for number in range(32)]
+    prompts = prompts_of_group(group, ids_of(*group), (90,), (91,), (92,), 1000, 1000)
+    before: dict[str, list[set[str]]] = defaultdict(list)
+    for prompt in prompts:
+        keys = [str(one.key) for one in prompt.segments]
+        for place, key in enumerate(keys):
+            before[key].append(set(keys[:place]))
+    for first, second in before.values():
+        assert max(len(first), len(second)) >= 6
+        assert len(first & second) <= min(len(first), len(second)) / 2
 
 
 def test_an_instruction_without_room_is_left_out() -> None:
@@ -101,9 +93,3 @@ def test_a_chunk_whose_neighbours_are_all_too_long_stands_behind_one() -> None:
     alone = chunk(0, 5_000, (1, 2))
     (prompt,) = prompts_of_group([alone], ids_of(alone, *others), (90,), (), (92,), 32_000, 4_096)
     assert [one.key for one in prompt.segments] == ["001", "000"]
-
-
-def test_large_kv_makes_small_groups() -> None:
-    assert group_tokens(8000, 23_040) == 4096
-    assert group_tokens(2000, 23_040) == 2000
-    assert group_tokens(8000, 2**19) == 2048

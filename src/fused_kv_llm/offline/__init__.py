@@ -11,6 +11,7 @@ from .context_prefill import context_batches
 from .corpus import CorpusPlanner
 from .embedder import Embedder, SentenceEmbedder, as_embedder
 from .fixed_pieces import FixedPieces
+from .grouping import group_tokens, similar_groups
 from .neighbour_graph import Similarity
 from .neighbour_index import NearestSearch, nearest
 from .neighbours import GivenNeighbours
@@ -20,7 +21,7 @@ from .preprocess import Preprocessor
 from .preprocessing_plan import PreprocessingPlan, PreprocessingPlanner
 from .progress import PassCounts, progress_bar
 from .questions import questions_from_chunks, retriever_of
-from .shift_prompts import BETWEEN_CHUNKS, group_tokens, similar_groups
+from .shift_prompts import BETWEEN_CHUNKS
 from .variant_builder import PromptChunks, VariantBuilder
 from .vectors import TEXTS_AT_ONCE, VECTORS_FILE, corpus_vectors, keep_vectors, unknown_texts
 

@@ -10,8 +10,9 @@ from fused_kv_llm.model import LoadedModel, ModelOwner, PrefixKV
 
 from .batches import PendingChunk
 from .corpus import CorpusPlanner
+from .grouping import group_tokens, similar_groups
 from .preprocessing_plan import PreprocessingPlan
-from .shift_prompts import BEFORE_CHUNKS, BETWEEN_CHUNKS, group_tokens, prompts_of_group, similar_groups
+from .shift_prompts import BEFORE_CHUNKS, BETWEEN_CHUNKS, prompts_of_group
 from .true_kv import true_kv
 from .variant_builder import PromptChunks
 
@@ -65,16 +66,16 @@ class ShiftPrefill:
         for group in [plan.chunks] if plan.is_batch else similar_groups(plan.chunks, most, len(self._separator)):
             seen: dict[str, SeenKV] = {}
             for prompt in prompts_of_group(group, plan.token_ids, *words, self._max_tokens, most):
-                for key, kv, weight in self._seen(prompt, len(group), stopped):
+                for key, kv, weight in self._seen(prompt, {chunk.key for chunk in group}, stopped):
                     seen.setdefault(key, []).append((kv, weight))
             yield [(chunk, seen[chunk.key]) for chunk in group if chunk.key in seen]
 
     def _seen(
-        self, prompt: PromptChunks, group_chunks: int, stopped: Callable[[], bool]
+        self, prompt: PromptChunks, wanted: set[str], stopped: Callable[[], bool]
     ) -> Iterator[tuple[str, ChunkKV, float]]:
-        """Yield the keys of the last chunks of a prompt, their KV in it and the weights of their places."""
-        before, places = prompt.segments[:-group_chunks], prompt.segments[-group_chunks:]
-        self.neighbour_tokens += sum(place.num_tokens for place in before)
+        """Yield the keys of the wanted chunks of a prompt, their KV in it and the weights of their places."""
+        places = [place for place in prompt.segments if place.key in wanted]
+        self.neighbour_tokens += sum(place.num_tokens for place in prompt.segments if place.key not in wanted)
         ids, home = prompt.ids[: places[-1].stop], len(self._prefix.token_ids)
         found = true_kv(self._loaded, self._owner, ids, places, home, stopped)
         for place, kv in zip(places, found, strict=True):

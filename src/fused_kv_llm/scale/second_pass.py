@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from fused_kv_llm.catalog import ChunkCatalog
@@ -99,7 +99,7 @@ class SecondPass:
         for number, done in self._pool.run("preprocess", ((batch,) for batch in planned)):
             yield planned[number], done
 
-    def _batches(self, plan: PreprocessingPlan) -> Iterator[list[PendingChunk]]:
+    def _batches(self, plan: PreprocessingPlan) -> Iterable[list[PendingChunk]]:
         facts, per_token = self._facts, self._facts.kv_bytes_per_token
         if self._similarity.replaces:
             return context_batches(plan.chunks, lambda: self._batch_tokens, plan.token_ids, per_token)
