@@ -195,14 +195,18 @@ def _kl_rows(*kinds: str) -> Iterator[list[str]]:
 
 
 def test_shifts_from_prompts() -> None:
-    assert table("docs/methods.md", "wording and ratio") == list(_kl_rows("", "_contexts"))
+    assert table("docs/methods.md", "wording and ratio, one grouping") == list(_kl_rows("_one_grouping", "_contexts"))
+
+
+def test_two_divisions_of_groups() -> None:
+    assert table("docs/methods.md", "wording and ratio, two divisions") == list(_kl_rows("", "_one_grouping"))
 
 
 def test_one_prompt_instead_of_two() -> None:
     methods = {"0": "full_reuse/similar/0", "0.15": "sink_attention/similar/0.15", "none": "full_reuse/none/0"}
     want = []
     for frame in ("plain", "short"):
-        both = [records_of(f"quality_ten_{frame}{kind}_cpu.records.jsonl") for kind in ("_one_prompt", "")]
+        both = [records_of(f"quality_ten_{frame}{kind}_cpu.records.jsonl") for kind in ("_one_prompt", "_one_grouping")]
         for name, *rows in zip(quality(f"quality_ten_{frame}_cpu.json"), *(of.values() for of in both), strict=True):
             shares = [
                 {
