@@ -25,8 +25,7 @@ CONTEXT_SHIFT = "shift-int8"
 
 _LARGEST = 127
 _PRIOR = 0.05
-"""Weight of the assumption that nothing changes, in squared weights of places: with three times as much, what is left
-out of the keys of all tokens of a chunk adds up in the question's attention."""
+"""Weight of the assumption that nothing changes, in squared weights of places; measured in docs/methods.md."""
 _SMALLEST_SCALE = 1e-30
 
 
