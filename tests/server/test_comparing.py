@@ -47,6 +47,7 @@ def test_what_cannot_be_compared_is_refused(client: httpx.Client) -> None:
     wrong = (
         {"columns": []}, {"columns": [{}] * 5}, {"columns": [{"selector": "none"}]}, {"max_tokens": 129},
         {"columns": [{"recompute_ratio": 2}]}, {"retrieve": {"k": 2}}, {"stream": True}, {"messages": []},
+        {"columns": [{}, {"selector": "cacheblend", "recompute_ratio": "adaptive"}]},
     )  # fmt: skip
     for change in wrong:
         assert client.post("/v1/compare", json=good | change).status_code == 400, change

@@ -12,7 +12,7 @@ from corpus import SHORT, rag_prompt
 from models import smollm2_tokenizer, tiny_model
 
 from fused_kv_llm import FusedKVEngine
-from fused_kv_llm.errors import RequestCancelledError
+from fused_kv_llm.errors import ConfigError, RequestCancelledError
 from fused_kv_llm.tuning import SideBySide, Way
 
 PROMPT = rag_prompt(SHORT[:3], "What about the ferries?")
@@ -65,6 +65,14 @@ def test_nothing_of_earlier_requests_is_used_and_nothing_is_left(engine: FusedKV
     assert engine.generate(PROMPT, max_tokens=2, recompute_ratio=1.0).report.prefix_cache_tokens > 0
     report = SideBySide(engine, PROMPT, 1).full_prefill()
     assert (report.prefix_cache_tokens, report.reused_tokens, report.recompute_ratio) == (0, 0, 1.0)
+
+
+def test_a_way_that_cannot_be_had_is_refused_before_anything_is_computed(engine: FusedKVEngine) -> None:
+    both = SideBySide(engine, PROMPT, 8)
+    for way in (Way("cacheblend", "adaptive"), Way("none"), Way(recompute_ratio=2.0), Way(recompute_ratio="auto")):
+        with pytest.raises(ConfigError):
+            both.compare([Way(recompute_ratio=0.0), way])
+        assert both.tokens == 0, way
 
 
 def test_a_comparison_that_is_cancelled_ends(engine: FusedKVEngine) -> None:

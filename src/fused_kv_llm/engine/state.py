@@ -42,6 +42,23 @@ class EngineState:
     _watch: CalibrationWatch
     _calibration: Calibration | None
 
+    def check_recipe(self, recompute_ratio: RecomputeRatio | None, selector: str | Selector | None) -> None:
+        """Refuse a ratio and a selector as a request with them would be, without computing anything.
+
+        Parameters
+        ----------
+        recompute_ratio : float, "auto", "adaptive" or None
+            None takes the engine's.
+        selector : str, Selector or None
+            None takes the engine's.
+
+        Raises
+        ------
+        ConfigError
+            If one of them cannot be used, or not both together.
+        """
+        self._recipe(recompute_ratio, selector, seed=0)
+
     def _recipe(self, ratio: RecomputeRatio | None, selector: str | Selector | None, seed: int) -> Recipe:
         """Return how a call's prompt is fused: at ratio 1 where only exact prefixes are reused.
 

@@ -154,7 +154,6 @@ class Preprocessor:
             If it was stopped.
         """
         prefill = ContextPrefill(self._loaded, self._store, self._prefix, self._owner, plan.token_ids, stopped)
-        shifts = ShiftPrefill(self._loaded, self._prefix, self._owner, self._planner)
 
         def write(item: tuple[PendingChunk, Callable[[], dict[str, Tensor]]]) -> None:
             chunk, side = item
@@ -169,15 +168,16 @@ class Preprocessor:
             if self.replaces:
                 for chunk, kv in prefill.behind(plan.chunks, is_batch=plan.is_batch):
                     writer.submit((chunk, partial(self._replacement, kv)))
-            else:
-                for group in shifts.run(plan, stopped):
-                    plain = prefill.plain(chunk.key for chunk, _ in group)
-                    for chunk, seen in group:
-                        writer.submit((chunk, partial(_shift, plain[chunk.key], seen)))
+                return prefill.neighbour_tokens
+            shifts = ShiftPrefill(self._loaded, self._prefix, self._owner, self._planner)
+            for group in shifts.run(plan, stopped):
+                plain = prefill.plain(chunk.key for chunk, _ in group)
+                for chunk, seen in group:
+                    writer.submit((chunk, partial(_shift, plain[chunk.key], seen)))
+            return shifts.neighbour_tokens
         finally:
             # What has been computed is written, also after a stop, so the next run goes on from there.
             writer.close()
-        return prefill.neighbour_tokens if self.replaces else shifts.neighbour_tokens
 
     def prompts(self, plan: PreprocessingPlan, contexts: int) -> Iterator[PromptChunks]:
         """Yield every chunk of a plan behind its first contexts, as prompts that leave variants.

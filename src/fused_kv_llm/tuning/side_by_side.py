@@ -114,8 +114,11 @@ class SideBySide:
         Raises
         ------
         FusedKVError
-            What :meth:`.FusedKVEngine.submit` raises; ``RequestCancelledError`` after :meth:`cancel`.
+            What :meth:`.FusedKVEngine.submit` raises, before anything is computed if a way cannot be had;
+            ``RequestCancelledError`` after :meth:`cancel`.
         """
+        for way in ways:
+            self._engine.check_recipe(way.recompute_ratio, way.selector)
         others, full = [way for way in ways if way.recompute_ratio != _FULL], _Full()
         everything = [Way(recompute_ratio=_FULL), *others]
         self._answer(everything[0], full)
