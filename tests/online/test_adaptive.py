@@ -87,6 +87,22 @@ def test_a_draft_is_followed_and_compared_by_hand() -> None:
     assert draft.entropy == pytest.approx(float(sum(entropies)) / 3, rel=1e-5)
 
 
+def test_a_draft_ends_where_the_answer_does() -> None:
+    draft, word, end = Draft(100, 5, frozenset({2})), torch.tensor([0.0, 3.0, 0.0]), torch.tensor([0.0, 0.0, 3.0])
+    draft.take(word)
+    draft.take(end)
+    assert draft.next_rows() == ([], []), "the end is the second token, and nothing comes behind it"
+    assert draft.end_round() is None
+    draft.take(word)
+    assert draft.next_rows() == ([100], [1])
+    draft.take(end)
+    assert draft.next_rows() == ([], [])
+    assert draft.end_round() == 0.0
+    silent = Draft(100, 5, frozenset({1}))
+    silent.take(word)
+    assert silent.next_rows() == ([], [])
+
+
 @given(st.floats(0, 0.9), st.floats(1e-6, 5), st.floats(1e-3, 9))
 def test_open_answers_that_move_are_expected_to_be_far_off(ratio: float, moved: float, entropy: float) -> None:
     expected = expected_after(ratio, moved, entropy)

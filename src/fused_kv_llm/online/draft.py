@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import torch
 from torch import Tensor
 from torch.nn.functional import kl_div, log_softmax
@@ -23,7 +25,9 @@ class Draft:
     num_prompt_tokens : int
         Position of the first drafted token.
     positions : int
-        At how many distributions are compared, at least 1.
+        At how many distributions are compared, at least 1. A draft that ends before has fewer.
+    end_ids : container of int
+        Ids with which an answer ends.
 
     Attributes
     ----------
@@ -33,8 +37,8 @@ class Draft:
 
     entropy: float
 
-    def __init__(self, num_prompt_tokens: int, positions: int) -> None:
-        self._first, self._positions = num_prompt_tokens, positions
+    def __init__(self, num_prompt_tokens: int, positions: int, end_ids: Container[int] = ()) -> None:
+        self._first, self._positions, self._end_ids = num_prompt_tokens, positions, end_ids
         self._ids: list[int] = []
         self._before: list[Tensor] = []
         self._now: list[Tensor] = []
@@ -59,6 +63,9 @@ class Draft:
             self._now.append(log_softmax(row.float(), dim=-1))
             if len(self._ids) < len(self._now):
                 self._ids.append(int(row.argmax()))
+                if self._ids[-1] in self._end_ids:
+                    # What would come behind the end is never answered, and its movement says nothing.
+                    self._positions = len(self._ids)
 
     def next_rows(self) -> tuple[list[int], list[int]]:
         """Return positions and ids of the tokens whose logits are wanted next, as far as they are known.

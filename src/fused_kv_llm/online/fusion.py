@@ -12,6 +12,7 @@ from contextlib import closing
 import torch
 from torch import Tensor
 
+from fused_kv_llm.decoding import end_token_ids
 from fused_kv_llm.kv import PlacedChunk
 from fused_kv_llm.model import (
     ForwardPass,
@@ -245,7 +246,8 @@ class Fusion:
         adaptive = self._recipe.adaptive
         if adaptive is None or known is None:
             return None
-        draft = Draft(self._request.num_tokens, min(DRAFT_TOKENS, 1 + self._room))
+        positions = min(DRAFT_TOKENS, 1 + self._room)
+        draft = Draft(self._request.num_tokens, positions, end_token_ids(self._context.loaded))
         return Rounds(adaptive, self._recipe.selector, known, draft)
 
     def _judged(self, rounds: Rounds, logits: Tensor) -> FusedPrompt | None:
