@@ -29,16 +29,17 @@ _PRIOR = 0.05
 _SMALLEST_SCALE = 1e-30
 
 
-def shift_name(num_neighbours: int) -> str:
+def shift_name(num_neighbours: int, prompts: int) -> str:
     """Return the name of the sidecar with a chunk's context shift.
 
     Parameters
     ----------
     num_neighbours : int
-        Of each chunk, along which groups were made. Shifts that were made in another way have another name and are not
-        used.
+        Of each chunk, along which groups were made.
+    prompts : int
+        That each chunk was put into. Shifts that were made in another way have another name and are not used.
     """
-    return f"{CONTEXT_SHIFT}-prompts-{num_neighbours}"
+    return f"{CONTEXT_SHIFT}-{prompts}-prompts-{num_neighbours}"
 
 
 def fitted_shift(

@@ -77,6 +77,8 @@ def test_an_unknown_selector_is_refused(tmp_path: Path) -> None:
     [
         ({"preprocessing": "magic"}, "preprocessing='magic' is unknown: use 'similar', 'fusionrag' or 'none'"),
         ({"num_neighbours": 0}, "num_neighbours=0 is not a whole number"),
+        ({"preprocessing_prompts": 3}, "preprocessing_prompts=3 is none of 1, 2 and 4"),
+        ({"preprocessing_prompts": True}, "preprocessing_prompts=True is none of 1, 2 and 4"),
         ({"preprocessing": "similar", "embedder": object()}, "embedder=object has neither embed_documents"),
     ],
 )

@@ -19,12 +19,13 @@ from corpus import SHORT, rag_prompt
 from models import smollm2_tokenizer, tiny_model
 
 from fused_kv_llm import FusedKVEngine
+from fused_kv_llm.config import DEFAULT_PROMPTS
 from fused_kv_llm.context_shift import shift_name
 from fused_kv_llm.errors import ConfigError, MissingExtraError, StoreFullError
 from fused_kv_llm.model import StoppedError
 from fused_kv_llm.offline import BackgroundWork, shift_prefill
 
-SHIFT = shift_name(3)
+SHIFT = shift_name(3, DEFAULT_PROMPTS)
 TEXTS = SHORT[:12]
 GRAPH = {text: [other for other in TEXTS if other != text][:3] for text in TEXTS}
 FOURS = {text: [o for o in TEXTS[n // 4 * 4 : n // 4 * 4 + 4] if o != text] for n, text in enumerate(TEXTS)}

@@ -9,12 +9,21 @@ from hypothesis import strategies as st
 
 from fused_kv_llm.offline.batches import PendingChunk
 from fused_kv_llm.offline.grouping import LEAST_TOGETHER
-from fused_kv_llm.offline.shift_prompts import MOST_TOGETHER, prompts_of_group
+from fused_kv_llm.offline.shift_prompts import FEW_TOGETHER, MOST_TOGETHER, PromptShape, prompts_of_group
+from fused_kv_llm.offline.variant_builder import PromptChunks
 
 
 def chunk(number: int, tokens: int, neighbours: tuple[int, ...] = ()) -> PendingChunk:
     near = tuple(f"{other:03}" for other in neighbours)
     return PendingChunk(f"{number:03}", "", tuple([number] * tokens), (near,) if near else ())
+
+
+def shaped(room: int = 1000, lead: int = 1000, times: int = 2, instruction: tuple[int, ...] = (91,)) -> PromptShape:
+    return PromptShape((90,), instruction, (92,), room, lead, times)
+
+
+def places_in(prompt: PromptChunks) -> list[int]:
+    return [int(str(one.key)) for one in prompt.segments]
 
 
 def ids_of(*chunks: PendingChunk) -> dict[str, tuple[int, ...]]:
@@ -23,12 +32,12 @@ def ids_of(*chunks: PendingChunk) -> dict[str, tuple[int, ...]]:
 
 def test_a_chunk_that_nothing_fits_before_shows_nothing() -> None:
     alone, long = chunk(0, 50, (1,)), chunk(1, 60)
-    assert prompts_of_group([alone], ids_of(alone, long), (90,), (), (92,), 100, 100) == []
+    assert prompts_of_group([alone], ids_of(alone, long), shaped(100, 100)) == []
 
 
 def test_what_stands_before_a_chunk_stands_behind_it_the_other_time() -> None:
     group = [chunk(number, 3 + number) for number in range(5)]
-    forwards, backwards = prompts_of_group(group, ids_of(*group), (90,), (91,), (92,), 1000, 1000)
+    forwards, backwards = prompts_of_group(group, ids_of(*group), shaped())
     for prompt in (forwards, backwards):
         assert prompt.ids[:2] == (90, 91)
         for segment in prompt.segments:
@@ -37,20 +46,45 @@ def test_what_stands_before_a_chunk_stands_behind_it_the_other_time() -> None:
     assert [one.key for one in forwards.segments] == [one.key for one in reversed(backwards.segments)]
 
 
-@given(count=st.integers(1, 40))
-def test_every_chunk_is_in_two_prompts(count: int) -> None:
+@given(count=st.integers(1, 40), times=st.sampled_from((1, 2, 4)))
+def test_every_chunk_is_in_so_many_prompts(count: int, times: int) -> None:
     group = [chunk(number, 1 + number % 3, (99,)) for number in range(count)]
-    prompts = prompts_of_group(group, ids_of(*group, chunk(99, 5)), (90,), (91,), (92,), 1000, 1000)
-    places = [[int(str(one.key)) for one in prompt.segments] for prompt in prompts]
+    prompts = prompts_of_group(group, ids_of(*group, chunk(99, 5)), shaped(times=times))
+    places = [places_in(prompt) for prompt in prompts]
+    assert all(len(set(keys)) == len(keys) for keys in places)
     seen = Counter(key for keys in places for key in keys if key != 99)
-    assert seen == dict.fromkeys(range(count), 2 if count > 1 and count >= LEAST_TOGETHER else max(seen.values()))
-    assert max(map(len, places)) <= max(MOST_TOGETHER, (count + 1) // 2)
+    if times == 1 and count > FEW_TOGETHER:
+        led = [keys[1:] for keys in places]
+        assert sorted(key for keys in led for key in keys) == list(range(count))
+        assert max(map(len, led)) <= FEW_TOGETHER
+    elif count >= LEAST_TOGETHER:
+        assert seen == dict.fromkeys(range(count), max(times, 2))
+        assert max(map(len, places)) <= max(MOST_TOGETHER, (count + 1) // 2)
+    else:
+        assert len(set(seen.values())) == 1
+        assert len({tuple(keys) for keys in places}) == len(places)
+
+
+@given(count=st.integers(LEAST_TOGETHER, 40))
+def test_four_prompts_are_the_two_and_two_more(count: int) -> None:
+    group = [chunk(number, 1 + number % 3) for number in range(count)]
+    two, four = (prompts_of_group(group, ids_of(*group), shaped(times=times)) for times in (2, 4))
+    assert four[: len(two)] == two
+    orders = [places_in(prompt) for prompt in four]
+    assert sorted(orders) == sorted(order[::-1] for order in orders)
+
+
+def test_a_run_stands_behind_the_chunk_before_it() -> None:
+    group = [chunk(number, 2) for number in range(FEW_TOGETHER + 2)]
+    first, second = prompts_of_group(group, ids_of(*group), shaped(times=1))
+    assert places_in(first) == [11, 0, 1, 2, 3, 4, 5]
+    assert places_in(second) == [5, 6, 7, 8, 9, 10, 11]
 
 
 def test_the_chunks_of_a_large_group_stand_behind_others_the_second_time() -> None:
     """And none is among the first five both times."""
     group = [chunk(number, 1) for number in range(32)]
-    prompts = prompts_of_group(group, ids_of(*group), (90,), (91,), (92,), 1000, 1000)
+    prompts = prompts_of_group(group, ids_of(*group), shaped())
     before: dict[str, list[set[str]]] = defaultdict(list)
     for prompt in prompts:
         keys = [str(one.key) for one in prompt.segments]
@@ -64,7 +98,7 @@ def test_the_chunks_of_a_large_group_stand_behind_others_the_second_time() -> No
 def test_an_instruction_without_room_is_left_out() -> None:
     group = [chunk(number, 10) for number in range(2)]
     for room, begin in ((23, (90, 91)), (22, (90,))):
-        for prompt in prompts_of_group(group, ids_of(*group), (90,), (91,), (92,), room, 1000):
+        for prompt in prompts_of_group(group, ids_of(*group), shaped(room)):
             assert prompt.ids[: prompt.segments[0].start] == begin
 
 
@@ -72,10 +106,10 @@ def test_a_small_group_stands_behind_neighbours_that_fit() -> None:
     stored = [chunk(number, 10 * number) for number in range(1, 6)]
     alone = chunk(0, 10, (1, 5, 2, 3, 4))
     ids = ids_of(alone, *stored)
-    (prompt,) = prompts_of_group([alone], ids, (90,), (), (92,), 1000, 1000)
+    (prompt,) = prompts_of_group([alone], ids, shaped())
     assert [one.key for one in prompt.segments] == ["001", "005", "002", "000"]
     assert len(prompt.segments) == LEAST_TOGETHER
-    (prompt,) = prompts_of_group([alone], ids, (90,), (), (92,), 60, 1000)
+    (prompt,) = prompts_of_group([alone], ids, shaped(60, instruction=()))
     assert [one.key for one in prompt.segments] == ["001", "002", "000"], "the fifth is too long, and so is the third"
 
 
@@ -83,7 +117,7 @@ def test_a_long_chunk_does_not_stand_behind_long_ones() -> None:
     """Full prefill takes too long then, however much the model could see."""
     others = [chunk(number, tokens) for number, tokens in ((1, 9_000), (2, 3_000), (3, 3_000))]
     alone = chunk(0, 9_000, (1, 2, 3))
-    (prompt,) = prompts_of_group([alone], ids_of(alone, *others), (90,), (), (92,), 100_000, 4_096)
+    (prompt,) = prompts_of_group([alone], ids_of(alone, *others), shaped(100_000, 4_096))
     assert [one.key for one in prompt.segments] == ["002", "000"]
 
 
@@ -91,5 +125,5 @@ def test_a_chunk_whose_neighbours_are_all_too_long_stands_behind_one() -> None:
     """It would never be preprocessed otherwise."""
     others = [chunk(number, 5_000) for number in (1, 2)]
     alone = chunk(0, 5_000, (1, 2))
-    (prompt,) = prompts_of_group([alone], ids_of(alone, *others), (90,), (), (92,), 32_000, 4_096)
+    (prompt,) = prompts_of_group([alone], ids_of(alone, *others), shaped(32_000, 4_096))
     assert [one.key for one in prompt.segments] == ["001", "000"]

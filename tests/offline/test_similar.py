@@ -13,6 +13,7 @@ from models import smollm2_tokenizer, tiny_model
 
 from fused_kv_kernels.reference import rerotate_keys_reference
 from fused_kv_llm import FusedKVEngine, IngestReport
+from fused_kv_llm.config import DEFAULT_PROMPTS
 from fused_kv_llm.context_shift import place_weight, shift_name
 from fused_kv_llm.errors import ConfigError
 from fused_kv_llm.offline import SentenceEmbedder, shift_prefill
@@ -36,7 +37,7 @@ class Letters:
         return counts / np.linalg.norm(counts, axis=1, keepdims=True)
 
 
-SHIFT = shift_name(2)
+SHIFT = shift_name(2, DEFAULT_PROMPTS)
 
 
 def make_engine(folder: Path, **options: object) -> FusedKVEngine:

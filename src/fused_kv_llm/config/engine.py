@@ -30,6 +30,7 @@ __all__ = [
     "DEFAULT_NEIGHBOURS",
     "DEFAULT_POLICY",
     "DEFAULT_PREPROCESSING",
+    "DEFAULT_PROMPTS",
     "DEFAULT_RATIO",
     "DEFAULT_SELECTOR",
     "EngineConfig",
@@ -44,6 +45,7 @@ DEFAULT_MEMORY = "2GiB"
 DEFAULT_POLICY = "pgdsf"
 DEFAULT_PREPROCESSING: Final = "similar"
 DEFAULT_NEIGHBOURS = 9
+DEFAULT_PROMPTS: Final = 2
 PUBLISHED_NEIGHBOURS = 10
 
 
@@ -107,6 +109,12 @@ def _preprocessing(value: Any) -> Any:
 def _neighbours(value: Any) -> Any:
     if value is not None and (not is_whole(value) or value < 1):
         raise ConfigError(f"num_neighbours={value!r} is not a whole number of at least 1")
+    return value
+
+
+def _prompts(value: Any) -> Any:
+    if not is_whole(value) or value not in (1, 2, 4):
+        raise ConfigError(f"preprocessing_prompts={value!r} is none of 1, 2 and 4")
     return value
 
 
@@ -242,6 +250,12 @@ class EngineConfig(BaseModel):
     )
     """How many of the chunks most similar to each preprocessing looks for: by default 9, along which chunks are put
     into groups; for ``"fusionrag"`` 10, which stand before the chunk together."""
+
+    preprocessing_prompts: Annotated[int, Option(unit="prompts", identity=True), BeforeValidator(_prompts)] = Field(
+        default=DEFAULT_PROMPTS, frozen=True
+    )
+    """In how many prompts of its group ``"similar"`` preprocessing prefills each chunk: 1, 2 or 4. More take longer
+    and bring answers closer to those of full prefill."""
 
     embedder: Annotated[Any | None, Option(on_command_line=False)] = Field(
         default=None, frozen=True, exclude=True, repr=False

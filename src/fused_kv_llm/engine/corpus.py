@@ -49,7 +49,8 @@ def similarity_of(config: EngineConfig) -> Similarity | None:
         return None
     folder = Path(config.kv_dir).expanduser()
     replaces = config.preprocessing == "fusionrag"
-    return Similarity(config.neighbours, as_embedder(config.embedder), folder, config.tenant, replaces)
+    embedder, prompts = as_embedder(config.embedder), config.preprocessing_prompts
+    return Similarity(config.neighbours, embedder, folder, config.tenant, replaces, prompts)
 
 
 class EngineCorpus:

@@ -115,8 +115,8 @@ def open_parts(
         identity = namespace.digest
         check_reference(loaded, store, identity, lock_of(loaded.model))
         prefix = compute_prefix(loaded, tuple(renderer.header_ids))
-        catalog = ChunkCatalog(store, identity)
-        shifts = shift_name(config.neighbours) if config.preprocessing == "similar" else None
+        catalog, prompts = ChunkCatalog(store, identity), config.preprocessing_prompts
+        shifts = shift_name(config.neighbours, prompts) if config.preprocessing == "similar" else None
         replacement = replacement_name(config.neighbours) if config.preprocessing == "fusionrag" else None
         release_openmp_workers()
         return EngineParts(

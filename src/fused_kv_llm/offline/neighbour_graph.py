@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from fused_kv_llm.config import DEFAULT_PROMPTS
 from fused_kv_llm.errors import MissingExtraError
 
 from .embedder import Embedder, SentenceEmbedder
@@ -29,7 +30,7 @@ TextsOf = Callable[[Sequence[str]], Mapping[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Similarity:
-    """How neighbours are found.
+    """How neighbours are found, and what is done with them.
 
     Parameters
     ----------
@@ -43,6 +44,8 @@ class Similarity:
     replaces : bool
         Whether all neighbours stand before a chunk at once and the KV behind them replaces its own, as FusionRAG has
         it; otherwise what chunks of a group change in each other is stored beside it.
+    prompts : int
+        Prompts that a chunk is put into with chunks of its group.
     search : NearestSearch or None
         What searches among the vectors; None is faiss in this process.
     """
@@ -52,6 +55,7 @@ class Similarity:
     folder: Path | None
     tenant: str = ""
     replaces: bool = False
+    prompts: int = DEFAULT_PROMPTS
     search: NearestSearch | None = None
 
 

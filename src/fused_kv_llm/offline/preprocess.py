@@ -35,7 +35,7 @@ from .writer import BackgroundWriter
 __all__ = ["Preprocessor"]
 
 _CHUNKS_TO_WRITE = 2
-"""Chunks that may wait, each with its KV as it is stored and as it is in both prompts."""
+"""Chunks that may wait, each with its KV as it is stored and as it is in every prompt."""
 
 
 class Preprocessor:
@@ -74,6 +74,7 @@ class Preprocessor:
         self._prefix = prefix
         self._planner = planner
         self._owner = owner
+        self._times = similarity.prompts
         self.replaces = similarity.replaces
         self._plans = PreprocessingPlanner(store, planner.catalog, planner.identity, planner.max_tokens, similarity)
 
@@ -169,7 +170,7 @@ class Preprocessor:
                 for chunk, kv in prefill.behind(plan.chunks, is_batch=plan.is_batch):
                     writer.submit((chunk, partial(self._replacement, kv)))
                 return prefill.neighbour_tokens
-            shifts = ShiftPrefill(self._loaded, self._prefix, self._owner, self._planner)
+            shifts = ShiftPrefill(self._loaded, self._prefix, self._owner, self._planner, self._times)
             for group in shifts.run(plan, stopped):
                 plain = prefill.plain(chunk.key for chunk, _ in group)
                 for chunk, seen in group:

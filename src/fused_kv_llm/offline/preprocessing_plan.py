@@ -82,7 +82,8 @@ class PreprocessingPlanner:
     ) -> None:
         self._store, self._catalog, self._identity, self._max_tokens = store, catalog, identity, max_tokens
         self.graph = NeighbourGraph(identity, similarity)
-        self.name = replacement_name(similarity.count) if similarity.replaces else shift_name(similarity.count)
+        count = similarity.count
+        self.name = replacement_name(count) if similarity.replaces else shift_name(count, similarity.prompts)
         self._context_chunks = similarity.count if similarity.replaces else CONTEXT_CHUNKS
         self.met: set[str] = set()
         self.unstored: dict[str, tuple[int, ...]] = {}

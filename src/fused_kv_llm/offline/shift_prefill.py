@@ -12,7 +12,7 @@ from .batches import PendingChunk
 from .corpus import CorpusPlanner
 from .grouping import group_tokens, similar_groups
 from .preprocessing_plan import PreprocessingPlan
-from .shift_prompts import BEFORE_CHUNKS, BETWEEN_CHUNKS, prompts_of_group
+from .shift_prompts import BEFORE_CHUNKS, BETWEEN_CHUNKS, PromptShape, prompts_of_group
 from .true_kv import true_kv
 from .variant_builder import PromptChunks
 
@@ -33,6 +33,8 @@ class ShiftPrefill:
     owner : ModelOwner
         Computes the pieces, between those of requests.
     planner : CorpusPlanner
+    times : int
+        Prompts that each chunk is put into.
 
     Attributes
     ----------
@@ -40,12 +42,15 @@ class ShiftPrefill:
         Tokens of chunks that were computed before a small group only.
     """
 
-    def __init__(self, loaded: LoadedModel, prefix: PrefixKV, owner: ModelOwner, planner: CorpusPlanner) -> None:
+    def __init__(
+        self, loaded: LoadedModel, prefix: PrefixKV, owner: ModelOwner, planner: CorpusPlanner, times: int
+    ) -> None:
         self._loaded, self._prefix, self._owner = loaded, prefix, owner
-        self._max_tokens = planner.max_tokens
         self._group_tokens = group_tokens(planner.max_tokens, loaded.geometry.kv_bytes_per_token(loaded.dtype))
-        self._separator = planner.chunk(BETWEEN_CHUNKS).token_ids
-        self._instruction = planner.chunk(BEFORE_CHUNKS).token_ids
+        before, between = (planner.chunk(words).token_ids for words in (BEFORE_CHUNKS, BETWEEN_CHUNKS))
+        self._shape = PromptShape(
+            prefix.token_ids, before, between, planner.max_tokens, lead_tokens=self._group_tokens, times=times
+        )
         self.neighbour_tokens = 0
 
     def run(self, plan: PreprocessingPlan, stopped: Callable[[], bool]) -> Iterator[list[tuple[PendingChunk, SeenKV]]]:
@@ -62,13 +67,15 @@ class ShiftPrefill:
         StoppedError
             If it was stopped; the group under way is computed again by the next run.
         """
-        words, most = (self._prefix.token_ids, self._instruction, self._separator), self._group_tokens
-        for group in [plan.chunks] if plan.is_batch else similar_groups(plan.chunks, most, len(self._separator)):
+        for group in [plan.chunks] if plan.is_batch else self._groups(plan):
             seen: dict[str, SeenKV] = {}
-            for prompt in prompts_of_group(group, plan.token_ids, *words, self._max_tokens, most):
+            for prompt in prompts_of_group(group, plan.token_ids, self._shape):
                 for key, kv, weight in self._seen(prompt, {chunk.key for chunk in group}, stopped):
                     seen.setdefault(key, []).append((kv, weight))
             yield [(chunk, seen[chunk.key]) for chunk in group if chunk.key in seen]
+
+    def _groups(self, plan: PreprocessingPlan) -> list[list[PendingChunk]]:
+        return similar_groups(plan.chunks, self._group_tokens, len(self._shape.separator))
 
     def _seen(
         self, prompt: PromptChunks, wanted: set[str], stopped: Callable[[], bool]

@@ -1,13 +1,15 @@
 """Prompts of similar chunks, which show what chunks before a chunk change in its KV.
 
-Every chunk of a group is put into two prompts behind an instruction. A large group is divided twice for that: into
-halves of chunks that are most similar, and into every other chunk, backwards. So a chunk stands behind others in its
-second prompt than in its first.
+Every chunk of a group is put into several prompts behind an instruction. A large group is divided in two ways for that:
+into halves of chunks that are most similar, and into every other chunk. A prompt runs forwards or backwards. So a chunk
+stands behind others in each of its prompts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 from fused_kv_llm.prompt import Segment
 
@@ -15,7 +17,7 @@ from .batches import PendingChunk
 from .grouping import LEAST_TOGETHER
 from .variant_builder import PromptChunks
 
-__all__ = ["BEFORE_CHUNKS", "BETWEEN_CHUNKS", "prompts_of_group"]
+__all__ = ["BEFORE_CHUNKS", "BETWEEN_CHUNKS", "PromptShape", "prompts_of_group"]
 
 BEFORE_CHUNKS = "Use the following pieces of context to answer the question at the end.\n\n"
 """What prompts usually begin with: an instruction. Its words matter little, but that there is one shows in KV."""
@@ -23,24 +25,21 @@ BEFORE_CHUNKS = "Use the following pieces of context to answer the question at t
 BETWEEN_CHUNKS = "\n\n"
 """What prompts usually have between chunks: LangChain's and LlamaIndex' default."""
 
-
 MOST_TOGETHER = 16
 """Chunks above which a group is divided."""
 
+FEW_TOGETHER = 10
+"""The same where each chunk is put into one prompt only."""
 
-def prompts_of_group(
-    group: Sequence[PendingChunk], token_ids: Mapping[str, tuple[int, ...]], header: Sequence[int],
-    instruction: Sequence[int], separator: Sequence[int], max_tokens: int, lead_tokens: int,
-) -> list[PromptChunks]:  # fmt: skip
-    """Put a group of chunks into prompts, each chunk into two.
+
+@dataclass(frozen=True, slots=True)
+class PromptShape:
+    """What prompts of groups have beside chunks, how long they are, and how many of them show a chunk.
 
     Parameters
     ----------
-    group : sequence of PendingChunk
-        Similar ones together; they fit behind the header.
-    token_ids : mapping of str to tuple of int
-        Stand-alone ids of the chunks and of their neighbours, by key.
     header : sequence of int
+        Ids that every prompt begins with.
     instruction : sequence of int
         What stands behind the header, if there is room.
     separator : sequence of int
@@ -49,30 +48,73 @@ def prompts_of_group(
         Most tokens behind the header.
     lead_tokens : int
         Most tokens of neighbours before a small group; one alone may be longer.
+    times : int
+        Prompts of each chunk: 1, 2 or 4.
+    """
+
+    header: Sequence[int]
+    instruction: Sequence[int]
+    separator: Sequence[int]
+    max_tokens: int
+    lead_tokens: int
+    times: int
+
+
+def prompts_of_group(
+    group: Sequence[PendingChunk], token_ids: Mapping[str, tuple[int, ...]], shape: PromptShape
+) -> list[PromptChunks]:
+    """Put a group of chunks into prompts.
+
+    Parameters
+    ----------
+    group : sequence of PendingChunk
+        Similar ones together; they fit behind the header.
+    token_ids : mapping of str to tuple of int
+        Stand-alone ids of the chunks and of their neighbours, by key.
+    shape : PromptShape
 
     Returns
     -------
     list of PromptChunks
         A chunk behind its neighbours has one prompt; one that nothing fits before has none, which would show nothing.
+        A group of few chunks has as many prompts as it has orders, and two even if one was asked for.
     """
     keys = [chunk.key for chunk in group]
-    room = max_tokens - sum(len(chunk.token_ids) + len(separator) for chunk in group)
-    lead = _lead(group, token_ids, min(lead_tokens, room), len(separator))
+    separator_tokens = len(shape.separator)
+    room = shape.max_tokens - sum(len(chunk.token_ids) + separator_tokens for chunk in group)
+    lead = _lead(group, token_ids, min(shape.lead_tokens, room), separator_tokens)
     if len(lead) + len(keys) < 2:
         # One that is longer than is wanted, or the chunk would never be preprocessed.
-        lead = _lead(group, token_ids, room, len(separator))[:1]
+        lead = _lead(group, token_ids, room, separator_tokens)[:1]
     if len(lead) + len(keys) < 2:
         return []
-    words = header, instruction, separator
-    return [_prompt((*lead, *order), token_ids, words, max_tokens) for order in _orders(keys)]
+    return [_prompt((*lead, *order), token_ids, shape) for order in _orders(keys, shape.times)]
 
 
-def _orders(keys: Sequence[str]) -> list[Sequence[str]]:
+def _orders(keys: Sequence[str], times: int) -> list[Sequence[str]]:
     """Return the chunks of every prompt."""
+    if times == 1 and len(keys) > FEW_TOGETHER:
+        return _runs(keys)
     if len(keys) > MOST_TOGETHER:
         half = (len(keys) + 1) // 2
-        return [keys[:half], keys[half:], keys[::2][::-1], keys[1::2][::-1]]
-    return [keys, keys[::-1]] if len(keys) > 1 else [keys]
+        near, mixed = [keys[:half], keys[half:]], [keys[::2], keys[1::2]]
+        orders = [*near, *_backwards(mixed), *_backwards(near), *mixed]
+    else:
+        mixed = [[*keys[::2], *keys[1::2]]]
+        orders = [keys, *_backwards([keys]), *_backwards(mixed), *mixed]
+    wanted = orders[: len(orders) * max(times, 2) // 4]
+    return list(dict.fromkeys(map(tuple, wanted)))
+
+
+def _backwards(orders: Sequence[Sequence[str]]) -> list[Sequence[str]]:
+    return [keys[::-1] for keys in orders]
+
+
+def _runs(keys: Sequence[str]) -> list[Sequence[str]]:
+    """Divide a group into runs, each behind the chunk before it: the first chunk would see nothing otherwise."""
+    count = -(-len(keys) // FEW_TOGETHER)
+    bounds = [len(keys) * number // count for number in range(count + 1)]
+    return [(keys[start - 1], *keys[start:stop]) for start, stop in pairwise(bounds)]
 
 
 def _lead(
@@ -88,15 +130,12 @@ def _lead(
     return lead
 
 
-def _prompt(
-    keys: Sequence[str], token_ids: Mapping[str, tuple[int, ...]], words: tuple[Sequence[int], ...], max_tokens: int
-) -> PromptChunks:
-    header, instruction, separator = words
-    room = max_tokens - sum(len(token_ids[key]) + len(separator) for key in keys)
-    ids, segments = [*header, *(instruction if len(instruction) <= room else ())], list[Segment]()
+def _prompt(keys: Sequence[str], token_ids: Mapping[str, tuple[int, ...]], shape: PromptShape) -> PromptChunks:
+    room = shape.max_tokens - sum(len(token_ids[key]) + len(shape.separator) for key in keys)
+    ids, segments = [*shape.header, *(shape.instruction if len(shape.instruction) <= room else ())], list[Segment]()
     for key in keys:
         start = len(ids)
         ids += token_ids[key]
         segments.append(Segment(start, len(ids), key))
-        ids += separator
+        ids += shape.separator
     return PromptChunks(tuple(ids), tuple(segments))
