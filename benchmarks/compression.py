@@ -36,7 +36,12 @@ from ttft import build_prompt
 from fused_kv_kernels import ChunkStack, RotationTable, rotation_table
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.chunk import ChunkKV
-from fused_kv_llm.config import DEFAULT_NEIGHBOURS, DEFAULT_RATIO, DEFAULT_SELECTOR
+from fused_kv_llm.config import (
+    DEFAULT_NEIGHBOURS,
+    DEFAULT_PREPROCESSING_PROMPTS,
+    DEFAULT_RATIO,
+    DEFAULT_SELECTOR,
+)
 from fused_kv_llm.context_shift import shift_name
 from fused_kv_llm.demo import drop_page_cache
 from fused_kv_llm.model import LoadedModel, load_model
@@ -87,9 +92,10 @@ def copy_chunk(source: KVStore, target: KVStore, row: ChunkRow) -> None:
         keys, values = stored.read_layers(0, stored.num_layers)
     target.put(row.key, row.identity, row.text, content_hash(row.text),
                ChunkKV(keys, values, row.token_ids, row.position))  # fmt: skip
-    shift = source.sidecars.read(row.key, shift_name(DEFAULT_NEIGHBOURS))
+    name = shift_name(DEFAULT_NEIGHBOURS, DEFAULT_PREPROCESSING_PROMPTS)
+    shift = source.sidecars.read(row.key, name)
     if shift is not None:
-        target.sidecars.put(row.key, shift_name(DEFAULT_NEIGHBOURS), shift, by_rows=True)
+        target.sidecars.put(row.key, name, shift, by_rows=True)
 
 
 def load_times(kv_dir: Path, rows: list[ChunkRow], loaded: LoadedModel, chunks: int = 40) -> Times:

@@ -1,4 +1,4 @@
-"""The second pass of ingestion beside the first: seconds of both.
+"""The second pass of ingestion beside the first: seconds of both, with one, two and four prompts of each chunk.
 
     python benchmarks/second_pass.py --data ../shared/data/corpus_squad.jsonl --chunks 400
 
@@ -32,11 +32,11 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(loaded: Any, embedder: SentenceEmbedder, texts: list[str]) -> dict[str, Any]:
+def measure(loaded: Any, embedder: SentenceEmbedder, texts: list[str], prompts: int) -> dict[str, Any]:
     """Ingest texts in a fresh folder; return the seconds of both passes and the bytes written."""
     with (
         tempfile.TemporaryDirectory(prefix="fused-kv-second-pass-") as folder,
-        FusedKVEngine(loaded, kv_dir=folder, embedder=embedder) as engine,
+        FusedKVEngine(loaded, kv_dir=folder, embedder=embedder, preprocessing_prompts=prompts) as engine,
     ):
         started = time.perf_counter()
         first = engine.build_kv_cache(texts, preprocess="later", progress=False)
@@ -44,7 +44,7 @@ def measure(loaded: Any, embedder: SentenceEmbedder, texts: list[str]) -> dict[s
         second = engine.build_kv_cache(texts, preprocess="wait", progress=False)
         total_s = time.perf_counter() - started
     return {
-        "chunks": first.chunks_new, "tokens": first.tokens,
+        "prompts": prompts, "dtype": engine.dtype, "chunks": first.chunks_new, "tokens": first.tokens,
         "preprocessed": second.chunks_preprocessed, "first_pass_s": first_s, "total_s": total_s,
         "total_over_first": total_s / first_s, "bytes_first": first.bytes_written, "bytes_second": second.bytes_written,
     }  # fmt: skip
@@ -56,10 +56,12 @@ def main() -> None:
     lines = args.data.read_text(encoding="utf-8").splitlines()
     texts = [json.loads(line)["text"] for line in lines if line.strip()][: args.chunks]
     loaded, embedder = load_model("smollm2-135m"), SentenceEmbedder()
-    measure(loaded, embedder, texts[:80])
-    result = measure(loaded, embedder, texts)
-    print(result)
-    args.out.write_text(json.dumps({"environment": environment(), **result}, indent=1) + "\n", encoding="utf-8")
+    measure(loaded, embedder, texts[:40], 1)
+    runs = []
+    for prompts in (1, 2, 4):
+        runs.append(measure(loaded, embedder, texts, prompts))
+        print(runs[-1])
+    args.out.write_text(json.dumps({"environment": environment(), "runs": runs}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fused_kv_llm.context_shift import context_shift, fitted_shift, place_weight
+from fused_kv_llm.context_shift import ShiftFit, context_shift, place_weight
+
+
+def fitted(
+    plain: tuple[torch.Tensor, torch.Tensor], seen: Sequence[tuple[tuple[torch.Tensor, torch.Tensor], float]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    fit = ShiftFit(*plain)
+    for (keys, values), weight in seen:
+        fit.add(keys, values, weight)
+    return fit.shift()
 
 
 def chunk() -> tuple[torch.Tensor, torch.Tensor]:
@@ -26,7 +37,7 @@ def test_the_difference_is_kept_to_half_a_step(tokens: int, size: float, seed: i
 
 def test_no_difference_stays_none() -> None:
     same = chunk()
-    side = context_shift(*fitted_shift(same, [(same, 0.5), (same, 0.9)]))
+    side = context_shift(*fitted(same, [(same, 0.5), (same, 0.9)]))
     assert not side["keys"].any()
     assert not side["values"].any()
 
@@ -37,7 +48,7 @@ def test_the_shift_is_the_least_squares_fit_with_a_prior(seed: int, weights: lis
     torch.manual_seed(seed)
     plain, *forms = (chunk() for _ in range(1 + len(weights)))
     rows = torch.tensor([*weights, 0.05**0.5])[:, None]
-    for index, shift in enumerate(fitted_shift(plain, list(zip(forms, weights, strict=True)))):
+    for index, shift in enumerate(fitted(plain, list(zip(forms, weights, strict=True)))):
         changes = torch.stack([*(form[index] - plain[index] for form in forms), torch.zeros_like(plain[index])])
         want = torch.linalg.lstsq(rows, changes.flatten(1)).solution.view_as(shift)
         torch.testing.assert_close(shift, want, atol=1e-4, rtol=1e-4)
@@ -45,14 +56,14 @@ def test_the_shift_is_the_least_squares_fit_with_a_prior(seed: int, weights: lis
 
 def test_a_place_without_weight_says_nothing() -> None:
     plain, one, other = (chunk() for _ in range(3))
-    both, alone = fitted_shift(plain, [(one, 0.8), (other, 0.0)]), fitted_shift(plain, [(one, 0.8)])
+    both, alone = fitted(plain, [(one, 0.8), (other, 0.0)]), fitted(plain, [(one, 0.8)])
     assert all(torch.equal(with_it, without) for with_it, without in zip(both, alone, strict=True))
 
 
 def test_small_changes_of_large_bfloat16_numbers_are_not_rounded() -> None:
     plain = tuple(256 * torch.ones(1, 1, 2, 2, dtype=torch.bfloat16) for _ in range(2))
     after = tuple(part.new_full(part.shape, 2.015625) for part in plain)
-    keys, _ = fitted_shift((plain[0], plain[1]), [((after[0], after[1]), 1.0)])
+    keys, _ = fitted((plain[0], plain[1]), [((after[0], after[1]), 1.0)])
     torch.testing.assert_close(keys, torch.full_like(keys, (2.015625 - 256) / 1.05))
 
 

@@ -13,12 +13,10 @@ Much of what one prompt changes is particular to it, and of that a shift fitted 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-__all__ = ["CONTEXT_SHIFT", "context_shift", "fitted_shift", "place_weight", "shift_name"]
+__all__ = ["CONTEXT_SHIFT", "ShiftFit", "context_shift", "place_weight", "shift_name"]
 
 CONTEXT_SHIFT = "shift-int8"
 """How the names of all context shifts begin."""
@@ -42,33 +40,41 @@ def shift_name(num_neighbours: int, prompts: int) -> str:
     return f"{CONTEXT_SHIFT}-{prompts}-prompts-{num_neighbours}"
 
 
-def fitted_shift(
-    plain: tuple[Tensor, Tensor], seen: Sequence[tuple[tuple[Tensor, Tensor], float]]
-) -> tuple[Tensor, Tensor]:
-    """Return the shift that explains best, with the weights of its places, what prompts change in a chunk.
+class ShiftFit:
+    """The shift that explains best, with the weights of its places, what prompts change in a chunk.
 
     Where ``d`` is the change and ``w`` the weight of a place, it is ``sum(w d) / (0.05 + sum(w^2))``: a fit by least
-    squares, drawn a little towards no shift.
+    squares, drawn a little towards no shift. Prompts are summed up, so that many of them take no more memory than one.
 
     Parameters
     ----------
-    plain : tuple of Tensor
-        Keys and values ``[L, Hkv, T, D]`` of the chunk with nothing before it but the header.
-    seen : sequence of tuple
-        The same in each prompt, with the rotation of the same positions, and the weight of its place there
-        (:func:`place_weight`); not empty.
-
-    Returns
-    -------
-    tuple of Tensor
-        Keys and values, float32 ``[L, Hkv, T, D]``.
+    keys, values : Tensor
+        ``[L, Hkv, T, D]`` of the chunk with nothing before it but the header.
     """
-    power = _PRIOR + sum(weight**2 for _, weight in seen)
-    keys, values = (torch.zeros_like(part, dtype=torch.float32) for part in plain)
-    for kv, weight in seen:
-        for shift, before, after in zip((keys, values), plain, kv, strict=True):
-            shift.add_(after.float() - before.float(), alpha=weight / power)
-    return keys, values
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self._plain = keys, values
+        self._sums = tuple(torch.zeros_like(part, dtype=torch.float32) for part in self._plain)
+        self._power = _PRIOR
+
+    def add(self, keys: Tensor, values: Tensor, weight: float) -> None:
+        """Take a prompt into account.
+
+        Parameters
+        ----------
+        keys, values : Tensor
+            ``[L, Hkv, T, D]`` of the chunk there, with the rotation of the same positions.
+        weight : float
+            Of its place there (:func:`place_weight`).
+        """
+        for total, before, after in zip(self._sums, self._plain, (keys, values), strict=True):
+            total.add_(after.float() - before.float(), alpha=weight)
+        self._power += weight**2
+
+    def shift(self) -> tuple[Tensor, Tensor]:
+        """Return the shift of keys and values, float32 ``[L, Hkv, T, D]``."""
+        keys, values = (total / self._power for total in self._sums)
+        return keys, values
 
 
 def context_shift(keys: Tensor, values: Tensor) -> dict[str, Tensor]:
@@ -77,7 +83,7 @@ def context_shift(keys: Tensor, values: Tensor) -> dict[str, Tensor]:
     Parameters
     ----------
     keys, values : Tensor
-        float32 ``[L, Hkv, T, D]``, see :func:`fitted_shift`.
+        float32 ``[L, Hkv, T, D]``, see :class:`ShiftFit`.
 
     Returns
     -------

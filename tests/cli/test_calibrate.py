@@ -92,6 +92,7 @@ def test_check_says_whether_it_still_holds(model: str, tmp_path: Path) -> None:
 def test_each_tenant_and_preprocessing_has_its_own(model: str, tmp_path: Path) -> None:
     kv_dir = tmp_path / "kv"
     similar = {"preprocessing": "similar", "num_neighbours": 3}
+    two = {**similar, "preprocessing_prompts": 2}
     found = {
         ("--tenant", "a", "--preprocessing", "none"): filled(
             model, kv_dir, SHORT[:4], tenant="a", preprocessing="none"
@@ -100,11 +101,14 @@ def test_each_tenant_and_preprocessing_has_its_own(model: str, tmp_path: Path) -
             model, kv_dir, SHORT[4:7], tenant="b", preprocessing="none"
         ),
         ("--tenant", "a", "--num-neighbours", "3"): filled(model, kv_dir, SHORT[:4], tenant="a", **similar),
+        ("--tenant", "a", "--num-neighbours", "3", "--preprocessing-prompts", "2"): filled(
+            model, kv_dir, SHORT[:4], tenant="a", **two
+        ),
         ("--tenant", "a", "--preprocessing", "fusionrag", "--num-neighbours", "2"): filled(
             model, kv_dir, SHORT[:4], tenant="a", preprocessing="fusionrag", num_neighbours=2
         ),
     }
-    assert len(set(found.values())) == 4
+    assert len(set(found.values())) == 5
     for number, (options, identity) in enumerate(found.items(), start=1):
         assert calibrated(model, kv_dir, *options, "--check").exit_code == 1, "that of another does not count"
         result = calibrated(model, kv_dir, *options)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -65,6 +66,18 @@ def test_a_ratio_outside_zero_to_one_is_refused(ratio: object, tmp_path: Path) -
 def test_a_ratio_of_one_call_is_checked_too(engine: FusedKVEngine) -> None:
     with pytest.raises(ConfigError, match=r"recompute_ratio=7"):
         engine.generate("hello", recompute_ratio=7)
+
+
+def test_a_recipe_is_checked_without_computing(engine: FusedKVEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "requests", None)
+    engine.check_recipe()
+    engine.check_recipe(recompute_ratio="adaptive", selector="sink_attention")
+    wrong: tuple[dict[str, Any], ...] = (
+        {"recompute_ratio": 2.0}, {"selector": "psychic"}, {"recompute_ratio": "adaptive", "selector": "cacheblend"}
+    )  # fmt: skip
+    for options in wrong:
+        with pytest.raises(ConfigError):
+            engine.check_recipe(**options)
 
 
 def test_an_unknown_selector_is_refused(tmp_path: Path) -> None:

@@ -19,13 +19,13 @@ from corpus import SHORT, rag_prompt
 from models import smollm2_tokenizer, tiny_model
 
 from fused_kv_llm import FusedKVEngine
-from fused_kv_llm.config import DEFAULT_PROMPTS
+from fused_kv_llm.config import DEFAULT_PREPROCESSING_PROMPTS
 from fused_kv_llm.context_shift import shift_name
 from fused_kv_llm.errors import ConfigError, MissingExtraError, StoreFullError
 from fused_kv_llm.model import StoppedError
 from fused_kv_llm.offline import BackgroundWork, shift_prefill
 
-SHIFT = shift_name(3, DEFAULT_PROMPTS)
+SHIFT = shift_name(3, DEFAULT_PREPROCESSING_PROMPTS)
 TEXTS = SHORT[:12]
 GRAPH = {text: [other for other in TEXTS if other != text][:3] for text in TEXTS}
 FOURS = {text: [o for o in TEXTS[n // 4 * 4 : n // 4 * 4 + 4] if o != text] for n, text in enumerate(TEXTS)}
@@ -87,22 +87,22 @@ def test_later_means_at_a_later_call(tmp_path: Path) -> None:
 
 
 def test_closing_stops_at_the_next_batch_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, four = shift_prefill.true_kv, threading.Event()
+    real, sixth = shift_prefill.true_kv, threading.Event()
     prompts = []
 
     def counting(*arguments: Any) -> object:
         prompts.append(time.monotonic())
-        if len(prompts) == 4:
-            four.set()
+        if len(prompts) == 6:
+            sixth.set()
             time.sleep(0.2)
         return real(*arguments)
 
     monkeypatch.setattr(shift_prefill, "true_kv", counting)
     engine = make_engine(tmp_path)
     engine.build_kv_cache(TEXTS, neighbours=FOURS, progress=False)
-    assert four.wait(30)
+    assert sixth.wait(30)
     engine.close()
-    assert len(prompts) == 4, "the prompt under way is the last one: a group has two"
+    assert len(prompts) == 6, "the prompt under way is the last one: a group has four"
     assert not any(thread.name == "fused-kv-background" for thread in threading.enumerate())
     monkeypatch.undo()
     with make_engine(tmp_path) as engine:

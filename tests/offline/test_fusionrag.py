@@ -14,6 +14,7 @@ from transformers import DynamicCache
 from fused_kv_kernels.reference import rerotate_keys_reference
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.errors import ConfigError
+from fused_kv_llm.offline import preprocess
 from fused_kv_llm.report import FusionReport
 from fused_kv_llm.store import replacement_name
 
@@ -93,6 +94,13 @@ def test_the_kv_behind_ten_neighbours_replaces_the_plain_one(tmp_path: Path) -> 
     with make_engine(tmp_path, preprocessing="none") as plain:
         unchanged = used_kv(plain, rag_prompt([SHORT[0]]))[0]
     assert not torch.allclose(unchanged[1], want[1], atol=1e-2), "the plain KV is another, and stays for others"
+
+
+def test_no_prompt_for_context_shifts_is_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(preprocess, "ShiftPrefill")
+    with make_engine(tmp_path, num_neighbours=1) as engine:
+        ingest(engine, OTHERS[:1])
+        assert engine.build_kv_cache(OTHERS[:1], preprocess="later", progress=False).chunks_pending == 0
 
 
 def test_behind_one_neighbour_it_is_what_a_full_prefill_gives(tmp_path: Path) -> None:

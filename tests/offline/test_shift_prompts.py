@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from math import factorial
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -54,15 +55,13 @@ def test_every_chunk_is_in_so_many_prompts(count: int, times: int) -> None:
     assert all(len(set(keys)) == len(keys) for keys in places)
     seen = Counter(key for keys in places for key in keys if key != 99)
     if times == 1 and count > FEW_TOGETHER:
-        led = [keys[1:] for keys in places]
-        assert sorted(key for keys in led for key in keys) == list(range(count))
-        assert max(map(len, led)) <= FEW_TOGETHER
-    elif count >= LEAST_TOGETHER:
-        assert seen == dict.fromkeys(range(count), max(times, 2))
-        assert max(map(len, places)) <= max(MOST_TOGETHER, (count + 1) // 2)
+        assert sorted(key for keys in places for key in keys[1:]) == list(range(count))
+        assert all(keys == [(keys[1] - 1) % count, *range(keys[1], keys[-1] + 1)] for keys in places)
+        assert max(map(len, places)) <= FEW_TOGETHER + 1
     else:
-        assert len(set(seen.values())) == 1
+        assert seen == dict.fromkeys(range(count), min(max(times, 2), factorial(count)))
         assert len({tuple(keys) for keys in places}) == len(places)
+        assert max(map(len, places)) <= max(MOST_TOGETHER, (count + 1) // 2)
 
 
 @given(count=st.integers(LEAST_TOGETHER, 40))

@@ -13,10 +13,10 @@ from models import smollm2_tokenizer, tiny_model
 
 from fused_kv_kernels.reference import rerotate_keys_reference
 from fused_kv_llm import FusedKVEngine, IngestReport
-from fused_kv_llm.config import DEFAULT_PROMPTS
+from fused_kv_llm.config import DEFAULT_PREPROCESSING_PROMPTS
 from fused_kv_llm.context_shift import place_weight, shift_name
 from fused_kv_llm.errors import ConfigError
-from fused_kv_llm.offline import SentenceEmbedder, shift_prefill
+from fused_kv_llm.offline import SentenceEmbedder, shift_prefill, shift_prompts
 from fused_kv_llm.offline.neighbours import find_neighbours
 from fused_kv_llm.offline.plain_kv import PlainKVCache
 from fused_kv_llm.offline.shift_prompts import BEFORE_CHUNKS, BETWEEN_CHUNKS
@@ -37,7 +37,7 @@ class Letters:
         return counts / np.linalg.norm(counts, axis=1, keepdims=True)
 
 
-SHIFT = shift_name(2, DEFAULT_PROMPTS)
+SHIFT = shift_name(2, DEFAULT_PREPROCESSING_PROMPTS)
 
 
 def make_engine(folder: Path, **options: object) -> FusedKVEngine:
@@ -102,7 +102,7 @@ def in_prompt(engine: FusedKVEngine, texts: Sequence[str], wanted: str) -> tuple
 def check_shift(engine: FusedKVEngine, text: str, prompts: Sequence[Sequence[str]]) -> None:
     """The stored shift of a chunk is the least-squares fit to what prompts change in it."""
     changes = [in_prompt(engine, prompt, text) for prompt in prompts]
-    side = shift_of(engine, text)
+    side = shift_of(engine, text, shift_name(2, engine.config.preprocessing_prompts))
     for index, name in enumerate(("keys", "values")):
         want = sum(one[2] * one[index] for one in changes) / (0.05 + sum(one[2] ** 2 for one in changes))
         assert isinstance(want, torch.Tensor)
@@ -110,13 +110,48 @@ def check_shift(engine: FusedKVEngine, text: str, prompts: Sequence[Sequence[str
         assert float((side[name] * side[f"{name}_scale"] - want).abs().max()) < 0.01 * float(want.abs().max())
 
 
-def test_the_shift_is_what_full_prefill_changes_in_prompts_of_similar_chunks(tmp_path: Path) -> None:
-    with make_engine(tmp_path) as engine:
+@pytest.mark.parametrize("prompts", [1, 2, 4])
+def test_the_shift_is_what_full_prefill_changes_in_prompts_of_similar_chunks(tmp_path: Path, prompts: int) -> None:
+    with make_engine(tmp_path, preprocessing_prompts=prompts) as engine:
         report = ingest(engine, SHORT[:3])
         assert (report.chunks_preprocessed, report.neighbour_tokens) == (3, 0)
-        group = sorted(SHORT[:3], key=lambda text: str(engine.chunk_id(text)))
+        one, two, three = group = sorted(SHORT[:3], key=lambda text: str(engine.chunk_id(text)))
+        orders = [group, group[::-1]]
+        if prompts == 4:
+            orders += [[one, three, two], [two, three, one]]
         for text in group:
-            check_shift(engine, text, [group, group[::-1]])
+            check_shift(engine, text, orders)
+
+
+def test_shifts_of_other_prompts_are_made_beside_those_that_are_there(tmp_path: Path) -> None:
+    with make_engine(tmp_path, preprocessing_prompts=2) as engine:
+        ingest(engine, SHORT[:3])
+        two = shift_of(engine, SHORT[0], shift_name(2, 2))
+    with make_engine(tmp_path) as engine:
+        assert engine.store.sidecars.read(str(engine.chunk_id(SHORT[0])), SHIFT) is None
+        assert ingest(engine, SHORT[:3]).chunks_preprocessed == 3
+        assert not torch.equal(shift_of(engine, SHORT[0])["keys"], two["keys"])
+        assert torch.equal(shift_of(engine, SHORT[0], shift_name(2, 2))["keys"], two["keys"])
+
+
+def test_in_one_prompt_a_run_stands_behind_the_chunk_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shift_prompts, "FEW_TOGETHER", 2)
+    with make_engine(tmp_path, preprocessing_prompts=1) as engine:
+        ingest(engine, SHORT[:3])
+        one, two, three = sorted(SHORT[:3], key=lambda text: str(engine.chunk_id(text)))
+        check_shift(engine, one, [[three, one], [one, two, three]])
+        check_shift(engine, two, [[one, two, three]])
+        check_shift(engine, three, [[three, one], [one, two, three]])
+
+
+def test_neighbours_are_stale_for_each_number_of_prompts_apart(tmp_path: Path) -> None:
+    with make_engine(tmp_path, preprocessing_prompts=2) as engine:
+        ingest(engine, SHORT[:3])
+        assert ingest(engine, SHORT).chunks_stale > 0
+    with make_engine(tmp_path, preprocessing_prompts=4) as engine:
+        assert ingest(engine, SHORT).chunks_stale == 0, "all shifts are new"
+    with make_engine(tmp_path, preprocessing_prompts=2) as engine:
+        assert ingest(engine, SHORT).chunks_stale > 0, "those of two prompts are as old as they were"
 
 
 def test_a_chunk_alone_stands_behind_the_callers_neighbours_of_it(tmp_path: Path) -> None:

@@ -18,7 +18,17 @@ from torch import Tensor
 from fused_kv_llm import FusedKVEngine, FusionReport
 from fused_kv_llm.errors import ConfigError
 from fused_kv_llm.model import LoadedModel, forward_ragged, forward_rows
-from fused_kv_llm.online import Adaptive, FusedPrompt, Fusion, MovingAverage, Recipe, fuse, fused_recipe, round_ratios
+from fused_kv_llm.online import (
+    Adaptive,
+    FusedPrompt,
+    Fusion,
+    MovingAverage,
+    Recipe,
+    fuse,
+    fused_recipe,
+    fusion,
+    round_ratios,
+)
 from fused_kv_llm.online.adaptive import Rounds, expected_after
 from fused_kv_llm.online.draft import DRAFT_TOKENS, LARGEST, Draft
 from fused_kv_llm.selectors import Probe, View, budget_tokens, resolve_selector
@@ -101,6 +111,27 @@ def test_a_draft_ends_where_the_answer_does() -> None:
     silent = Draft(100, 5, frozenset({1}))
     silent.take(word)
     assert silent.next_rows() == ([], [])
+
+
+def test_nothing_is_drafted_behind_the_end_of_an_answer(engine: FusedKVEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    computed, real = list[int](), Draft.take
+
+    def noted(draft: Draft, logits: torch.Tensor) -> None:
+        computed.append(logits.reshape(-1, logits.shape[-1]).shape[0])
+        real(draft, logits)
+
+    monkeypatch.setattr(Draft, "take", noted)
+    fused, _ = engine.prefill(PROMPT, recompute_ratio="adaptive", max_tokens=16)
+    fused.cache.release()
+    assert sum(computed) > DRAFT_TOKENS
+    drafted, computed[:] = [*computed], []
+    every = range(engine.loaded.model.config.vocab_size)
+    monkeypatch.setattr(fusion, "end_token_ids", lambda loaded: frozenset(every))
+    fused, report = engine.prefill(PROMPT, recompute_ratio="adaptive", max_tokens=16)
+    fused.cache.release()
+    assert set(computed) == {1}
+    assert len(computed) < len(drafted)
+    assert report.expected_divergence is not None
 
 
 @given(st.floats(0, 0.9), st.floats(1e-6, 5), st.floats(1e-3, 9))

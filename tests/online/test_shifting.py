@@ -13,14 +13,14 @@ from models import smollm2_tokenizer, tiny_model
 
 from fused_kv_kernels.reference import rerotate_keys_reference
 from fused_kv_llm import FusedKVEngine
-from fused_kv_llm.config import DEFAULT_NEIGHBOURS, DEFAULT_PROMPTS
+from fused_kv_llm.config import DEFAULT_NEIGHBOURS, DEFAULT_PREPROCESSING_PROMPTS
 from fused_kv_llm.context_shift import place_weight, shift_name
 from fused_kv_llm.errors import FusedKVWarning
 from fused_kv_llm.report import FusionReport
 
 from .reference_fusion import stitched_kv
 
-SHIFT = shift_name(DEFAULT_NEIGHBOURS, DEFAULT_PROMPTS)
+SHIFT = shift_name(DEFAULT_NEIGHBOURS, DEFAULT_PREPROCESSING_PROMPTS)
 GRAPH = {text: [other for other in SHORT[:4] if other != text][:2] for text in SHORT[:4]}
 
 

@@ -30,7 +30,7 @@ __all__ = [
     "DEFAULT_NEIGHBOURS",
     "DEFAULT_POLICY",
     "DEFAULT_PREPROCESSING",
-    "DEFAULT_PROMPTS",
+    "DEFAULT_PREPROCESSING_PROMPTS",
     "DEFAULT_RATIO",
     "DEFAULT_SELECTOR",
     "EngineConfig",
@@ -45,7 +45,7 @@ DEFAULT_MEMORY = "2GiB"
 DEFAULT_POLICY = "pgdsf"
 DEFAULT_PREPROCESSING: Final = "similar"
 DEFAULT_NEIGHBOURS = 9
-DEFAULT_PROMPTS: Final = 2
+DEFAULT_PREPROCESSING_PROMPTS: Final = 4
 PUBLISHED_NEIGHBOURS = 10
 
 
@@ -252,10 +252,11 @@ class EngineConfig(BaseModel):
     into groups; for ``"fusionrag"`` 10, which stand before the chunk together."""
 
     preprocessing_prompts: Annotated[int, Option(unit="prompts", identity=True), BeforeValidator(_prompts)] = Field(
-        default=DEFAULT_PROMPTS, frozen=True
+        default=DEFAULT_PREPROCESSING_PROMPTS, frozen=True
     )
-    """In how many prompts of its group ``"similar"`` preprocessing prefills each chunk: 1, 2 or 4. More take longer
-    and bring answers closer to those of full prefill."""
+    """In how many prompts with chunks of its group ``"similar"`` preprocessing prefills each chunk: 1, 2 or 4. More
+    take longer and bring answers closer to those of full prefill. A group of ten chunks or fewer makes two prompts at
+    least."""
 
     embedder: Annotated[Any | None, Option(on_command_line=False)] = Field(
         default=None, frozen=True, exclude=True, repr=False

@@ -42,7 +42,9 @@ class EngineState:
     _watch: CalibrationWatch
     _calibration: Calibration | None
 
-    def check_recipe(self, recompute_ratio: RecomputeRatio | None, selector: str | Selector | None) -> None:
+    def check_recipe(
+        self, *, recompute_ratio: RecomputeRatio | None = None, selector: str | Selector | None = None
+    ) -> None:
         """Refuse a ratio and a selector as a request with them would be, without computing anything.
 
         Parameters

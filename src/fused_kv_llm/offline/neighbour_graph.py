@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fused_kv_llm.config import DEFAULT_PROMPTS
+from fused_kv_llm.config import DEFAULT_PREPROCESSING_PROMPTS
 from fused_kv_llm.errors import MissingExtraError
 
 from .embedder import Embedder, SentenceEmbedder
@@ -55,7 +55,7 @@ class Similarity:
     folder: Path | None
     tenant: str = ""
     replaces: bool = False
-    prompts: int = DEFAULT_PROMPTS
+    prompts: int = DEFAULT_PREPROCESSING_PROMPTS
     search: NearestSearch | None = None
 
 
@@ -76,7 +76,8 @@ class NeighbourGraph:
         self._similarity = similarity
         self._identity = identity
         self._corpus = f"{identity}:{similarity.count}:{similarity.embedder.name}"
-        self._recipe = f"{identity}:{'replaces:' if similarity.replaces else ''}{similarity.count}"
+        way = "replaces" if similarity.replaces else f"prompts-{similarity.prompts}"
+        self._recipe = f"{identity}:{way}:{similarity.count}"
         folder = similarity.folder
         self._vectors_path = None if folder is None else folder / VECTORS_FILE
         self._file = NeighbourFile(None if folder is None else folder / "neighbours.sqlite")

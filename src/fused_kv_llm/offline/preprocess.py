@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fused_kv_llm.chunk import ChunkKV
-from fused_kv_llm.context_shift import context_shift, fitted_shift
+from fused_kv_llm.context_shift import ShiftFit, context_shift
 from fused_kv_llm.errors import ConfigError
 from fused_kv_llm.model import LoadedModel, ModelOwner, PrefixKV
 from fused_kv_llm.prompt import Segment
@@ -28,14 +28,14 @@ from .corpus import CorpusPlanner
 from .neighbour_graph import Similarity
 from .neighbours import GivenNeighbours, given_neighbours
 from .preprocessing_plan import PreprocessingPlan, PreprocessingPlanner
-from .shift_prefill import SeenKV, ShiftPrefill
+from .shift_prefill import ShiftPrefill
 from .variant_builder import PromptChunks
 from .writer import BackgroundWriter
 
 __all__ = ["Preprocessor"]
 
 _CHUNKS_TO_WRITE = 2
-"""Chunks that may wait, each with its KV as it is stored and as it is in every prompt."""
+"""Chunks that may wait, each with its KV and what was computed beside it."""
 
 
 class Preprocessor:
@@ -171,10 +171,11 @@ class Preprocessor:
                     writer.submit((chunk, partial(self._replacement, kv)))
                 return prefill.neighbour_tokens
             shifts = ShiftPrefill(self._loaded, self._prefix, self._owner, self._planner, self._times)
-            for group in shifts.run(plan, stopped):
-                plain = prefill.plain(chunk.key for chunk, _ in group)
-                for chunk, seen in group:
-                    writer.submit((chunk, partial(_shift, plain[chunk.key], seen)))
+            for group in shifts.run(plan, prefill.plain, stopped):
+                for chunk, fit in group:
+                    writer.submit((chunk, partial(_shift, fit)))
+                # It is let go before the next one is computed.
+                del group
             return shifts.neighbour_tokens
         finally:
             # What has been computed is written, also after a stop, so the next run goes on from there.
@@ -220,7 +221,6 @@ class Preprocessor:
             return None
 
 
-def _shift(plain: ChunkKV, seen: SeenKV) -> dict[str, Tensor]:
+def _shift(fit: ShiftFit) -> dict[str, Tensor]:
     with torch.inference_mode():
-        changed = [((kv.keys, kv.values), weight) for kv, weight in seen]
-        return context_shift(*fitted_shift((plain.keys, plain.values), changed))
+        return context_shift(*fit.shift())

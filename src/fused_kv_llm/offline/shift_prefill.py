@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 
 from fused_kv_llm.chunk import ChunkKV
-from fused_kv_llm.context_shift import place_weight
+from fused_kv_llm.context_shift import ShiftFit, place_weight
 from fused_kv_llm.model import LoadedModel, ModelOwner, PrefixKV
 
 from .batches import PendingChunk
@@ -16,10 +16,10 @@ from .shift_prompts import BEFORE_CHUNKS, BETWEEN_CHUNKS, PromptShape, prompts_o
 from .true_kv import true_kv
 from .variant_builder import PromptChunks
 
-__all__ = ["SeenKV", "ShiftPrefill"]
+__all__ = ["ShiftPrefill"]
 
-SeenKV = list[tuple[ChunkKV, float]]
-"""A chunk's KV in prompts, moved to where its plain KV is, and the weight of its place in each."""
+PlainKV = Callable[[Iterable[str]], dict[str, ChunkKV]]
+"""Keys to the KV of chunks with nothing before them but the header."""
 
 
 class ShiftPrefill:
@@ -53,12 +53,16 @@ class ShiftPrefill:
         )
         self.neighbour_tokens = 0
 
-    def run(self, plan: PreprocessingPlan, stopped: Callable[[], bool]) -> Iterator[list[tuple[PendingChunk, SeenKV]]]:
-        """Yield the chunks of a plan as they are in the prompts of their group, group by group.
+    def run(
+        self, plan: PreprocessingPlan, plain: PlainKV, stopped: Callable[[], bool]
+    ) -> Iterator[list[tuple[PendingChunk, ShiftFit]]]:
+        """Yield the chunks of a plan with what the prompts of their group change in them, group by group.
 
         Parameters
         ----------
         plan : PreprocessingPlan
+        plain : callable
+            Keys of chunks to their plain KV.
         stopped : callable
             Asked before every piece.
 
@@ -68,17 +72,19 @@ class ShiftPrefill:
             If it was stopped; the group under way is computed again by the next run.
         """
         for group in [plan.chunks] if plan.is_batch else self._groups(plan):
-            seen: dict[str, SeenKV] = {}
-            for prompt in prompts_of_group(group, plan.token_ids, self._shape):
-                for key, kv, weight in self._seen(prompt, {chunk.key for chunk in group}, stopped):
-                    seen.setdefault(key, []).append((kv, weight))
-            yield [(chunk, seen[chunk.key]) for chunk in group if chunk.key in seen]
+            if not (prompts := prompts_of_group(group, plan.token_ids, self._shape)):
+                continue
+            fits = {key: ShiftFit(kv.keys, kv.values) for key, kv in plain(chunk.key for chunk in group).items()}
+            for prompt in prompts:
+                for key, kv, weight in self._seen(prompt, fits.keys(), stopped):
+                    fits[key].add(kv.keys, kv.values, weight)
+            yield [(chunk, fits[chunk.key]) for chunk in group]
 
     def _groups(self, plan: PreprocessingPlan) -> list[list[PendingChunk]]:
         return similar_groups(plan.chunks, self._group_tokens, len(self._shape.separator))
 
     def _seen(
-        self, prompt: PromptChunks, wanted: set[str], stopped: Callable[[], bool]
+        self, prompt: PromptChunks, wanted: Container[str], stopped: Callable[[], bool]
     ) -> Iterator[tuple[str, ChunkKV, float]]:
         """Yield the keys of the wanted chunks of a prompt, their KV in it and the weights of their places."""
         places = [place for place in prompt.segments if place.key in wanted]

@@ -1,8 +1,8 @@
 """Prompts of similar chunks, which show what chunks before a chunk change in its KV.
 
 Every chunk of a group is put into several prompts behind an instruction. A large group is divided in two ways for that:
-into halves of chunks that are most similar, and into every other chunk. A prompt runs forwards or backwards. So a chunk
-stands behind others in each of its prompts.
+into halves of chunks that are most similar, and into every other chunk. A prompt runs forwards or backwards. So what
+stands before a chunk differs from prompt to prompt.
 """
 
 from __future__ import annotations
@@ -111,7 +111,11 @@ def _backwards(orders: Sequence[Sequence[str]]) -> list[Sequence[str]]:
 
 
 def _runs(keys: Sequence[str]) -> list[Sequence[str]]:
-    """Divide a group into runs, each behind the chunk before it: the first chunk would see nothing otherwise."""
+    """Divide a group into runs, each behind the chunk before it, and the first behind the group's last chunk.
+
+    The first chunk of a run would have nothing before it otherwise. What its chunk before it shows at the beginning of
+    a prompt has next to no weight.
+    """
     count = -(-len(keys) // FEW_TOGETHER)
     bounds = [len(keys) * number // count for number in range(count + 1)]
     return [(keys[start - 1], *keys[start:stop]) for start, stop in pairwise(bounds)]

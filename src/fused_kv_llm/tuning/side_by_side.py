@@ -118,7 +118,7 @@ class SideBySide:
             ``RequestCancelledError`` after :meth:`cancel`.
         """
         for way in ways:
-            self._engine.check_recipe(way.recompute_ratio, way.selector)
+            self._engine.check_recipe(recompute_ratio=way.recompute_ratio, selector=way.selector)
         others, full = [way for way in ways if way.recompute_ratio != _FULL], _Full()
         everything = [Way(recompute_ratio=_FULL), *others]
         self._answer(everything[0], full)
