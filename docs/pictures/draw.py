@@ -44,7 +44,7 @@ def ingestion() -> None:
     header, similar, chunk = ("chat header", 1.3, GREY), ("similar chunk", 1.4, PALE), ("the chunk", 1.3, GREEN)
     rows = (
         (1.35, (header, chunk), "its keys and values: one file"),
-        (0.35, (header, similar, similar, chunk, similar), "what prompts change: 8 bits"),
+        (0.35, (header, similar, similar, chunk, similar), "what two prompts change: 8 bits"),
     )
     for y, boxes, result in rows:
         x = 0.1

@@ -92,7 +92,7 @@ def test_check_says_whether_it_still_holds(model: str, tmp_path: Path) -> None:
 def test_each_tenant_and_preprocessing_has_its_own(model: str, tmp_path: Path) -> None:
     kv_dir = tmp_path / "kv"
     similar = {"preprocessing": "similar", "num_neighbours": 3}
-    two = {**similar, "preprocessing_prompts": 2}
+    four = {**similar, "preprocessing_prompts": 4}
     found = {
         ("--tenant", "a", "--preprocessing", "none"): filled(
             model, kv_dir, SHORT[:4], tenant="a", preprocessing="none"
@@ -101,8 +101,8 @@ def test_each_tenant_and_preprocessing_has_its_own(model: str, tmp_path: Path) -
             model, kv_dir, SHORT[4:7], tenant="b", preprocessing="none"
         ),
         ("--tenant", "a", "--num-neighbours", "3"): filled(model, kv_dir, SHORT[:4], tenant="a", **similar),
-        ("--tenant", "a", "--num-neighbours", "3", "--preprocessing-prompts", "2"): filled(
-            model, kv_dir, SHORT[:4], tenant="a", **two
+        ("--tenant", "a", "--num-neighbours", "3", "--preprocessing-prompts", "4"): filled(
+            model, kv_dir, SHORT[:4], tenant="a", **four
         ),
         ("--tenant", "a", "--preprocessing", "fusionrag", "--num-neighbours", "2"): filled(
             model, kv_dir, SHORT[:4], tenant="a", preprocessing="fusionrag", num_neighbours=2

@@ -87,22 +87,22 @@ def test_later_means_at_a_later_call(tmp_path: Path) -> None:
 
 
 def test_closing_stops_at_the_next_batch_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, sixth = shift_prefill.true_kv, threading.Event()
+    real, fourth = shift_prefill.true_kv, threading.Event()
     prompts = []
 
     def counting(*arguments: Any) -> object:
         prompts.append(time.monotonic())
-        if len(prompts) == 6:
-            sixth.set()
+        if len(prompts) == 4:
+            fourth.set()
             time.sleep(0.2)
         return real(*arguments)
 
     monkeypatch.setattr(shift_prefill, "true_kv", counting)
     engine = make_engine(tmp_path)
     engine.build_kv_cache(TEXTS, neighbours=FOURS, progress=False)
-    assert sixth.wait(30)
+    assert fourth.wait(30)
     engine.close()
-    assert len(prompts) == 6, "the prompt under way is the last one: a group has four"
+    assert len(prompts) == 4, "the prompt under way is the last one: a group has two"
     assert not any(thread.name == "fused-kv-background" for thread in threading.enumerate())
     monkeypatch.undo()
     with make_engine(tmp_path) as engine:

@@ -124,14 +124,15 @@ def test_the_shift_is_what_full_prefill_changes_in_prompts_of_similar_chunks(tmp
 
 
 def test_shifts_of_other_prompts_are_made_beside_those_that_are_there(tmp_path: Path) -> None:
-    with make_engine(tmp_path, preprocessing_prompts=2) as engine:
-        ingest(engine, SHORT[:3])
-        two = shift_of(engine, SHORT[0], shift_name(2, 2))
+    four = shift_name(2, 4)
     with make_engine(tmp_path) as engine:
-        assert engine.store.sidecars.read(str(engine.chunk_id(SHORT[0])), SHIFT) is None
+        ingest(engine, SHORT[:3])
+        two = shift_of(engine, SHORT[0])
+    with make_engine(tmp_path, preprocessing_prompts=4) as engine:
+        assert engine.store.sidecars.read(str(engine.chunk_id(SHORT[0])), four) is None
         assert ingest(engine, SHORT[:3]).chunks_preprocessed == 3
-        assert not torch.equal(shift_of(engine, SHORT[0])["keys"], two["keys"])
-        assert torch.equal(shift_of(engine, SHORT[0], shift_name(2, 2))["keys"], two["keys"])
+        assert not torch.equal(shift_of(engine, SHORT[0], four)["keys"], two["keys"])
+        assert torch.equal(shift_of(engine, SHORT[0])["keys"], two["keys"])
 
 
 def test_in_one_prompt_a_run_stands_behind_the_chunk_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from fused_kv_llm.scale import ActorResources, DistributedIngestReport, build_kv
 
 # Only `make test-ray` and `make test-heavy` wait for Ray.
 pytestmark = [pytest.mark.heavy, pytest.mark.filterwarnings("default")]
-OPTIONS: dict[str, Any] = {"batch_tokens": 256, "num_neighbours": 3, "preprocessing_prompts": 2}
+OPTIONS: dict[str, Any] = {"batch_tokens": 256, "num_neighbours": 3, "preprocessing_prompts": 4}
 TEXTS = 80
 
 

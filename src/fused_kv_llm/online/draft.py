@@ -11,7 +11,7 @@ from torch.nn.functional import kl_div, log_softmax
 __all__ = ["DRAFT_TOKENS", "Draft"]
 
 DRAFT_TOKENS = 6
-"""Positions at which the answer's distributions are compared: the first token's and those of five drafted ones."""
+"""Most positions at which distributions are compared: the first token's and those of five drafted ones."""
 
 LARGEST = 1e9
 """Nats that stand for a movement without bounds."""
