@@ -150,6 +150,13 @@ def test_the_default() -> None:
     assert f"it is {hotpot[1]}, {musique[1]} and {squad[1]} %" in text
 
 
+def _recovered(records: list[dict[str, Any]]) -> dict[tuple[str, str, float], float]:
+    """Return the share that each method recovers of all questions."""
+    kept = {(one["question"], one["method"]): one for one in records}
+    rows = summarise(kept, list(dict.fromkeys(question for question, _ in kept)))
+    return {(row["selector"], row["preprocessing"], row["ratio"]): row["recovered"] for row in rows}
+
+
 def _held_back(records: list[dict[str, Any]]) -> dict[tuple[str, str, float], dict[str, Any]]:
     """Return the rows of the questions that are held back."""
     kept = {(one["question"], one["method"]): one for one in records if is_held_back(one["question"])}
@@ -173,6 +180,43 @@ def test_ten_passages() -> None:
     at = {column: sorted(int(row[column].split()[0]) for row in want) for column in (1, 3)}
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     assert f"recovers {at[3][0]} to {at[3][-1]} % at 0.15, and {at[1][0]} to {at[1][-1]} % at 0 (" in readme
+
+
+def test_ten_passages_in_float32() -> None:
+    reuse, default = ("full_reuse", "similar", 0.0), ("sink_attention", "similar", 0.15)
+    want = []
+    for frame in ("plain", "short"):
+        two = quality(f"quality_ten_{frame}_float32_cpu.json")
+        records = [records_of(f"quality_ten_{frame}_float32{kind}_cpu.records.jsonl") for kind in ("", "_four_prompts")]
+        for (name, rows), of_two, of_four in zip(two.items(), *(of.values() for of in records), strict=True):
+            held, four = _held_back(of_two), _recovered(of_four)
+            low, high = rows[default]["recovered_95"]
+            shares = [one["recovered"] for one in (rows[reuse], held[reuse], rows[default], held[default])]
+            cells = [f"{100 * share:.0f} %" for share in (*shares, four[reuse], four[default])]
+            cells[2] += f" ({100 * low:.0f} to {100 * high:.0f})"
+            want.append([f"{name}, `{frame}`", *cells])
+    assert table("docs/methods.md", "set and wording, float32") == want
+    at = {column: sorted(int(row[column].split()[0]) for row in want) for column in (1, 3)}
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"in float32 {at[3][0]} to {at[3][-1]} % and {at[1][0]} to {at[1][-1]} %" in readme
+
+
+def test_four_prompts_instead_of_two() -> None:
+    kinds = "_float32_four_prompts", "_float32"
+    assert table("docs/methods.md", "wording and ratio, four prompts") == list(_kl_rows(*kinds))
+
+
+def test_runs_of_one_prompt() -> None:
+    methods = ("full_reuse", "similar", 0.0), ("sink_attention", "similar", 0.15)
+    one, two = (
+        [_recovered(of) for of in records_of(f"quality_ten_plain_float32{kind}_cpu.records.jsonl").values()]
+        for kind in ("_one_prompt", "")
+    )
+    want = []
+    for name, of_one, of_two in zip(quality("quality_ten_plain_float32_cpu.json"), one, two, strict=True):
+        cells = [(f"{100 * of_one[m]:.1f} %", f"{100 * (of_two[m] - of_one[m]):.1f}") for m in methods]
+        want.append([name, *cells[0], *cells[1]])
+    assert table("docs/methods.md", "set, one prompt in runs") == want
 
 
 def _kl_rows(*kinds: str) -> Iterator[list[str]]:
@@ -298,13 +342,15 @@ def test_commands_of_records_can_be_repeated_elsewhere() -> None:
 
 
 def test_the_second_pass_beside_the_first() -> None:
-    found = record("second_pass_cpu.json")
-    factor = f"{found['total_over_first']:.1f}"
-    readme, methods = (
-        " ".join((ROOT / name).read_text(encoding="utf-8").split()) for name in ("README.md", "docs/methods.md")
-    )
-    assert f"ingesting {found['chunks']} passages takes {factor} times as long as without it" in readme
-    assert f"Ingestion takes {factor} instead of" in methods
+    runs = {run["prompts"]: run for run in record("second_pass_cpu.json")["runs"]}
+    factors = {prompts: f"{run['total_over_first']:.1f}" for prompts, run in runs.items()}
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"ingesting {runs[2]['chunks']} passages takes {factors[2]} times as long as without it" in readme
+    assert table("docs/ingestion.md", "`preprocessing_prompts`") == [[str(n), f] for n, f in factors.items()]
+    methods = " ".join((ROOT / "docs" / "methods.md").read_text(encoding="utf-8").split())
+    before = record("second_pass_bfloat16_cpu.json")["total_over_first"]
+    assert f"Ingestion takes {before:.1f} instead of 6.4 times as long" in methods
+    assert f"takes {factors[1]}, {factors[2]} and {factors[4]} times as long as a plain one" in methods
 
 
 def test_long_chunks() -> None:
