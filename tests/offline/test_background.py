@@ -145,10 +145,10 @@ def test_a_killed_pass_goes_on_where_it_was(tmp_path: Path) -> None:
         from fused_kv_llm import FusedKVEngine
         from fused_kv_llm.offline import preprocess
         shift = preprocess._shift
-        def slow(plain, seen):
+        def slow(fit):
             print("chunk", flush=True)
             time.sleep(0.2)
-            return shift(plain, seen)
+            return shift(fit)
         preprocess._shift = slow
         texts = SHORT[:12]
         graph = {{text: [other for other in texts if other != text][:3] for text in texts}}
