@@ -15,7 +15,7 @@ from tiny_families import seeing_config, settings_of, tiny_model
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from fused_kv_kernels import rerotate_keys
+from fused_kv_kernels import rerotate_keys, why_not_native
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.errors import UnsupportedModelError
 from fused_kv_llm.model import (
@@ -42,6 +42,9 @@ IDS = [(7919 * number) % VOCABULARY for number in range(1, 81)]
 
 @cache
 def loaded_model(kind: str, dtype: str) -> LoadedModel:
+    if (kind, dtype) == ("gemma4_text", "bfloat16") and (lacks := why_not_native()) is not None:
+        # torch rounds this model's bfloat16 more coarsely there than the check of new models allows for.
+        pytest.skip(f"this model is refused in bfloat16 without native operators: {lacks}")
     return load_model(tiny_model(kind, vocab_size=VOCABULARY).to(DTYPES[dtype]), tokenizer=smollm2_tokenizer())
 
 

@@ -25,6 +25,17 @@ pytestmark = pytest.mark.skipif(
     why_not_native(torch.float32) is not None, reason=f"no native operators: {why_not_native(torch.float32)}"
 )
 PROMPT = rag_prompt(SHORT[:3])
+in_both_dtypes = pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        pytest.param(
+            torch.bfloat16,
+            marks=pytest.mark.skipif(why_not_native() is not None, reason=f"no fast layers: {why_not_native()}"),
+        ),
+    ],
+    ids=str,
+)
 
 
 def fast_kinds(model: Any) -> set[str]:
@@ -113,7 +124,7 @@ def test_linear_layers_that_were_patched_for_all_are_not_replaced(
 
 
 @pytest.mark.parametrize("kind", ["LlamaMLP", "LlamaAttention", "LlamaRMSNorm", "LlamaDecoderLayer"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@in_both_dtypes
 def test_fast_layers_of_a_class_that_is_patched_later_step_aside(
     kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,7 +190,7 @@ def test_a_hook_of_all_modules_is_told_and_called(tmp_path: Path) -> None:
     assert {"Linear", "LlamaMLP", "LlamaRMSNorm", "LlamaDecoderLayer"} <= set(seen)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@in_both_dtypes
 def test_fast_layers_that_compute_something_else_are_not_used(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,7 +202,7 @@ def test_fast_layers_that_compute_something_else_are_not_used(
     assert fast_kinds(model) == set()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@in_both_dtypes
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral", "phi3"])
 def test_fast_layers_that_compute_the_same_are_used(architecture: str, dtype: torch.dtype) -> None:
     model = tiny_model(architecture).to(dtype)
