@@ -150,18 +150,16 @@ def test_the_default() -> None:
     assert f"it is {hotpot[1]}, {musique[1]} and {squad[1]} %" in text
 
 
-def _recovered(records: list[dict[str, Any]]) -> dict[tuple[str, str, float], float]:
-    """Return the share that each method recovers of all questions."""
+def _rows(records: list[dict[str, Any]]) -> dict[tuple[str, str, float], dict[str, Any]]:
+    """Return the row of each method."""
     kept = {(one["question"], one["method"]): one for one in records}
     rows = summarise(kept, list(dict.fromkeys(question for question, _ in kept)))
-    return {(row["selector"], row["preprocessing"], row["ratio"]): row["recovered"] for row in rows}
+    return {(row["selector"], row["preprocessing"], row["ratio"]): row for row in rows}
 
 
 def _held_back(records: list[dict[str, Any]]) -> dict[tuple[str, str, float], dict[str, Any]]:
     """Return the rows of the questions that are held back."""
-    kept = {(one["question"], one["method"]): one for one in records if is_held_back(one["question"])}
-    rows = summarise(kept, list(dict.fromkeys(question for question, _ in kept)))
-    return {(row["selector"], row["preprocessing"], row["ratio"]): row for row in rows}
+    return _rows([one for one in records if is_held_back(one["question"])])
 
 
 def test_ten_passages() -> None:
@@ -189,10 +187,12 @@ def test_ten_passages_in_float32() -> None:
         two = quality(f"quality_ten_{frame}_float32_cpu.json")
         records = [records_of(f"quality_ten_{frame}_float32{kind}_cpu.records.jsonl") for kind in ("", "_four_prompts")]
         for (name, rows), of_two, of_four in zip(two.items(), *(of.values() for of in records), strict=True):
-            held, four = _held_back(of_two), _recovered(of_four)
+            held, four = _held_back(of_two), _rows(of_four)
             low, high = rows[default]["recovered_95"]
-            shares = [one["recovered"] for one in (rows[reuse], held[reuse], rows[default], held[default])]
-            cells = [f"{100 * share:.0f} %" for share in (*shares, four[reuse], four[default])]
+            shares = [one["recovered"] for one in (
+                rows[reuse], held[reuse], rows[default], held[default], four[reuse], four[default]
+            )]  # fmt: skip
+            cells = [f"{100 * share:.0f} %" for share in shares]
             cells[2] += f" ({100 * low:.0f} to {100 * high:.0f})"
             want.append([f"{name}, `{frame}`", *cells])
     assert table("docs/methods.md", "set and wording, float32") == want
@@ -209,13 +209,16 @@ def test_four_prompts_instead_of_two() -> None:
 def test_runs_of_one_prompt() -> None:
     methods = ("full_reuse", "similar", 0.0), ("sink_attention", "similar", 0.15)
     one, two = (
-        [_recovered(of) for of in records_of(f"quality_ten_plain_float32{kind}_cpu.records.jsonl").values()]
+        [_rows(of) for of in records_of(f"quality_ten_plain_float32{kind}_cpu.records.jsonl").values()]
         for kind in ("_one_prompt", "")
     )
     want = []
     for name, of_one, of_two in zip(quality("quality_ten_plain_float32_cpu.json"), one, two, strict=True):
-        cells = [(f"{100 * of_one[m]:.1f} %", f"{100 * (of_two[m] - of_one[m]):.1f}") for m in methods]
-        want.append([name, *cells[0], *cells[1]])
+        cells = [name]
+        for method in methods:
+            share, other = (of[method]["recovered"] for of in (of_one, of_two))
+            cells += [f"{100 * share:.1f} %", f"{100 * (other - share):.1f}"]
+        want.append(cells)
     assert table("docs/methods.md", "set, one prompt in runs") == want
 
 

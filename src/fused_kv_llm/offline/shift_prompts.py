@@ -102,6 +102,7 @@ def _orders(keys: Sequence[str], times: int) -> list[Sequence[str]]:
     else:
         mixed = [[*keys[::2], *keys[1::2]]]
         orders = [keys, *_backwards([keys]), *_backwards(mixed), *mixed]
+    # They show each chunk four times; the first half of them shows it twice, behind others each time.
     wanted = orders[: len(orders) * max(times, 2) // 4]
     return list(dict.fromkeys(map(tuple, wanted)))
 
