@@ -10,6 +10,7 @@ import functools
 import importlib
 import importlib.util
 import os
+import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -25,6 +26,8 @@ _LARGEST_GROUP = 16
 # Triton generates no code for what came before Turing; bfloat16 came with Ampere.
 _LEAST_CAPABILITY = (7, 5)
 _BFLOAT16_CAPABILITY = (8, 0)
+# While a kernel runs, Triton's interpreter replaces methods of Triton's classes, for all threads.
+_INTERPRETER = threading.RLock()
 
 
 class UnsupportedOperandsError(ValueError):
@@ -140,12 +143,10 @@ def triton_op(name: str, device: torch.device) -> Callable[..., Any]:
         Where its tensors are: Triton launches on the current device, wherever its arguments lie.
     """
     run: Callable[..., Any] = getattr(importlib.import_module(f"fused_kv_kernels.triton_ops.{name}"), name)
-    if device.type != "cuda":
-        return run
 
     @functools.wraps(run)
     def on_device(*args: Any, **kwargs: Any) -> Any:
-        with torch.cuda.device(device):
+        with torch.cuda.device(device) if device.type == "cuda" else _INTERPRETER:
             return run(*args, **kwargs)
 
     return on_device

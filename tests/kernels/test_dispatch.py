@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fused_kv_kernels import rerotate_keys, rotation_table
 from fused_kv_kernels.dispatch import UnsupportedOperandsError, triton_op, use_triton
+from fused_kv_kernels.rotate import rotate_in_torch
 
 
 def test_plain_torch_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,6 +104,18 @@ def test_kernels_are_launched_on_their_tensors_device(monkeypatch: pytest.Monkey
     monkeypatch.setattr(room, "kv_deviation", lambda: entered.append("ran"))
     triton_op("kv_deviation", torch.device("cuda:1"))()
     assert entered == [torch.device("cuda:1"), "ran", "left"]
+
+
+def test_threads_take_turns_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter replaces methods of Triton's classes while a kernel runs, for every thread."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("kernels are compiled natively in this process")
+    monkeypatch.setenv("FUSED_KV_KERNELS", "triton")
+    keys, table = torch.randn(4, 64, 32), rotation_table(torch.arange(64), torch.rand(16))
+    want = rotate_in_torch(keys, table.cos, table.sin)
+    with ThreadPoolExecutor(4) as pool:
+        for rotated in pool.map(lambda _: rerotate_keys(keys, table), range(12)):
+            torch.testing.assert_close(rotated, want)
 
 
 def test_importing_the_package_imports_neither_triton_nor_the_engine() -> None:

@@ -168,7 +168,7 @@ def test_another_shape_is_no_hit(handed: HandedPrompt, plain: KVStore, engine: F
     key = handed_key(handed.cache_salt)
     assert key is not None
     span = PrefixSpan(key, digest_of(engine), 0, tuple(handed.token_ids[:-1]), is_handed=True)
-    fits = BlockLayout("PLAIN", "bfloat16", 30, 3, BLOCK, 128)
+    fits = BlockLayout("PLAIN", str(engine.loaded.dtype).removeprefix("torch."), 30, 3, BLOCK, 128)
     assert PrefixStore(plain).read(span, fits) is not None
     with pytest.warns(match="not the span of a prefix"):
         assert PrefixStore(plain).read(span, replace(fits, dtype="float16")) is None

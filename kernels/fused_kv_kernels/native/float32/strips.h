@@ -120,7 +120,7 @@ inline void weigh(Strip &strip, int64_t width, float *scores, const Lanes (&high
         const Lanes change = exp2_lanes(load_floats(before) - base[part]);
         if (factor) store_floats(factor + part * kLanes, change);
         store_floats(before, highest[part]);
-        store_floats(total, load_floats(total) * change + sum[part]);
+        store_floats(total, multiply_add(load_floats(total), change, sum[part]));
     }
 }
 
