@@ -12,12 +12,14 @@ from filelock import FileLock
 from rich.progress import track
 
 from fused_kv_llm import FusedKVEngine
+from fused_kv_llm.config import DEFAULT_PREPROCESSING
 from fused_kv_llm.model import LoadedModel
 from fused_kv_llm.report import IngestReport
 
+from .asked_chunks import preprocess_asked
 from .measure import measure
 from .methods import FULL, Method
-from .questions import Question
+from .questions import Question, read_corpus
 from .records import RecordFile
 from .rules import rule_of
 from .setting import Setting
@@ -60,7 +62,10 @@ class Bench:
         corpus = setting.corpus_texts(path, used, self.engine)
         with FileLock(self.kv_dir / "quality.lock"):
             for name, engine in self.engines.items():
-                reports[name] = engine.build_kv_cache(corpus, preprocess="wait")
+                when = "later" if setting.corpus == "asked" else "wait"
+                reports[name] = engine.build_kv_cache(corpus, preprocess=when)
+                if setting.corpus == "asked" and name == DEFAULT_PREPROCESSING:
+                    preprocess_asked(engine, read_corpus(path), corpus)
                 print(f"{path.stem}, {name}: {reports[name].summary()}")
                 for selector in selectors:
                     engine.build_anchors(used, selector=rule_of(selector))

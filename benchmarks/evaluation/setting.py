@@ -30,8 +30,9 @@ class Setting:
         Passages of one article are joined until they have about so many tokens; 0 leaves every passage a chunk.
     part : {"all", "dev", "held"}
         Which questions, see :func:`.questions.is_held_back`.
-    corpus : {"all", "used"}
-        What is ingested: the passages of the whole set, or the chunks that stand in prompts.
+    corpus : {"all", "used", "asked"}
+        What is ingested: the passages of the whole set, the chunks that stand in prompts, or these with the context
+        shifts that the whole set would give them (:func:`.asked_chunks.preprocess_asked`).
     answer_tokens : int
         Tokens to generate for containment and its kin; 0 measures fidelity only.
     recall : bool
@@ -63,7 +64,7 @@ class Setting:
     def corpus_texts(self, path: Path, used: list[str], engine: FusedKVEngine) -> list[str]:
         """Return the texts that are ingested."""
         chunks = self._chunks(path, engine)
-        texts = used if self.corpus == "used" else chunks.values() if chunks else read_corpus(path)
+        texts = used if self.corpus != "all" else chunks.values() if chunks else read_corpus(path)
         return list(dict.fromkeys(text.strip() for text in texts))
 
     def _chunks(self, path: Path, engine: FusedKVEngine) -> dict[str, str]:
