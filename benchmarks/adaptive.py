@@ -26,7 +26,7 @@ from environment import environment
 from evaluation.questions import FRAMES, PARTS, Question
 from evaluation.records import RecordFile
 from evaluation.run import Bench, open_bench
-from evaluation.setting import Setting
+from evaluation.setting import CORPORA, Setting
 from evaluation.summary import rank_correlation
 from torch import Tensor
 from torch.nn.functional import kl_div, log_softmax
@@ -51,6 +51,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--passages", type=int, default=10)
     parser.add_argument("--frame", choices=FRAMES, default="short")
     parser.add_argument("--part", choices=PARTS, default="all")
+    parser.add_argument("--corpus", choices=CORPORA, default="all", help="as of quality.py")
     parser.add_argument("--kv-dir", type=Path, default=None, help="kept between runs; a temporary folder without it")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "adaptive_cpu.json")
     return parser.parse_args()
@@ -139,7 +140,7 @@ def main() -> None:
     args = parse()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     kv_dir = args.kv_dir or Path(tempfile.mkdtemp(prefix="fused-kv-adaptive-"))
-    setting = Setting(frame=args.frame, passages=args.passages, part=args.part)
+    setting = Setting(frame=args.frame, passages=args.passages, part=args.part, corpus=args.corpus)
     everything = []
     with ExitStack() as stack:
         loaded = load_model("smollm2-135m")
@@ -163,6 +164,7 @@ def main() -> None:
             everything += [{way: record for (asked, way), record in known.items() if asked == q.id} for q in questions]
     rows = summarise(everything)
     result = {"environment": environment(), "frame": args.frame, "passages": args.passages, "part": args.part,
+              "dtype": bench.engine.dtype, "corpus": args.corpus,
               "data": [path.stem for path in args.data], "rows": rows}  # fmt: skip
     args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     args.out.with_suffix(".md").write_text(f"# Adaptive recomputation\n\n{markdown(rows)}", encoding="utf-8")

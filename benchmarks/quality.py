@@ -35,7 +35,7 @@ from evaluation.picture import draw
 from evaluation.questions import FRAMES, PARTS
 from evaluation.records import RecordFile
 from evaluation.run import Bench, missing, open_bench
-from evaluation.setting import Setting
+from evaluation.setting import CORPORA, Setting
 from evaluation.summary import markdown_table, summarise
 from gemma import model_source
 
@@ -53,7 +53,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--selectors", nargs="+", default=[DEFAULT_SELECTOR])
     parser.add_argument("--preprocessing", nargs="+", default=[DEFAULT_PREPROCESSING])
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.15])
-    parser.add_argument("--corpus", choices=("all", "used", "asked"), default="all", help="see Setting")
+    parser.add_argument("--corpus", choices=CORPORA, default="all",
+                        help="all passages; those of prompts; or those, preprocessed as in all (asked)")  # fmt: skip
     parser.add_argument("--chunk-tokens", type=int, default=0, help="join an article's passages to about so many")
     parser.add_argument("--part", choices=PARTS, default="all", help="dev: without the held-back third of questions")
     parser.add_argument("--frame", choices=FRAMES, default="plain", help="wording of the prompt around the passages")

@@ -50,7 +50,8 @@ def preprocess_asked(engine: FusedKVEngine, corpus: Sequence[str], asked: Collec
     for group in track(groups, description="groups with asked chunks"):
         wanted = {chunk.key: chunk for chunk in group if chunk.key in keys}
         prompts = [p for p in planned.prompts(group, engine) if any(place.key in wanted for place in p.segments)]
-        fits = {key: ShiftFit(*_plain(engine, chunk)) for key, chunk in wanted.items()}
+        times = engine.config.preprocessing_prompts
+        fits = {key: ShiftFit(*_plain(engine, chunk), times) for key, chunk in wanted.items()}
         for prompt in prompts:
             for key, kv, weight in _seen(engine, prompt, wanted):
                 fits[key].add(kv.keys, kv.values, weight)

@@ -11,7 +11,9 @@ from .articles import join_articles
 from .questions import Question, read_corpus, read_questions
 from .records import settings_digest
 
-__all__ = ["Setting"]
+__all__ = ["CORPORA", "Setting"]
+
+CORPORA = ("all", "used", "asked")
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,11 @@ CONTEXT_SHIFT = "shift-int8"
 """How the names of all context shifts begin."""
 
 _LARGEST = 127
-_PRIOR = 0.05
-"""Weight of the assumption that nothing changes, in squared weights of places; measured in docs/methods.md."""
+_PULL, _PULL_OF_ONE = 0.05, 0.15
+"""Weight of the assumption that nothing changes, in squared weights of places; measured in docs/methods.md.
+
+With one prompt, more of what is seen is particular to it.
+"""
 _SMALLEST_SCALE = 1e-30
 
 
@@ -43,19 +46,22 @@ def shift_name(num_neighbours: int, prompts: int) -> str:
 class ShiftFit:
     """The shift that explains best, with the weights of its places, what prompts change in a chunk.
 
-    Where ``d`` is the change and ``w`` the weight of a place, it is ``sum(w d) / (0.05 + sum(w^2))``: a fit by least
-    squares, drawn a little towards no shift. Prompts are summed up, so that many of them take no more memory than one.
+    Where ``d`` is the change and ``w`` the weight of a place, it is ``sum(w d) / (pull + sum(w^2))``: a fit by least
+    squares, drawn towards no shift by 0.05, or by 0.15 where every chunk is put into one prompt. Prompts are summed up,
+    so that many of them take no more memory than one.
 
     Parameters
     ----------
     keys, values : Tensor
         ``[L, Hkv, T, D]`` of the chunk with nothing before it but the header.
+    prompts : int
+        That every chunk is put into, as a rule.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, prompts: int) -> None:
         self._plain = keys, values
         self._sums = tuple(torch.zeros_like(part, dtype=torch.float32) for part in self._plain)
-        self._power = _PRIOR
+        self._power = _PULL_OF_ONE if prompts == 1 else _PULL
 
     def add(self, keys: Tensor, values: Tensor, weight: float) -> None:
         """Take a prompt into account.

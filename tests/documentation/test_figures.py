@@ -208,18 +208,22 @@ def test_four_prompts_instead_of_two() -> None:
 
 def test_runs_of_one_prompt() -> None:
     methods = ("full_reuse", "similar", 0.0), ("sink_attention", "similar", 0.15)
-    one, two = (
-        [_rows(of) for of in records_of(f"quality_ten_plain_float32{kind}_cpu.records.jsonl").values()]
-        for kind in ("_one_prompt", "")
-    )
-    want = []
-    for name, of_one, of_two in zip(quality("quality_ten_plain_float32_cpu.json"), one, two, strict=True):
-        cells = [name]
-        for method in methods:
-            share, other = (of[method]["recovered"] for of in (of_one, of_two))
-            cells += [f"{100 * share:.1f} %", f"{100 * (other - share):.1f}"]
-        want.append(cells)
-    assert table("docs/methods.md", "set, one prompt in runs") == want
+    want, lost = [], []
+    for frame in ("plain", "short"):
+        one, two = (
+            [_rows(of) for of in records_of(f"quality_ten_{frame}_float32{kind}_cpu.records.jsonl").values()]
+            for kind in ("_one_prompt", "")
+        )
+        for name, of_one, of_two in zip(quality("quality_ten_plain_float32_cpu.json"), one, two, strict=True):
+            cells = [f"{name}, `{frame}`"]
+            for method in methods:
+                share, other = (of[method]["recovered"] for of in (of_one, of_two))
+                cells += [f"{100 * share:.1f} %", f"{100 * (other - share):.1f}"]
+            want.append(cells)
+            lost.append(100 * (other - share))
+    assert table("docs/methods.md", "set and wording, one prompt in runs") == want
+    text = " ".join((ROOT / "docs" / "methods.md").read_text(encoding="utf-8").split())
+    assert f"At 0.15 that is {sum(lost) / len(lost):.1f} points less on average." in text
 
 
 def _kl_rows(*kinds: str) -> Iterator[list[str]]:

@@ -74,7 +74,8 @@ class ShiftPrefill:
         for group in [plan.chunks] if plan.is_batch else self._groups(plan):
             if not (prompts := prompts_of_group(group, plan.token_ids, self._shape)):
                 continue
-            fits = {key: ShiftFit(kv.keys, kv.values) for key, kv in plain(chunk.key for chunk in group).items()}
+            before = plain(chunk.key for chunk in group)
+            fits = {key: ShiftFit(kv.keys, kv.values, self._shape.times) for key, kv in before.items()}
             for prompt in prompts:
                 for key, kv, weight in self._seen(prompt, fits.keys(), stopped):
                     fits[key].add(kv.keys, kv.values, weight)
