@@ -1,7 +1,7 @@
-"""Time to first token of this version and of an earlier one, in turns, so that the machine's moods hit both alike.
+"""Time to first token of this version and of an earlier one, in turns, so that a slow moment slows both.
 
-    git worktree add /tmp/before ef29390^
-    python benchmarks/ttft_before.py --before /tmp/before --kv-dir /tmp/ttft_before
+    git worktree add ../before ef29390^    # the last version without groups of similar chunks in preprocessing
+    python benchmarks/ttft_before.py --before ../before --kv-dir build/ttft_before
 
 Two processes keep one version each, with the embedded handbook ingested under that version's defaults. Prompts of
 growing length are asked at one ratio, each version beginning in every other round, without the cache of answered
@@ -47,7 +47,7 @@ def parse() -> argparse.Namespace:
 
 def prompts_and_passages() -> tuple[list[str], list[str]]:
     """Return the prompts that are asked and the passages that are ingested."""
-    passages = [passage.text for passage in handbook_passages()]
+    passages = handbook_passages()
     questions = [question["question"] for question in handbook_questions()]
     prompts = []
     for number, count in enumerate(PASSAGES):
@@ -64,7 +64,7 @@ def work(args: argparse.Namespace) -> None:
 
         def ask(prompt: str) -> dict[str, Any]:
             report = engine.generate(prompt, max_tokens=1, recompute_ratio=RATIO).report
-            return {"ttft_s": report.ttft_s, "computed": report.computed_tokens, "reused": report.reused_tokens}
+            return {"ttft_s": report.ttft_s, "computed": report.computed_tokens}
 
         for prompt in spec["prompts"]:
             ask(prompt)
@@ -77,23 +77,14 @@ class Version:
     """One version in a process of its own."""
 
     def __init__(self, root: Path, kv_dir: Path, args: argparse.Namespace, spec: str) -> None:
-        command = [
-            sys.executable,
-            __file__,
-            "--worker",
-            "--before",
-            ".",
-            "--kv-dir",
-            str(kv_dir),
-            "--dtype",
-            args.dtype,
-        ]
+        command = [sys.executable, __file__, "--worker", "--before", str(root)]
+        command += ["--kv-dir", str(kv_dir), "--dtype", args.dtype]
+        self._root = root
         paths = os.pathsep.join(str(root / part) for part in ("src", "kernels", "integrations"))
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": paths}
         )
-        if self._said(spec) != "ready":
-            sys.exit(f"the version in {root} could not be started")
+        self._said(spec)
 
     def ask(self, prompt: int) -> dict[str, Any]:
         """Return what the first token of a prompt took."""
@@ -103,7 +94,10 @@ class Version:
     def _said(self, line: str) -> str:
         self._process.stdin.write(f"{line}\n")  # type: ignore[union-attr]
         self._process.stdin.flush()  # type: ignore[union-attr]
-        return self._process.stdout.readline().strip()  # type: ignore[union-attr]
+        answer = self._process.stdout.readline().strip()  # type: ignore[union-attr]
+        if not answer:
+            sys.exit(f"the version in {self._root} has ended: see what it printed above")
+        return answer
 
     def close(self) -> None:
         """End the process."""
@@ -117,8 +111,9 @@ def summary(asked: dict[str, list[list[dict[str, Any]]]]) -> list[dict[str, Any]
         seconds = [[answer["ttft_s"] for answer in answers] for answers in (before, now)]
         medians = [statistics.median(times) for times in seconds]
         rows.append({
-            "computed": now[0]["computed"], "reused": now[0]["reused"], "before_s": medians[0], "now_s": medians[1],
-            "now_over_before": medians[1] / medians[0], "all_before_s": seconds[0], "all_now_s": seconds[1],
+            "computed_before": before[0]["computed"], "computed_now": now[0]["computed"], "before_s": medians[0],
+            "now_s": medians[1], "now_over_before": medians[1] / medians[0], "all_before_s": seconds[0],
+            "all_now_s": seconds[1],
         })  # fmt: skip
     return rows
 
@@ -143,7 +138,14 @@ def main() -> None:
         version.close()
     rows = summary(asked)
     mean = statistics.geometric_mean(row["now_over_before"] for row in rows)
-    head = {"environment": environment(), "dtype": args.dtype, "recompute_ratio": RATIO, "now_over_before": mean}
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=args.before, capture_output=True, text=True, check=True)
+    head = {
+        "before": commit.stdout.strip(),
+        "environment": environment(),
+        "dtype": args.dtype,
+        "recompute_ratio": RATIO,
+        "now_over_before": mean,
+    }
     args.out.write_text(json.dumps({**head, "prompts": rows}, indent=1) + "\n", encoding="utf-8")
     for row in rows:
         print({name: value for name, value in row.items() if not name.startswith("all")})

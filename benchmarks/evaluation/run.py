@@ -5,21 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from filelock import FileLock
 from rich.progress import track
 
 from fused_kv_llm import FusedKVEngine
-from fused_kv_llm.config import DEFAULT_PREPROCESSING
 from fused_kv_llm.model import LoadedModel
 from fused_kv_llm.report import IngestReport
 
 from .asked_chunks import preprocess_asked
 from .measure import measure
 from .methods import FULL, Method
-from .questions import Question, read_corpus
+from .questions import Question
 from .records import RecordFile
 from .rules import rule_of
 from .setting import Setting
@@ -62,10 +61,12 @@ class Bench:
         corpus = setting.corpus_texts(path, used, self.engine)
         with FileLock(self.kv_dir / "quality.lock"):
             for name, engine in self.engines.items():
-                when = "later" if setting.corpus == "asked" else "wait"
-                reports[name] = engine.build_kv_cache(corpus, preprocess=when)
-                if setting.corpus == "asked" and name == DEFAULT_PREPROCESSING:
-                    preprocess_asked(engine, read_corpus(path), corpus)
+                if setting.corpus == "asked" and name != "none":
+                    whole = replace(setting, corpus="all").corpus_texts(path, used, self.engine)
+                    preprocess_asked(engine, whole, corpus)
+                reports[name] = engine.build_kv_cache(
+                    corpus, preprocess="later" if setting.corpus == "asked" else "wait"
+                )
                 print(f"{path.stem}, {name}: {reports[name].summary()}")
                 for selector in selectors:
                     engine.build_anchors(used, selector=rule_of(selector))
