@@ -12,6 +12,7 @@ import importlib.util
 import os
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, NoReturn
 
 import torch
@@ -26,7 +27,8 @@ _LARGEST_GROUP = 16
 # Triton generates no code for what came before Turing; bfloat16 came with Ampere.
 _LEAST_CAPABILITY = (7, 5)
 _BFLOAT16_CAPABILITY = (8, 0)
-# While a kernel runs, Triton's interpreter replaces methods of Triton's classes, for all threads.
+# While a kernel runs, Triton's interpreter replaces methods of Triton's classes for all threads, and it has one place in
+# the grid for all.
 _INTERPRETER = threading.RLock()
 
 
@@ -135,6 +137,8 @@ def _too_old(x: Tensor) -> str | None:
 def triton_op(name: str, device: torch.device) -> Callable[..., Any]:
     """Return the function of an operator in Triton; importing this package does not import Triton.
 
+    In Triton's interpreter, threads take turns.
+
     Parameters
     ----------
     name : str
@@ -146,7 +150,11 @@ def triton_op(name: str, device: torch.device) -> Callable[..., Any]:
 
     @functools.wraps(run)
     def on_device(*args: Any, **kwargs: Any) -> Any:
-        with torch.cuda.device(device) if device.type == "cuda" else _INTERPRETER:
+        with ExitStack() as entered:
+            if os.environ.get("TRITON_INTERPRET") == "1":
+                entered.enter_context(_INTERPRETER)
+            if device.type == "cuda":
+                entered.enter_context(torch.cuda.device(device))
             return run(*args, **kwargs)
 
     return on_device

@@ -40,22 +40,22 @@ def shift_name(num_neighbours: int, prompts: int) -> str:
     prompts : int
         That each chunk was put into. Shifts that were made in another way have another name and are not used.
     """
-    return f"{CONTEXT_SHIFT}-{prompts}-prompts-{num_neighbours}"
+    return f"{CONTEXT_SHIFT}-{prompts}-prompt{'s' if prompts > 1 else ''}-{num_neighbours}"
 
 
 class ShiftFit:
     """The shift that explains best, with the weights of its places, what prompts change in a chunk.
 
     Where ``d`` is the change and ``w`` the weight of a place, it is ``sum(w d) / (pull + sum(w^2))``: a fit by least
-    squares, drawn towards no shift by 0.05, or by 0.15 where every chunk is put into one prompt. Prompts are summed up,
-    so that many of them take no more memory than one.
+    squares, drawn towards no shift by a pull of 0.05, or of 0.15 where one prompt a chunk was asked for. Prompts are
+    summed up, so that many of them take no more memory than one.
 
     Parameters
     ----------
     keys, values : Tensor
         ``[L, Hkv, T, D]`` of the chunk with nothing before it but the header.
     prompts : int
-        That every chunk is put into, as a rule.
+        How many were asked for (``preprocessing_prompts``); a small group has two even if one was.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, prompts: int) -> None:

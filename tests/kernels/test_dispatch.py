@@ -111,11 +111,16 @@ def test_threads_take_turns_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) 
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("kernels are compiled natively in this process")
     monkeypatch.setenv("FUSED_KV_KERNELS", "triton")
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
     keys, table = torch.randn(4, 64, 32), rotation_table(torch.arange(64), torch.rand(16))
     want = rotate_in_torch(keys, table.cos, table.sin)
-    with ThreadPoolExecutor(4) as pool:
-        for rotated in pool.map(lambda _: rerotate_keys(keys, table), range(12)):
-            torch.testing.assert_close(rotated, want)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            for rotated in pool.map(lambda _: rerotate_keys(keys, table), range(12)):
+                torch.testing.assert_close(rotated, want)
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_importing_the_package_imports_neither_triton_nor_the_engine() -> None:

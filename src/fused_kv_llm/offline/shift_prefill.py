@@ -54,7 +54,11 @@ class ShiftPrefill:
         self.neighbour_tokens = 0
 
     def run(
-        self, plan: PreprocessingPlan, plain: PlainKV, stopped: Callable[[], bool]
+        self,
+        plan: PreprocessingPlan,
+        plain: PlainKV,
+        stopped: Callable[[], bool],
+        wanted: Container[str] | None = None,
     ) -> Iterator[list[tuple[PendingChunk, ShiftFit]]]:
         """Yield the chunks of a plan with what the prompts of their group change in them, group by group.
 
@@ -65,6 +69,8 @@ class ShiftPrefill:
             Keys of chunks to their plain KV.
         stopped : callable
             Asked before every piece.
+        wanted : container of str or None
+            Keys of the chunks to yield. Prompts without any of them are not computed. None yields all.
 
         Raises
         ------
@@ -74,12 +80,14 @@ class ShiftPrefill:
         for group in [plan.chunks] if plan.is_batch else self._groups(plan):
             if not (prompts := prompts_of_group(group, plan.token_ids, self._shape)):
                 continue
-            before = plain(chunk.key for chunk in group)
+            asked = [chunk for chunk in group if wanted is None or chunk.key in wanted]
+            before = plain(chunk.key for chunk in asked)
             fits = {key: ShiftFit(kv.keys, kv.values, self._shape.times) for key, kv in before.items()}
             for prompt in prompts:
                 for key, kv, weight in self._seen(prompt, fits.keys(), stopped):
                     fits[key].add(kv.keys, kv.values, weight)
-            yield [(chunk, fits[chunk.key]) for chunk in group]
+            if asked:
+                yield [(chunk, fits[chunk.key]) for chunk in asked]
 
     def _groups(self, plan: PreprocessingPlan) -> list[list[PendingChunk]]:
         return similar_groups(plan.chunks, self._group_tokens, len(self._shape.separator))
@@ -89,6 +97,8 @@ class ShiftPrefill:
     ) -> Iterator[tuple[str, ChunkKV, float]]:
         """Yield the keys of the wanted chunks of a prompt, their KV in it and the weights of their places."""
         places = [place for place in prompt.segments if place.key in wanted]
+        if not places:
+            return
         self.neighbour_tokens += sum(place.num_tokens for place in prompt.segments if place.key not in wanted)
         ids, home = prompt.ids[: places[-1].stop], len(self._prefix.token_ids)
         found = true_kv(self._loaded, self._owner, ids, places, home, stopped)

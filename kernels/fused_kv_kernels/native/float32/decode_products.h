@@ -31,7 +31,8 @@ inline void score_four(const float *queries, int64_t query_step, const float *co
         for (int key = 0; key < 4; ++key) {
             const Lanes right = load_key(keys[part][key] + at);
 #pragma GCC unroll 8
-            for (int query = 0; query < Queries; ++query) sums[query][key] = multiply_add(left[query], right, sums[query][key]);
+            for (int query = 0; query < Queries; ++query)
+                sums[query][key] = multiply_add(left[query], right, sums[query][key]);
         }
     };
     for (int part = 0; part < Parts; ++part, queries += round_up(dim, kStep)) {
@@ -65,7 +66,8 @@ inline void weigh_columns(const float *weights, int64_t weight_step, const float
         for (int query = 0; query < Queries; ++query) {
             const Lanes weight = splat(weights[query * weight_step + row]);
 #pragma GCC unroll 4
-            for (int part = 0; part < Parts; ++part) sum[query][part] = multiply_add(weight, right[part], sum[query][part]);
+            for (int part = 0; part < Parts; ++part)
+                sum[query][part] = multiply_add(weight, right[part], sum[query][part]);
         }
     }
 #pragma GCC unroll 8

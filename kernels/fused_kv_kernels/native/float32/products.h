@@ -38,7 +38,8 @@ inline void register_tile(Left a, const float *b, int64_t inner, float *c, const
         for (int row = 0; row < Rows; ++row) {
             const Lanes left = splat(a.from[row * a.row_step + i * a.inner_step]);
 #pragma GCC unroll 4
-            for (int part = 0; part < Registers; ++part) sum[row][part] = multiply_add(left, right[part], sum[row][part]);
+            for (int part = 0; part < Registers; ++part)
+                sum[row][part] = multiply_add(left, right[part], sum[row][part]);
         }
     }
 #pragma GCC unroll 12
@@ -46,8 +47,8 @@ inline void register_tile(Left a, const float *b, int64_t inner, float *c, const
 #pragma GCC unroll 4
         for (int part = 0; part < Registers; ++part) {
             float *at = c + (row * Registers + part) * kLanes;
-            if (factor) sum[row][part] = multiply_add(load_floats(at), load_floats(factor + part * kLanes), sum[row][part]);
-            store_floats(at, sum[row][part]);
+            const Lanes added = sum[row][part];
+            store_floats(at, factor ? multiply_add(load_floats(at), load_floats(factor + part * kLanes), added) : added);
         }
 }
 

@@ -26,7 +26,7 @@ void add_shares(Strip &strip, const Rows &rows, Left keys, float weight, float *
         Lanes sum{};
 #pragma GCC unroll 4
         for (int part = 0; part < Registers; ++part)
-            sum += load_floats(scores + (key * Registers + part) * kLanes) * share[part];
+            sum = multiply_add(load_floats(scores + (key * Registers + part) * kLanes), share[part], sum);
         mass[begin + key] += sum_lanes(sum);
     }
 }

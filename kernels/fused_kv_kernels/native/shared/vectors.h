@@ -30,8 +30,8 @@ inline WholeLanes load_whole(const int32_t *from) { return *reinterpret_cast<con
 inline void store_floats(float *to, Lanes value) { *reinterpret_cast<LooseLanes *>(to) = value; }
 
 // The first `count` lanes, all of them from kLanes on: what is loaded is zero elsewhere, what is stored leaves the
-// rest as it is. Of numbers that cannot be compared, `larger` and `smaller` return the second. `multiply_add` rounds once.
-// Left to itself, a compiler fuses a * b + c here and not there, and a row's last bit would depend on its company.
+// rest as it is. Of numbers that cannot be compared, `larger` and `smaller` return the second. `multiply_add` rounds
+// once: left to itself, a compiler fuses a * b + c here and not there, and a row's last bit depends on its company.
 #if defined(__AVX512F__)
 inline Lanes larger(Lanes a, Lanes b) { return _mm512_max_ps(a, b); }
 inline Lanes smaller(Lanes a, Lanes b) { return _mm512_min_ps(a, b); }
