@@ -4,8 +4,8 @@
 
 Chunks are stored without preprocessing in a fresh folder (the first pass), then preprocessed (the second pass, with the
 embedding of their texts, the search for neighbours, and writing). The model and the embedder are loaded and warm. The
-total over the first pass of the same run is what preprocessing makes of ingestion's time; the medians of the repeats are
-summed up.
+total over the first pass of the same run is what preprocessing makes of ingestion's time; repeats are summed up by
+their medians.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ _LARGEST_GROUP = 16
 # Triton generates no code for what came before Turing; bfloat16 came with Ampere.
 _LEAST_CAPABILITY = (7, 5)
 _BFLOAT16_CAPABILITY = (8, 0)
-# While a kernel runs, Triton's interpreter replaces methods of Triton's classes for all threads, and it has one place in
-# the grid for all.
+# While a kernel runs, Triton's interpreter replaces methods of Triton's classes, and knows one place in the grid: both
+# for all threads.
 _INTERPRETER = threading.RLock()
 
 
