@@ -1,6 +1,6 @@
 """Time to first token of this version and of an earlier one, in turns, so that a slow moment slows both.
 
-    git worktree add ../before ef29390^    # the last version without groups of similar chunks in preprocessing
+    git worktree add ../before ef29390^    # a version whose context shifts come from contexts of stored KV
     python benchmarks/ttft_before.py --before ../before --kv-dir build/ttft_before
 
 Two processes keep one version each, with the embedded handbook ingested under that version's defaults. Prompts of

@@ -361,6 +361,16 @@ def test_the_second_pass_beside_the_first() -> None:
     assert f"takes {factors[1]}, {factors[2]} and {factors[4]} times as long as a plain one" in methods
 
 
+def test_the_first_token_comes_no_later_than_before() -> None:
+    of = record("ttft_before_cpu.json")
+    ratios = [row["now_over_before"] for row in of["prompts"]]
+    assert {(len(row["all_before_s"]), len(row["all_now_s"])) for row in of["prompts"]} == {(12, 12)}
+    assert all(row["computed_before"] == row["computed_now"] for row in of["prompts"])
+    text = " ".join((ROOT / "docs" / "methods.md").read_text(encoding="utf-8").split())
+    assert f"after {of['now_over_before']:.2f} times as long in the geometric mean of six prompts" in text
+    assert f"{min(ratios):.2f} to {max(ratios):.2f} times for one of them" in text
+
+
 def test_long_chunks() -> None:
     (rows,) = quality("quality_600_cpu.json").values()
     found = []
