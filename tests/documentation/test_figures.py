@@ -668,8 +668,11 @@ def test_vllm_with_a_store() -> None:
     assert table("docs/vllm.md", "prompt tokens, about") == want
 
 
-def test_adaptive_against_fixed_ratios() -> None:
-    rows = {(row["way"], row["along"]): row for row in record("adaptive_cpu.json")["rows"]}
+@pytest.mark.parametrize(
+    ("name", "column"), [("adaptive_cpu.json", "way"), ("adaptive_float32_cpu.json", "way, today's shifts")]
+)
+def test_ways_of_recomputing(name: str, column: str) -> None:
+    rows = {(row["way"], row["along"]): row for row in record(name)["rows"]}
     want = []
     for way in dict.fromkeys(way for way, _ in rows):
         answer, gold = rows[way, "answer"], rows[way, "gold"]
@@ -679,13 +682,28 @@ def test_adaptive_against_fixed_ratios() -> None:
             cells += [f"{row['p95']:.3f}", f"{row['fixed_p95']:.3f}" if adaptive else "-"]
             cells.append(f"{row['rank_correlation']:.2f}" if adaptive else "-")
         want.append(cells)
-    assert table("docs/methods.md", "way") == want
+    assert table("docs/methods.md", column) == want
+
+
+def test_adaptive_against_fixed_ratios() -> None:
+    rows = {(row["way"], row["along"]): row for row in record("adaptive_cpu.json")["rows"]}
     adaptive, higher = rows["adaptive 0.01", "answer"], rows["fixed 0.3", "answer"]
     text = " ".join((ROOT / "docs" / "methods.md").read_text(encoding="utf-8").split())
     assert f"answers is {100 * (1 - adaptive['p95'] / adaptive['fixed_p95']):.0f} % nearer" in text
     assert f"takes {adaptive['median_s']:.2f} s (one thread, busy)" in text
     assert f"worst cases, {higher['median_s']:.2f} s." in text
     assert rows["adaptive, all to 0.15", "answer"]["rank_correlation"] > 0.6
+
+
+def test_adaptive_with_the_shifts_of_today() -> None:
+    rows = {(row["way"], row["along"]): row for row in record("adaptive_float32_cpu.json")["rows"]}
+    assert {row["questions"] for row in rows.values()} == {60}
+    nearer = [
+        1 - row["p95"] / row["fixed_p95"] for row in (rows[f"adaptive {t}", "answer"] for t in (0.005, 0.01, 0.02))
+    ]
+    text = " ".join((ROOT / "docs" / "methods.md").read_text(encoding="utf-8").split())
+    told = [f"{100 * share:.0f}" for share in nearer]
+    assert f"p95 is {told[0]}, {told[1]} and {told[2]} % below" in text
 
 
 def test_made_questions_of_a_calibration_are_those_of_the_record() -> None:
