@@ -67,9 +67,9 @@ def preprocess_asked(engine: FusedKVEngine, corpus: Iterable[str], asked: Iterab
 
 def _plan_of(engine: FusedKVEngine, chunks: Sequence[PendingChunk]) -> PreprocessingPlan:
     """Plan all chunks as the second pass plans a corpus of which nothing is preprocessed."""
-    similarity, known = engine.config, {chunk.key: chunk for chunk in sorted(chunks, key=lambda chunk: chunk.key)}
-    index = NeighbourIndex(similarity.neighbours)
-    folder, embedder = engine.store.kv_dir, as_embedder(similarity.embedder)
+    config, known = engine.config, {chunk.key: chunk for chunk in sorted(chunks, key=lambda chunk: chunk.key)}
+    index = NeighbourIndex(config.neighbours)
+    folder, embedder = engine.store.kv_dir, as_embedder(config.embedder)
     index.update(
         list(known), lambda keys: corpus_vectors([known[key].text for key in keys], embedder, folder / VECTORS_FILE)
     )
