@@ -7,6 +7,7 @@ import multiprocessing
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -60,6 +61,22 @@ def test_it_is_converted_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(gguf_conversion, "_convert", lambda *_: pytest.fail("converted again"))
     moved = file.rename(file.with_name("moved") / "tiny.gguf") if file.with_name("moved").mkdir() else file
     assert load_model(moved, dtype="float32").fingerprint == first.fingerprint
+
+
+def test_a_conversion_parses_it_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def counted(name: str) -> None:
+        original = getattr(gguf, name)
+        monkeypatch.setattr(gguf, name, lambda *given: (calls.append(name), original(*given))[1])
+
+    names = ("GGUFReader", "get_tensor_name_map")
+    for name in names:
+        counted(name)
+    before = [getattr(gguf, name) for name in names]
+    load_model(file)
+    assert sorted(calls) == sorted(names)
+    assert [getattr(gguf, name) for name in names] == before
 
 
 def test_another_content_under_the_same_name_is_another_model(file: Path) -> None:

@@ -22,8 +22,8 @@ from fused_kv_llm.errors import MissingExtraError, ModelFileError, UnsupportedMo
 from fused_kv_llm.model.families import check_model_type, refuse_known
 from fused_kv_llm.model.gguf_config import complete_config
 from fused_kv_llm.model.gguf_header import GGUFHeader, read_header
+from fused_kv_llm.model.gguf_parsing import parsed_once
 from fused_kv_llm.paths import cache_folder
-from fused_kv_llm.reading_lock import READING
 
 __all__ = ["converted_gguf", "gguf_in"]
 
@@ -174,8 +174,8 @@ def _read(path: Path) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-        with READING:
+        with parsed_once():
+            tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
             model, found = AutoModelForCausalLM.from_pretrained(
                 path.parent, gguf_file=path.name, dtype=torch.float32, output_loading_info=True
             )

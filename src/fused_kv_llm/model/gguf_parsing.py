@@ -1,0 +1,30 @@
+"""A GGUF file is parsed once for a conversion.
+
+For one conversion, transformers has ``gguf`` parse the file's header three times, and build the table of tensor names
+for every module of the model: most of the time that a conversion takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from unittest.mock import patch
+
+from fused_kv_llm.reading_lock import READING
+
+__all__ = ["parsed_once"]
+
+
+@contextmanager
+def parsed_once() -> Iterator[None]:
+    """Have ``gguf`` give the same reader of a file, and the same table of names, as often as it is asked within.
+
+    transformers asks ``gguf`` by these names and changes nothing of what it gets. The lock is held within: a thread
+    must not put back what another one still uses.
+    """
+    import gguf
+
+    kept = {name: cache(getattr(gguf, name)) for name in ("GGUFReader", "get_tensor_name_map")}
+    with READING, patch.multiple(gguf, **kept):
+        yield
