@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 from unittest.mock import patch
 
 from fused_kv_llm.reading_lock import READING
@@ -25,6 +26,6 @@ def parsed_once() -> Iterator[None]:
     """
     import gguf
 
-    kept = {name: cache(getattr(gguf, name)) for name in ("GGUFReader", "get_tensor_name_map")}
+    kept: dict[str, Any] = {name: cache(getattr(gguf, name)) for name in ("GGUFReader", "get_tensor_name_map")}
     with READING, patch.multiple(gguf, **kept):
         yield
