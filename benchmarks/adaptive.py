@@ -36,7 +36,7 @@ from fused_kv_llm.config import DEFAULT_PREPROCESSING
 from fused_kv_llm.model import load_model
 
 RATIOS = (0.05, 0.15, 0.2, 0.3, 0.5)
-TARGETS = (0.005, 0.01, 0.02)
+TARGETS = (0.005, 0.007, 0.008, 0.01, 0.02)
 # Every request goes to this ratio, so that the estimate can be compared over all of them.
 ESTIMATED = 0.15
 ANSWER_TOKENS = 8
@@ -76,18 +76,22 @@ def divergence(full: Tensor, fused: Tensor) -> float:
     return float(kl_div(fused, full, log_target=True, reduction="none").sum(-1).mean())
 
 
+def ways_of_asking(bench: Bench, adaptive: dict[str, FusedKVEngine]) -> dict[str, tuple[FusedKVEngine, dict[str, Any]]]:
+    """Return the engine and the options of every way of asking."""
+    fixed = {f"fixed {ratio:g}": (bench.engines[DEFAULT_PREPROCESSING], {"recompute_ratio": ratio}) for ratio in RATIOS}
+    return fixed | {name: (engine, {"recompute_ratio": "adaptive"}) for name, engine in adaptive.items()}
+
+
 def ask(
-    bench: Bench, adaptive: dict[str, FusedKVEngine], question: Question, setting: Setting
+    bench: Bench, ways: dict[str, tuple[FusedKVEngine, dict[str, Any]]], question: Question, setting: Setting
 ) -> dict[str, dict[str, Any]]:
-    """Return the record of every way of asking a question."""
+    """Return the record of each of these ways of asking a question."""
     engine, prompt = bench.engines[DEFAULT_PREPROCESSING], question.prompt(setting.frame)
     answer = engine.generate(prompt, max_tokens=ANSWER_TOKENS, recompute_ratio=1.0).token_ids
     texts = {"answer": list(answer), "gold": engine.token_ids(question.answers[0])}
     full = distributions(bench.engine, prompt, texts, recompute_ratio=1.0)
-    ways = [(f"fixed {ratio:g}", engine, {"recompute_ratio": ratio}) for ratio in RATIOS]
-    ways += [(name, one, {"recompute_ratio": "adaptive"}) for name, one in adaptive.items()]
     records = {}
-    for name, one, options in ways:
+    for name, (one, options) in ways.items():
         got = distributions(one, prompt, texts, **options)
         report = got["report"]
         records[name] = {
@@ -151,17 +155,18 @@ def main() -> None:
             name: stack.enter_context(FusedKVEngine(loaded, kv_dir=kv_dir, store_misses=False, memory_bytes=0, **those))
             for name, those in options.items()
         }
+        ways = ways_of_asking(bench, adaptive)
         for path in args.data:
             questions = setting.questions(path, args.questions, bench.engine)
             bench.ingest(path, questions, setting, [])
             out = RecordFile(args.out, "adaptive " + setting.digest(path.stem, bench.engine), (0, 1))
             known = out.read()
             for number, question in enumerate(questions, 1):
-                if (question.id, f"fixed {RATIOS[0]:g}") not in known:
-                    out.append(question.id, ask(bench, adaptive, question, setting))
+                if missing := {name: way for name, way in ways.items() if (question.id, name) not in known}:
+                    out.append(question.id, ask(bench, missing, question, setting))
                     print(f"{path.stem}: {number} of {len(questions)}", flush=True)
             known = out.read()
-            everything += [{way: record for (asked, way), record in known.items() if asked == q.id} for q in questions]
+            everything += [{name: known[q.id, name] for name in ways} for q in questions]
     rows = summarise(everything)
     result = {"environment": environment(), "frame": args.frame, "passages": args.passages, "part": args.part,
               "dtype": bench.engine.dtype, "corpus": args.corpus,
