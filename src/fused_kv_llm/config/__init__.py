@@ -12,10 +12,10 @@ from .engine import (
     DEFAULT_RATIO,
     DEFAULT_SELECTOR,
     EngineConfig,
-    Option,
     option_of,
 )
 from .generation import GenerationConfig
+from .option import Option
 from .values import RecomputeRatio, check_ratio, check_seed, is_whole, parse_bytes
 
 __all__ = [

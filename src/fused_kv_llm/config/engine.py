@@ -6,23 +6,17 @@ table in ``docs/options.md`` are made from the fields below. A new option is one
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from fused_kv_llm.errors import ConfigError, FusedKVError
 
-from .values import RecomputeRatio, check_ratio, is_number, is_whole, parse_bytes
+from . import checks
+from .option import Option
+from .values import RecomputeRatio
 
 __all__ = [
     "DEFAULT_MEMORY",
@@ -34,7 +28,6 @@ __all__ = [
     "DEFAULT_RATIO",
     "DEFAULT_SELECTOR",
     "EngineConfig",
-    "Option",
     "option_of",
 ]
 
@@ -47,104 +40,6 @@ DEFAULT_PREPROCESSING: Final = "similar"
 DEFAULT_NEIGHBOURS = 9
 DEFAULT_PREPROCESSING_PROMPTS: Final = 2
 PUBLISHED_NEIGHBOURS = 10
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """What an option is besides its type, default and description; part of a field's annotation.
-
-    Parameters
-    ----------
-    unit : str
-        Unit of the value, for the documentation.
-    identity : bool
-        Whether what is stored depends on it, KV or context shifts: asking needs the value of the ingestion.
-    on_command_line : bool
-        Whether the value can be written as text.
-    short_flag : str or None
-        A second, shorter name on the command line.
-    variable : str or None
-        Environment variable that gives the value on the command line.
-    """
-
-    unit: str = ""
-    identity: bool = False
-    on_command_line: bool = True
-    short_flag: str | None = None
-    variable: str | None = None
-
-
-def _ratio(value: Any) -> Any:
-    return value if value in ("auto", "adaptive") else check_ratio(value)
-
-
-def _target(value: Any) -> Any:
-    if not is_number(value) or not value > 0:
-        raise ConfigError(f"adaptive_target={value!r} is not a positive number of nats")
-    return float(value)
-
-
-def _most(value: Any) -> Any:
-    if not is_number(value) or not 0.0 < value < 1.0:
-        raise ConfigError(f"adaptive_cap={value!r} is not between 0 and 1: recompute_ratio=1 recomputes everything")
-    return float(value)
-
-
-def _size(value: Any, info: ValidationInfo) -> int | None:
-    return None if value is None else parse_bytes(value, info.field_name or "size")
-
-
-def _sharing(value: Any) -> Any:
-    if value not in ("auto", "always", "never"):
-        raise ConfigError(f"share_chunk_kv={value!r} is unknown: use 'auto', 'always' or 'never'")
-    return value
-
-
-def _preprocessing(value: Any) -> Any:
-    if value not in ("similar", "fusionrag", "none"):
-        raise ConfigError(f"preprocessing={value!r} is unknown: use 'similar', 'fusionrag' or 'none'")
-    return value
-
-
-def _neighbours(value: Any) -> Any:
-    if value is not None and (not is_whole(value) or value < 1):
-        raise ConfigError(f"num_neighbours={value!r} is not a whole number of at least 1")
-    return value
-
-
-def _prompts(value: Any) -> Any:
-    if not is_whole(value) or value not in (1, 2, 4):
-        raise ConfigError(f"preprocessing_prompts={value!r} is none of 1, 2 and 4")
-    return value
-
-
-def _count(value: Any, info: ValidationInfo) -> Any:
-    if value is not None and (not is_whole(value) or value < 1):
-        raise ConfigError(f"{info.field_name}={value!r} is not a whole number of at least 1")
-    return value
-
-
-def _not_negative(value: Any, info: ValidationInfo) -> Any:
-    if not is_whole(value) or value < 0:
-        raise ConfigError(f"{info.field_name}={value!r} is not a whole number of at least 0")
-    return value
-
-
-def _variants(value: Any, info: ValidationInfo) -> Any:
-    if _not_negative(value, info) and info.data.get("preprocessing") == "fusionrag":
-        raise ConfigError(
-            f"variants={value!r} and preprocessing='fusionrag' both say what is used in place of a chunk's own KV: "
-            "take preprocessing='none' with variants, or variants=0"
-        )
-    return value
-
-
-def _seconds(value: Any, info: ValidationInfo) -> Any:
-    if value is None and info.field_name == "refresh_s":
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise ConfigError(f"{info.field_name}={value!r} is not a positive number of seconds")
-    return value
 
 
 class EngineConfig(BaseModel):
@@ -181,17 +76,19 @@ class EngineConfig(BaseModel):
     recompute_ratio: Annotated[
         RecomputeRatio,
         Option(unit="share of chunk tokens", short_flag="--ratio"),
-        BeforeValidator(_ratio),
+        BeforeValidator(checks.ratio),
     ] = DEFAULT_RATIO
     """How many of the chunks' tokens are recomputed: 0 reuses everything, 1 is exactly full prefill. ``"auto"`` takes
     the ratio and the selector that ``fused-kv calibrate`` found for this model and corpus. ``"adaptive"`` recomputes in
     rounds, until the answer's first tokens are expected to be near full prefill's."""
 
-    adaptive_target: Annotated[float, Option(unit="nats"), BeforeValidator(_target)] = Field(default=0.01, frozen=True)
+    adaptive_target: Annotated[float, Option(unit="nats"), BeforeValidator(checks.target)] = Field(
+        default=0.01, frozen=True
+    )
     """With ``recompute_ratio="adaptive"``, how far the distributions of the answer's first tokens may be expected to be
     from full prefill's, as a KL divergence, for a round to be the last one."""
 
-    adaptive_cap: Annotated[float, Option(unit="share of chunk tokens"), BeforeValidator(_most)] = Field(
+    adaptive_cap: Annotated[float, Option(unit="share of chunk tokens"), BeforeValidator(checks.most)] = Field(
         default=0.5, frozen=True
     )
     """With ``recompute_ratio="adaptive"``, the most that is recomputed."""
@@ -210,12 +107,12 @@ class EngineConfig(BaseModel):
     """Whether to take a model of a type that has not been verified if it passes the checks at loading, with a
     warning."""
 
-    memory_bytes: Annotated[int | str, Option(unit="bytes"), BeforeValidator(_size)] = Field(
+    memory_bytes: Annotated[int | str, Option(unit="bytes"), BeforeValidator(checks.size)] = Field(
         default=DEFAULT_MEMORY, frozen=True, validate_default=True
     )
     """Budget of the store's memory tier: a number or a text such as ``"4GB"``; 0 keeps nothing in memory."""
 
-    disk_bytes: Annotated[int | str | None, Option(unit="bytes"), BeforeValidator(_size)] = Field(
+    disk_bytes: Annotated[int | str | None, Option(unit="bytes"), BeforeValidator(checks.size)] = Field(
         default=None, frozen=True
     )
     """Budget of the store's files: a number or a text such as ``"200GB"``; by default what the disk holds. The
@@ -231,28 +128,28 @@ class EngineConfig(BaseModel):
     """URL of a remote tier, ``redis://host:6379/0``, ``s3://bucket/prefix`` or ``file:///mnt/share``: evicted chunks go
     there and come back when they are needed."""
 
-    refresh_s: Annotated[float | None, Option(unit="seconds"), BeforeValidator(_seconds)] = Field(
+    refresh_s: Annotated[float | None, Option(unit="seconds"), BeforeValidator(checks.seconds)] = Field(
         default=None, frozen=True
     )
     """After how many seconds the store looks again for what other machines have put on the remote tier, or deleted
     there. By default it looks when it is opened."""
 
     preprocessing: Annotated[
-        Literal["similar", "fusionrag", "none"], Option(identity=True), BeforeValidator(_preprocessing)
+        Literal["similar", "fusionrag", "none"], Option(identity=True), BeforeValidator(checks.preprocessing)
     ] = Field(default=DEFAULT_PREPROCESSING, frozen=True)
     """Whether chunks are preprocessed once their KV is stored: each is prefilled again together with similar ones
     (after FusionRAG section 3.1). What these change in it is stored beside its KV, and brings it closer to what it
     would be at a later place in a prompt. ``"fusionrag"`` does it as published: the KV after its neighbours replaces
     the chunk's own, wherever it stands."""
 
-    num_neighbours: Annotated[int | None, Option(unit="chunks", identity=True), BeforeValidator(_neighbours)] = Field(
+    num_neighbours: Annotated[int | None, Option(unit="chunks", identity=True), BeforeValidator(checks.count)] = Field(
         default=None, frozen=True
     )
     """How many of the chunks most similar to each preprocessing looks for: by default 9, along which chunks are put
     into groups; for ``"fusionrag"`` 10, which stand before the chunk together."""
 
-    preprocessing_prompts: Annotated[int, Option(unit="prompts", identity=True), BeforeValidator(_prompts)] = Field(
-        default=DEFAULT_PREPROCESSING_PROMPTS, frozen=True
+    preprocessing_prompts: Annotated[int, Option(unit="prompts", identity=True), BeforeValidator(checks.prompts)] = (
+        Field(default=DEFAULT_PREPROCESSING_PROMPTS, frozen=True)
     )
     """In how many prompts with chunks of its group ``"similar"`` preprocessing prefills each chunk: 1, 2 or 4. More
     take longer and bring answers closer to those of full prefill. A group of ten chunks or fewer makes two prompts at
@@ -271,31 +168,31 @@ class EngineConfig(BaseModel):
     """Whether retrieved chunks that a prompt contains and the store lacks are ingested after the request, in the
     background."""
 
-    batch_tokens: Annotated[int | None, Option(unit="tokens"), BeforeValidator(_count)] = Field(
+    batch_tokens: Annotated[int | None, Option(unit="tokens"), BeforeValidator(checks.count)] = Field(
         default=None, frozen=True
     )
     """How many tokens ingestion computes in one forward: the same new texts then give the same bytes, whatever the
     speed of the machine, with the same number of threads. By default what takes half a second, or less beside
     requests."""
 
-    variants: Annotated[int, Option(unit="variants"), BeforeValidator(_variants)] = Field(default=0, frozen=True)
+    variants: Annotated[int, Option(unit="variants"), BeforeValidator(checks.variants)] = Field(default=0, frozen=True)
     """How many variants of a chunk are kept beside its plain KV: its KV behind the chunks that stood before it in
     earlier prompts (Cache-Craft section 3.3). They are computed in the background, by prefilling prompts once more, and
     used by the selectors cache_craft and
     sink_attention_variants."""
 
-    variant_bytes: Annotated[int | str | None, Option(unit="bytes"), BeforeValidator(_size)] = Field(
+    variant_bytes: Annotated[int | str | None, Option(unit="bytes"), BeforeValidator(checks.size)] = Field(
         default=None, frozen=True
     )
     """How much the variants of all chunks may take: a number or a text such as ``"10GB"``; by default what `disk_bytes`
     leaves. The variants that save least make room for others; chunks never do."""
 
-    max_num_seqs: Annotated[int | None, Option(unit="requests"), BeforeValidator(_count)] = Field(
+    max_num_seqs: Annotated[int | None, Option(unit="requests"), BeforeValidator(checks.count)] = Field(
         default=None, frozen=True
     )
     """How many requests are computed at once; others wait. By default 16 on a CPU and 128 on a GPU."""
 
-    max_batched_rows: Annotated[int | None, Option(unit="rows"), BeforeValidator(_count)] = Field(
+    max_batched_rows: Annotated[int | None, Option(unit="rows"), BeforeValidator(checks.count)] = Field(
         default=None, frozen=True
     )
     """How many rows a step computes while answers are being written, one for each answer and the rest for the next
@@ -303,19 +200,19 @@ class EngineConfig(BaseModel):
     of a CPU, 2048 on a GPU. Where a prompt is computed layer by layer, it is how many of its rows go through a layer
     together, by default 256 for each thread."""
 
-    kv_pool_bytes: Annotated[int | str | None, Option(unit="bytes"), BeforeValidator(_size)] = Field(
+    kv_pool_bytes: Annotated[int | str | None, Option(unit="bytes"), BeforeValidator(checks.size)] = Field(
         default=None, frozen=True
     )
     """How much KV the requests that are computed at once may take; others wait. By default a quarter of the memory that
     is free."""
 
-    share_chunk_kv: Annotated[Literal["auto", "always", "never"], BeforeValidator(_sharing)] = Field(
+    share_chunk_kv: Annotated[Literal["auto", "always", "never"], BeforeValidator(checks.sharing)] = Field(
         default="auto", frozen=True
     )
     """Whether answers that are being written share the KV of their chunks, on a CPU: ``"auto"`` where ``kv_pool_bytes``
     gets short and it saves memory, ``"always"``, or ``"never"``. A copy for each is faster."""
 
-    prefix_cache_bytes: Annotated[int | str | None, Option(unit="bytes"), BeforeValidator(_size)] = Field(
+    prefix_cache_bytes: Annotated[int | str | None, Option(unit="bytes"), BeforeValidator(checks.size)] = Field(
         default=None, frozen=True
     )
     """How much KV of answered prompts is kept in memory for prompts that begin with the same tokens, such as the next
@@ -325,23 +222,23 @@ class EngineConfig(BaseModel):
     prefix_policy: str = Field(default="gdsf", frozen=True)
     """Which KV of answered prompts makes room: one of those of `policy`."""
 
-    max_step_retries: Annotated[int, Option(unit="retries"), BeforeValidator(_not_negative)] = Field(
+    max_step_retries: Annotated[int, Option(unit="retries"), BeforeValidator(checks.not_negative)] = Field(
         default=2, frozen=True
     )
     """How often in a row a request is tried again whose step failed: an answer goes on from the KV it has first, and
     then behind its prompt computed anew. After that it ends with ``StepFailedError``."""
 
-    load_timeout_s: Annotated[float, Option(unit="seconds"), BeforeValidator(_seconds)] = Field(
+    load_timeout_s: Annotated[float, Option(unit="seconds"), BeforeValidator(checks.seconds)] = Field(
         default=30.0, frozen=True
     )
     """For how long a request waits for stored KV of which nothing comes. Then the chunks are computed instead."""
 
-    max_queued: Annotated[int, Option(unit="requests"), BeforeValidator(_not_negative)] = Field(
+    max_queued: Annotated[int, Option(unit="requests"), BeforeValidator(checks.not_negative)] = Field(
         default=1024, frozen=True
     )
     """How many requests may wait; more are refused with ``QueueFullError``."""
 
-    reorder_window: Annotated[int, Option(unit="requests"), BeforeValidator(_not_negative)] = Field(
+    reorder_window: Annotated[int, Option(unit="requests"), BeforeValidator(checks.not_negative)] = Field(
         default=32, frozen=True
     )
     """How many later requests may be answered before one that waits, because more of their prompts is cached
