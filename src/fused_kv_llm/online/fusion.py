@@ -6,14 +6,12 @@ load -> probe -> select -> recompute the selected and the fresh tokens by true p
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from contextlib import closing
 
 import torch
 from torch import Tensor
 
 from fused_kv_llm.decoding import end_token_ids
-from fused_kv_llm.kv import PlacedChunk
 from fused_kv_llm.model import (
     ForwardPass,
     FusedCache,
@@ -29,9 +27,9 @@ from fused_kv_llm.selectors import (
     TransferringSelector,
     View,
     budget_tokens,
-    variant_selector,
 )
 
+from .accounting import count_tokens, count_uses
 from .adaptive import Rounds
 from .context import FusionContext, Recipe
 from .divergence import expected_divergence
@@ -45,7 +43,6 @@ from .selection import Selection, describe_chunks, timed, view_of
 from .sharing import Sharing
 from .slices import first_slice
 from .transfer import TransferPass, teaching
-from .variant_choice import report_variants
 
 __all__ = ["Fusion", "fuse"]
 
@@ -320,43 +317,22 @@ class Fusion:
                           forward_pass)  # fmt: skip
 
     def _count(self) -> None:
-        report, request, kv = self._report, self._request, self._kv
-        report.prompt_tokens = request.num_tokens
-        report.prefix_tokens = request.prefix_tokens
-        report.recomputed_tokens = int(self._selected.shape[0])
-        report.reused_tokens = int(request.chunk_positions.shape[0]) - report.recomputed_tokens
-        report.fresh_tokens = int(request.fresh_positions.shape[0])
-        report.prefix_cache_tokens = request.prefix_tokens - request.header_tokens
+        report, rounds, context, request = self._report, self._rounds, self._context, self._request
+        count_tokens(request, self._selected, report)
         if self._recipe.adaptive is not None:
-            rounds = self._rounds
             report.expected_divergence = None if rounds is None else rounds.expected
             report.recompute_ratio = rounds.ratio if rounds else float(report.recomputed_tokens > 0)
         elif self._uncovered is not None and self._deviations:
             report.expected_divergence = expected_divergence(self._uncovered, self._deviations)
-        report.chunks_found = len(request.chunks) + request.num_covered
         if self._reuses:
-            report.bytes_loaded = _bytes_by_tier(request.chunks)
-            if (selector := variant_selector(self._recipe.selector)) is not None:
-                report.variants = report_variants(request, selector.alpha, self._selected)
-            self._weigh_uses()
-        if kv.shifts is not None and kv.shifts.bytes_loaded:
-            report.sidecar_bytes_loaded["context_shift"] = kv.shifts.bytes_loaded
+            count_uses(context, request, self._recipe.selector, self._selected, report)
+        shifts = self._kv.shifts
+        if shifts is not None and shifts.bytes_loaded:
+            report.sidecar_bytes_loaded["context_shift"] = shifts.bytes_loaded
         if request.offsets is not None:
             kind = request.kind.numpy()
-            recomputed, num_layers = self._selected.cpu().numpy(), self._context.loaded.geometry.num_layers
+            recomputed, num_layers = self._selected.cpu().numpy(), context.loaded.geometry.num_layers
             report.trace = PromptTrace(request.text, request.offsets, kind, recomputed, num_layers, self._trace)
-
-    def _weigh_uses(self) -> None:
-        """Tell the store the overhead of each chunk's use: a variant's CFO, otherwise the share recomputed."""
-        weigh, chunks = self._context.weigh_use, self._request.chunks
-        if weigh is None or not chunks:
-            return
-        kinds = self._request.kind[self._selected.cpu()]
-        recomputed = torch.bincount(kinds[kinds >= 0], minlength=len(chunks)).tolist()
-        for chunk, count in zip(chunks, recomputed, strict=True):
-            tokens = max(1, chunk.segment.num_tokens)
-            overhead = count / tokens if chunk.variant is None else chunk.variant.overhead
-            weigh(str(chunk.segment.key), overhead, tokens)
 
 
 def fuse(context: FusionContext, request: Request, recipe: Recipe, capacity: int, report: FusionReport) -> FusedPrompt:
@@ -383,10 +359,3 @@ def fuse(context: FusionContext, request: Request, recipe: Recipe, capacity: int
         while prompt is None:
             prompt = fusion.advance()
     return prompt
-
-
-def _bytes_by_tier(chunks: Sequence[PlacedChunk]) -> dict[str, int]:
-    """Return the KV bytes by tier; a chunk that stands in the prompt twice is read once."""
-    distinct = {chunk.stored.key: chunk.stored for chunk in chunks}.values()
-    tiers = {stored.tier for stored in distinct}
-    return {tier: sum(stored.nbytes for stored in distinct if stored.tier == tier) for tier in sorted(tiers)}
