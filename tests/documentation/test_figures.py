@@ -697,13 +697,13 @@ def test_adaptive_against_fixed_ratios() -> None:
 
 def test_adaptive_with_the_shifts_of_today() -> None:
     rows = {(row["way"], row["along"]): row for row in record("adaptive_float32_cpu.json")["rows"]}
-    assert {row["questions"] for row in rows.values()} == {60}
-    nearer = [
-        1 - row["p95"] / row["fixed_p95"] for row in (rows[f"adaptive {t}", "answer"] for t in (0.005, 0.01, 0.02))
-    ]
+    assert {row["questions"] for row in rows.values()} == {120}
+    compared = [rows[f"adaptive {target}", "answer"] for target in (0.005, 0.007, 0.008, 0.01, 0.02)]
+    *most, last = (f"{100 * (1 - row['p95'] / row['fixed_p95']):.0f}" for row in compared)
     text = " ".join((ROOT / "docs" / "methods.md").read_text(encoding="utf-8").split())
-    told = [f"{100 * share:.0f}" for share in nearer]
-    assert f"p95 is {told[0]}, {told[1]} and {told[2]} % below" in text
+    assert f"p95 is {', '.join(most)} and {last} % below" in text
+    assert round(compared[2]["mean_share"], 2) == 0.15
+    assert rows["adaptive, all to 0.15", "answer"]["rank_correlation"] > 0.6
 
 
 def test_made_questions_of_a_calibration_are_those_of_the_record() -> None:
