@@ -1,4 +1,4 @@
-"""What an option is besides its type, default and description."""
+"""A note on an option that pydantic has no place for: its unit, its flag, whether stored KV depends on it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A GGUF file is parsed once for a conversion.
+"""Parsing a GGUF file once for a conversion.
 
-For one conversion, transformers has ``gguf`` parse the file's header three times, and build the table of tensor names
-for every module of the model: most of the time that a conversion takes.
+By itself, transformers has ``gguf`` parse the file's header three times for one conversion, and build the table of
+tensor names for every module of the model. That is most of the time that a conversion takes.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ def parsed_once() -> Iterator[None]:
     """
     import gguf
 
-    kept: dict[str, Any] = {name: cache(getattr(gguf, name)) for name in ("GGUFReader", "get_tensor_name_map")}
-    with READING, patch.multiple(gguf, **kept):
-        yield
+    with READING:
+        kept: dict[str, Any] = {name: cache(getattr(gguf, name)) for name in ("GGUFReader", "get_tensor_name_map")}
+        with patch.multiple(gguf, **kept):
+            yield
