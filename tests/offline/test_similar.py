@@ -99,6 +99,42 @@ def in_prompt(engine: FusedKVEngine, texts: Sequence[str], wanted: str) -> tuple
     return home - plain_keys, values - plain_values, place_weight(start - len(header), stop - start)
 
 
+def behind_carried(
+    engine: FusedKVEngine, carried: str, kv: tuple[torch.Tensor, torch.Tensor], texts: Sequence[str]
+) -> dict[str, tuple[torch.Tensor, torch.Tensor, float]]:
+    """Return the KV, moved to behind the header, of texts behind a chunk of known KV, and the weights of their places.
+
+    A plain forward of what stands before the chunk, and another one, behind its KV, of what stands after it.
+    """
+    model, header, between = tiny_model(), list(engine._parts.prefix.token_ids), engine.token_ids(BETWEEN_CHUNKS)
+    inv_freq = engine.loaded.geometry.rotations[0].inv_freq
+
+    def moved(keys: torch.Tensor, by: int) -> torch.Tensor:
+        return rerotate_keys_reference(keys, torch.full((keys.shape[-2],), by), inv_freq)
+
+    begin = [*header, *engine.token_ids(BEFORE_CHUNKS)]
+    start = len(begin) + len(engine.token_ids(carried))
+    ids, places = list(between), {}
+    for text in texts:
+        at = start + len(ids)
+        ids += engine.token_ids(text)
+        places[text] = slice(at, start + len(ids))
+        ids += between
+    with torch.inference_mode():
+        cache = model(torch.tensor([begin]), use_cache=True).past_key_values
+        for layer, keys, values in zip(cache.layers, moved(kv[0], len(begin) - len(header)), kv[1], strict=True):
+            layer.update(keys[None], values[None])
+        layers = model(torch.tensor([ids]), past_key_values=cache, use_cache=True).past_key_values.layers
+    found = {}
+    for text, place in places.items():
+        keys, values = (
+            torch.stack([getattr(layer, name)[0, :, place] for layer in layers]) for name in ("keys", "values")
+        )
+        before = place.start - len(header)
+        found[text] = moved(keys, -before), values, place_weight(before, place.stop - place.start)
+    return found
+
+
 def check_shift(engine: FusedKVEngine, text: str, prompts: Sequence[Sequence[str]]) -> None:
     """The stored shift of a chunk is the least-squares fit to what prompts change in it."""
     changes = [in_prompt(engine, prompt, text) for prompt in prompts]
@@ -136,14 +172,21 @@ def test_shifts_of_other_prompts_are_made_beside_those_that_are_there(tmp_path: 
         assert torch.equal(shift_of(engine, SHORT[0])["keys"], two["keys"])
 
 
-def test_in_one_prompt_a_run_stands_behind_the_chunk_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shift_prompts, "FEW_TOGETHER", 2)
+def test_a_prompt_begins_with_the_last_chunks_of_the_one_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they were there; the first prompt begins with the plain KV of the group's last chunk."""
+    monkeypatch.setattr(shift_prompts, "MOST_TOGETHER", 2)
     with make_engine(tmp_path, preprocessing_prompts=1) as engine:
         ingest(engine, SHORT[:3])
         one, two, three = sorted(SHORT[:3], key=lambda text: str(engine.chunk_id(text)))
-        check_shift(engine, one, [[three, one], [one, two, three]])
-        check_shift(engine, two, [[one, two, three]])
-        check_shift(engine, three, [[three, one], [one, two, three]])
+        first = behind_carried(engine, three, stored_kv(engine, three), [one])
+        last = behind_carried(engine, one, first[one][:2], [two, three])
+        for text, (keys, values, weight) in {**first, **last}.items():
+            before, side = stored_kv(engine, text), shift_of(engine, text, shift_name(2, 1))
+            for name, was, now in (("keys", before[0], keys), ("values", before[1], values)):
+                want = weight * (now - was) / (0.15 + weight**2)
+                assert float((side[name] * side[f"{name}_scale"] - want).abs().max()) < 0.01 * float(want.abs().max())
 
 
 def test_neighbours_are_stale_for_each_number_of_prompts_apart(tmp_path: Path) -> None:

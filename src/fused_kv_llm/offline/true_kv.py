@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from fused_kv_kernels import rerotate_keys
 from fused_kv_llm.chunk import ChunkKV
@@ -22,9 +23,10 @@ def true_kv(
     ids: Sequence[int],
     segments: Sequence[Segment],
     home: int,
+    known: Sequence[tuple[Segment, ChunkKV]],
     stopped: Callable[[], bool],
 ) -> list[ChunkKV]:
-    """Prefill a prompt in full, in pieces between those of requests, and return the KV of its chunks.
+    """Prefill a prompt, in pieces between those of requests, and return the KV of its chunks.
 
     Parameters
     ----------
@@ -36,6 +38,8 @@ def true_kv(
         Its chunks.
     home : int
         Position to which their keys are moved.
+    known : sequence of tuple of Segment and ChunkKV
+        Chunks that are not computed, and the KV that they have instead, which may be from any position.
     stopped : callable
         Asked before every piece.
 
@@ -57,29 +61,39 @@ def true_kv(
     for room in (cache.keys, cache.values):
         room.zero_()
 
-    def compute(start: int, stop: int) -> None:
+    all_ids, computed = torch.tensor(ids, device=device), torch.ones(len(ids), dtype=torch.bool, device=device)
+    for segment, kv in known:
+        place = slice(segment.start, segment.stop)
+        computed[place] = False
+        cache.keys[:, 0, :, place] = _moved(kv.keys, segment.start - kv.position, loaded)
+        cache.values[:, 0, :, place] = kv.values
+
+    def compute(rows: Tensor) -> None:
         loaded.check_unchanged()
-        rows = torch.arange(start, stop, device=device)
         with torch.inference_mode():
-            piece = torch.tensor([ids[start:stop]], device=device)
-            forward_kv(loaded, piece, rows, cache, KVPass(rows, stop, geometry.num_layers - 1))
+            forward_kv(
+                loaded, all_ids[rows][None], rows, cache, KVPass(rows, int(rows[-1]) + 1, geometry.num_layers - 1)
+            )
 
     try:
-        start = 0
-        while start < len(ids):
-            stop = min(len(ids), start + owner.piece_tokens(_PIECE_TOKENS))
-            owner.run(lambda start=start, stop=stop: compute(start, stop), stop - start, stopped)  # type: ignore[misc]
-            start = stop
+        left = computed.nonzero()[:, 0]
+        while len(left):
+            tokens = owner.piece_tokens(_PIECE_TOKENS)
+            rows, left = left[:tokens], left[tokens:]
+            owner.run(lambda rows=rows: compute(rows), len(rows), stopped)  # type: ignore[misc]
         check_numbers(list(zip(cache.keys, cache.values, strict=True)), loaded.model_id, loaded.dtype,
                       torch.arange(len(ids), device=device))  # fmt: skip
         found = []
         for segment in segments:
             keys, values = (part[:, 0, :, segment.start : segment.stop] for part in (cache.keys, cache.values))
-            tables = geometry.tables(torch.tensor([home - segment.start]), device)
-            moved = torch.stack([rerotate_keys(layer, table) for layer, table in zip(keys, tables, strict=True)])
-            found.append(
-                ChunkKV(moved.to(values.dtype), values.clone(), tuple(ids[segment.start : segment.stop]), home)
-            )
+            moved = _moved(keys, home - segment.start, loaded)
+            found.append(ChunkKV(moved, values.clone(), tuple(ids[segment.start : segment.stop]), home))
         return found
     finally:
         cache.release()
+
+
+def _moved(keys: Tensor, by: int, loaded: LoadedModel) -> Tensor:
+    """Return the keys of all layers, ``[L, Hkv, T, D]``, moved by a number of positions."""
+    tables = loaded.geometry.tables(torch.tensor([by]), loaded.device)
+    return torch.stack([rerotate_keys(layer, table) for layer, table in zip(keys, tables, strict=True)]).to(keys.dtype)
