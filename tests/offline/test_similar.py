@@ -80,31 +80,9 @@ def test_a_small_corpus_has_fewer_neighbours() -> None:
 
 
 def in_prompt(engine: FusedKVEngine, texts: Sequence[str], wanted: str) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Return what a plain forward of a prompt changes in a chunk of it, and the weight of its place there."""
-    header, between = list(engine._parts.prefix.token_ids), engine.token_ids(BETWEEN_CHUNKS)
-    ids, start = [*header, *engine.token_ids(BEFORE_CHUNKS)], 0
-    for text in texts:
-        if text == wanted:
-            start = len(ids)
-        ids += [*engine.token_ids(text), *between]
-    stop = start + len(engine.token_ids(wanted))
-    with torch.inference_mode():
-        layers = tiny_model()(torch.tensor([ids]), use_cache=True).past_key_values.layers
-    keys, values = (
-        torch.stack([getattr(layer, name)[0, :, start:stop] for layer in layers]) for name in ("keys", "values")
-    )
-    inv_freq = engine.loaded.geometry.rotations[0].inv_freq
-    home = rerotate_keys_reference(keys, torch.full((stop - start,), len(header) - start), inv_freq)
-    plain_keys, plain_values = stored_kv(engine, wanted)
-    return home - plain_keys, values - plain_values, place_weight(start - len(header), stop - start)
+    """Return what a prompt changes in a chunk of it that is not its first, and the weight of its place there.
 
-
-def behind_carried(
-    engine: FusedKVEngine, carried: str, kv: tuple[torch.Tensor, torch.Tensor], texts: Sequence[str]
-) -> dict[str, tuple[torch.Tensor, torch.Tensor, float]]:
-    """Return the KV, moved to behind the header, of texts behind a chunk of known KV, and the weights of their places.
-
-    A plain forward of what stands before the chunk, and another one, behind its KV, of what stands after it.
+    A plain forward of the instruction, then the first chunk's plain KV, and a plain forward of all behind it.
     """
     model, header, between = tiny_model(), list(engine._parts.prefix.token_ids), engine.token_ids(BETWEEN_CHUNKS)
     inv_freq = engine.loaded.geometry.rotations[0].inv_freq
@@ -113,31 +91,30 @@ def behind_carried(
         return rerotate_keys_reference(keys, torch.full((keys.shape[-2],), by), inv_freq)
 
     begin = [*header, *engine.token_ids(BEFORE_CHUNKS)]
-    start = len(begin) + len(engine.token_ids(carried))
-    ids, places = list(between), {}
-    for text in texts:
-        at = start + len(ids)
-        ids += engine.token_ids(text)
-        places[text] = slice(at, start + len(ids))
-        ids += between
+    ids, start, first = list(between), 0, len(begin) + len(engine.token_ids(texts[0]))
+    for text in texts[1:]:
+        if text == wanted:
+            start = first + len(ids)
+        ids += [*engine.token_ids(text), *between]
+    stop = start + len(engine.token_ids(wanted))
     with torch.inference_mode():
+        # The first chunk's plain KV: right behind the header.
+        alone = model(torch.tensor([[*header, *engine.token_ids(texts[0])]]), use_cache=True).past_key_values.layers
         cache = model(torch.tensor([begin]), use_cache=True).past_key_values
-        for layer, keys, values in zip(cache.layers, moved(kv[0], len(begin) - len(header)), kv[1], strict=True):
-            layer.update(keys[None], values[None])
+        for layer, of_first in zip(cache.layers, alone, strict=True):
+            keys = moved(of_first.keys[0, :, len(header) :], len(begin) - len(header))
+            layer.update(keys[None], of_first.values[:, :, len(header) :])
         layers = model(torch.tensor([ids]), past_key_values=cache, use_cache=True).past_key_values.layers
-    found = {}
-    for text, place in places.items():
-        keys, values = (
-            torch.stack([getattr(layer, name)[0, :, place] for layer in layers]) for name in ("keys", "values")
-        )
-        before = place.start - len(header)
-        found[text] = moved(keys, -before), values, place_weight(before, place.stop - place.start)
-    return found
+    keys = torch.stack([layer.keys[0, :, start:stop] for layer in layers])
+    values = torch.stack([layer.values[0, :, start:stop] for layer in layers])
+    plain_keys, plain_values = stored_kv(engine, wanted)
+    before = start - len(header)
+    return moved(keys, -before) - plain_keys, values - plain_values, place_weight(before, stop - start)
 
 
 def check_shift(engine: FusedKVEngine, text: str, prompts: Sequence[Sequence[str]]) -> None:
     """The stored shift of a chunk is the least-squares fit to what prompts change in it."""
-    changes = [in_prompt(engine, prompt, text) for prompt in prompts]
+    changes = [in_prompt(engine, prompt, text) for prompt in prompts if prompt[0] != text]
     pull = 0.15 if engine.config.preprocessing_prompts == 1 else 0.05
     side = shift_of(engine, text, shift_name(2, engine.config.preprocessing_prompts))
     for index, name in enumerate(("keys", "values")):
@@ -172,21 +149,14 @@ def test_shifts_of_other_prompts_are_made_beside_those_that_are_there(tmp_path: 
         assert torch.equal(shift_of(engine, SHORT[0])["keys"], two["keys"])
 
 
-def test_a_prompt_begins_with_the_last_chunks_of_the_one_before_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As they were there; the first prompt begins with the plain KV of the group's last chunk."""
-    monkeypatch.setattr(shift_prompts, "MOST_TOGETHER", 2)
+def test_in_one_prompt_a_run_stands_behind_the_chunk_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shift_prompts, "FEW_TOGETHER", 2)
     with make_engine(tmp_path, preprocessing_prompts=1) as engine:
         ingest(engine, SHORT[:3])
         one, two, three = sorted(SHORT[:3], key=lambda text: str(engine.chunk_id(text)))
-        first = behind_carried(engine, three, stored_kv(engine, three), [one])
-        last = behind_carried(engine, one, first[one][:2], [two, three])
-        for text, (keys, values, weight) in {**first, **last}.items():
-            before, side = stored_kv(engine, text), shift_of(engine, text, shift_name(2, 1))
-            for name, was, now in (("keys", before[0], keys), ("values", before[1], values)):
-                want = weight * (now - was) / (0.15 + weight**2)
-                assert float((side[name] * side[f"{name}_scale"] - want).abs().max()) < 0.01 * float(want.abs().max())
+        check_shift(engine, one, [[three, one], [one, two, three]])
+        check_shift(engine, two, [[one, two, three]])
+        check_shift(engine, three, [[three, one], [one, two, three]])
 
 
 def test_neighbours_are_stale_for_each_number_of_prompts_apart(tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ class Preprocessor:
                     writer.submit((chunk, partial(_shift, fit)))
                 # It is let go before the next one is computed.
                 del group
-            return shifts.neighbour_tokens
+            return shifts.neighbour_tokens + prefill.neighbour_tokens
         finally:
             # What has been computed is written, also after a stop, so the next run goes on from there.
             writer.close()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from itertools import zip_longest
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 
 from fused_kv_llm.chunk import ChunkKV
 from fused_kv_llm.context_shift import ShiftFit, place_weight
@@ -13,8 +12,9 @@ from .batches import PendingChunk
 from .corpus import CorpusPlanner
 from .grouping import group_tokens, similar_groups
 from .preprocessing_plan import PreprocessingPlan
-from .shift_prompts import BEFORE_CHUNKS, BETWEEN_CHUNKS, GroupPrompt, PromptShape, prompts_of_group
+from .shift_prompts import BEFORE_CHUNKS, BETWEEN_CHUNKS, PromptShape, prompts_of_group
 from .true_kv import true_kv
+from .variant_builder import PromptChunks
 
 __all__ = ["ShiftPrefill"]
 
@@ -84,10 +84,11 @@ class ShiftPrefill:
             if not asked:
                 continue
             keys = {chunk.key for chunk in asked}
-            before = plain(keys | {str(place.key) for place in prompts[0].carried})
+            before = plain(keys | {str(prompt.segments[0].key) for prompt in prompts})
             fits = {key: ShiftFit(before[key].keys, before[key].values, self._shape.times) for key in keys}
-            for key, kv, weight in self._seen(prompts, keys, before, stopped):
-                fits[key].add(kv.keys, kv.values, weight)
+            for prompt in prompts:
+                for key, kv, weight in self._seen(prompt, fits.keys(), before, stopped):
+                    fits[key].add(kv.keys, kv.values, weight)
             yield [(chunk, fits[chunk.key]) for chunk in asked]
 
     def _groups(self, plan: PreprocessingPlan) -> list[list[PendingChunk]]:
@@ -95,24 +96,22 @@ class ShiftPrefill:
 
     def _seen(
         self,
-        prompts: Sequence[GroupPrompt],
+        prompt: PromptChunks,
         wanted: Container[str],
-        known: Mapping[str, ChunkKV],
+        plain: Mapping[str, ChunkKV],
         stopped: Callable[[], bool],
     ) -> Iterator[tuple[str, ChunkKV, float]]:
-        """Yield the keys of the wanted chunks of every prompt, their KV in it and the weights of their places."""
-        home = len(self._prefix.token_ids)
-        shows = [any(place.key in wanted for place in prompt.shown) for prompt in prompts]
-        prompts = prompts[: len(shows) - shows[::-1].index(True)]
-        for prompt, following in zip_longest(prompts, prompts[1:]):
-            carried = {place.key for place in following.carried} if following else ()
-            places = [place for place in prompt.shown if place.key in wanted or place.key in carried]
-            self.neighbour_tokens += sum(place.num_tokens for place in prompt.shown if place.key not in wanted)
-            begin = [(place, known[str(place.key)]) for place in prompt.carried]
-            found = true_kv(self._loaded, self._owner, prompt.ids[: places[-1].stop], places, home, begin, stopped)
-            known = {str(place.key): kv for place, kv in zip(places, found, strict=True)}
-            for place in places:
-                if place.key in wanted:
-                    weight = place_weight(place.start - home, place.num_tokens)
-                    yield str(place.key), known[str(place.key)], weight
-            known = {key: kv for key, kv in known.items() if key in carried}
+        """Yield the keys of the wanted chunks of a prompt, their KV in it and the weights of their places.
+
+        But for its first chunk, which is not computed: behind nothing but an instruction it is what is stored.
+        """
+        first, *others = prompt.segments
+        places = [place for place in others if place.key in wanted]
+        if not places:
+            return
+        self.neighbour_tokens += sum(place.num_tokens for place in others if place.key not in wanted)
+        ids, home = prompt.ids[: places[-1].stop], len(self._prefix.token_ids)
+        known = [(first, plain[str(first.key)])]
+        found = true_kv(self._loaded, self._owner, ids, places, home, known, stopped)
+        for place, kv in zip(places, found, strict=True):
+            yield str(place.key), kv, place_weight(place.start - home, place.num_tokens)

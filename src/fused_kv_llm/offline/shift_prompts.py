@@ -1,11 +1,8 @@
 """Prompts of similar chunks, which show what chunks before a chunk change in its KV.
 
-Every chunk of a group is put into several prompts behind an instruction. A group is divided in two ways for that: into
-halves of chunks that are most similar, and into every other chunk. A prompt runs forwards or backwards. So what stands
-before a chunk differs from prompt to prompt.
-
-The first chunks of a prompt have little before them and show little. So a prompt begins with the last chunks of the
-prompt before it, with the KV that they had there, which costs attention to them and nothing else.
+Every chunk of a group is put into several prompts behind an instruction. A large group is divided in two ways for that:
+into halves of chunks that are most similar, and into every other chunk. A prompt runs forwards or backwards. So what
+stands before a chunk differs from prompt to prompt.
 """
 
 from __future__ import annotations
@@ -18,8 +15,9 @@ from fused_kv_llm.prompt import Segment
 
 from .batches import PendingChunk
 from .grouping import LEAST_TOGETHER
+from .variant_builder import PromptChunks
 
-__all__ = ["BEFORE_CHUNKS", "BETWEEN_CHUNKS", "GroupPrompt", "PromptShape", "prompts_of_group"]
+__all__ = ["BEFORE_CHUNKS", "BETWEEN_CHUNKS", "PromptShape", "prompts_of_group"]
 
 BEFORE_CHUNKS = "Use the following pieces of context to answer the question at the end.\n\n"
 """What prompts usually begin with: an instruction. Its words matter little, but that there is one shows in KV."""
@@ -27,31 +25,11 @@ BEFORE_CHUNKS = "Use the following pieces of context to answer the question at t
 BETWEEN_CHUNKS = "\n\n"
 """What prompts usually have between chunks: LangChain's and LlamaIndex' default."""
 
-CARRIED_CHUNKS = 3
-"""Most chunks that a prompt begins with as they were in the prompt before it."""
+MOST_TOGETHER = 16
+"""Chunks above which a group is divided."""
 
-MOST_TOGETHER = 8
-"""Chunks above which a group is divided; one prompt of each chunk has no more of them, beside those it begins with."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupPrompt:
-    """A prompt of a group's chunks.
-
-    Parameters
-    ----------
-    ids : tuple of int
-        The prompt's tokens.
-    carried : tuple of Segment
-        The chunks that it begins with. They are not computed: they have the KV that they had in the prompt before this
-        one, and in a group's first prompt their plain KV.
-    shown : tuple of Segment
-        The chunks behind them, which are computed.
-    """
-
-    ids: tuple[int, ...]
-    carried: tuple[Segment, ...]
-    shown: tuple[Segment, ...]
+FEW_TOGETHER = 10
+"""The same where each chunk is put into one prompt only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +62,7 @@ class PromptShape:
 
 def prompts_of_group(
     group: Sequence[PendingChunk], token_ids: Mapping[str, tuple[int, ...]], shape: PromptShape
-) -> list[GroupPrompt]:
+) -> list[PromptChunks]:
     """Put a group of chunks into prompts.
 
     Parameters
@@ -97,10 +75,9 @@ def prompts_of_group(
 
     Returns
     -------
-    list of GroupPrompt
-        In the order in which they are computed. A chunk behind its neighbours has one prompt; one that nothing fits
-        before has none, which would show nothing. A group of few chunks has as many prompts as it has orders, and two
-        even if one was asked for.
+    list of PromptChunks
+        A chunk behind its neighbours has one prompt; one that nothing fits before has none, which would show nothing.
+        A group of few chunks has as many prompts as it has orders, and two even if one was asked for.
     """
     keys = [chunk.key for chunk in group]
     separator_tokens = len(shape.separator)
@@ -111,20 +88,13 @@ def prompts_of_group(
         lead = _lead(group, token_ids, room, separator_tokens)[:1]
     if len(lead) + len(keys) < 2:
         return []
-    orders = [(*lead, *order) for order in _orders(keys, shape.times)]
-    begins = [keys[-1:], *(order[::-1] for order in orders)]
-    return [
-        _prompt([key for key in begin if key not in order][:CARRIED_CHUNKS][::-1], order, token_ids, shape)
-        for begin, order in zip(begins, orders, strict=False)
-    ]
+    return [_prompt((*lead, *order), token_ids, shape) for order in _orders(keys, shape.times)]
 
 
 def _orders(keys: Sequence[str], times: int) -> list[Sequence[str]]:
     """Return the chunks of every prompt."""
-    if times == 1 and len(keys) > MOST_TOGETHER:
-        count = -(-len(keys) // MOST_TOGETHER)
-        bounds = [len(keys) * number // count for number in range(count + 1)]
-        return [keys[start:stop] for start, stop in pairwise(bounds)]
+    if times == 1 and len(keys) > FEW_TOGETHER:
+        return _runs(keys)
     if len(keys) > MOST_TOGETHER:
         half = (len(keys) + 1) // 2
         near, mixed = [keys[:half], keys[half:]], [keys[::2], keys[1::2]]
@@ -141,6 +111,17 @@ def _backwards(orders: Sequence[Sequence[str]]) -> list[Sequence[str]]:
     return [keys[::-1] for keys in orders]
 
 
+def _runs(keys: Sequence[str]) -> list[Sequence[str]]:
+    """Divide a group into runs, each behind the chunk before it, and the first behind the group's last chunk.
+
+    The first chunk of a run would have nothing before it otherwise. What its chunk before it shows at the beginning of
+    a prompt has next to no weight.
+    """
+    count = -(-len(keys) // FEW_TOGETHER)
+    bounds = [len(keys) * number // count for number in range(count + 1)]
+    return [(keys[start - 1], *keys[start:stop]) for start, stop in pairwise(bounds)]
+
+
 def _lead(
     group: Sequence[PendingChunk], token_ids: Mapping[str, tuple[int, ...]], room: int, separator_tokens: int
 ) -> list[str]:
@@ -154,10 +135,7 @@ def _lead(
     return lead
 
 
-def _prompt(
-    carried: Sequence[str], shown: Sequence[str], token_ids: Mapping[str, tuple[int, ...]], shape: PromptShape
-) -> GroupPrompt:
-    keys = [*carried, *shown]
+def _prompt(keys: Sequence[str], token_ids: Mapping[str, tuple[int, ...]], shape: PromptShape) -> PromptChunks:
     room = shape.max_tokens - sum(len(token_ids[key]) + len(shape.separator) for key in keys)
     ids, segments = [*shape.header, *(shape.instruction if len(shape.instruction) <= room else ())], list[Segment]()
     for key in keys:
@@ -165,4 +143,4 @@ def _prompt(
         ids += token_ids[key]
         segments.append(Segment(start, len(ids), key))
         ids += shape.separator
-    return GroupPrompt(tuple(ids), tuple(segments[: len(carried)]), tuple(segments[len(carried) :]))
+    return PromptChunks(tuple(ids), tuple(segments))
