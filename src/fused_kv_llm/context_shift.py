@@ -22,11 +22,8 @@ CONTEXT_SHIFT = "shift-int8"
 """How the names of all context shifts begin."""
 
 _LARGEST = 127
-_PULL, _PULL_OF_ONE = 0.05, 0.15
-"""Weight of the assumption that nothing changes, in squared weights of places; measured in docs/methods.md.
-
-With one prompt, more of what is seen is particular to it.
-"""
+_PULL = 0.15
+"""Weight of the assumption that nothing changes, in squared weights of places; measured in docs/methods.md."""
 _SMALLEST_SCALE = 1e-30
 
 
@@ -47,21 +44,19 @@ class ShiftFit:
     """The shift that explains best, with the weights of its places, what prompts change in a chunk.
 
     Where ``d`` is the change and ``w`` the weight of a place, it is ``sum(w d) / (pull + sum(w^2))``: a fit by least
-    squares, drawn towards no shift by a pull of 0.05, or of 0.15 where one prompt a chunk was asked for. Prompts are
-    summed up, so that many of them take no more memory than one.
+    squares, drawn towards no shift by a pull of 0.15. Prompts are summed up, so that many of them take no more memory
+    than one.
 
     Parameters
     ----------
     keys, values : Tensor
         ``[L, Hkv, T, D]`` of the chunk with nothing before it but the header.
-    prompts : int
-        How many were asked for (``preprocessing_prompts``); a small group has two even if one was.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor, prompts: int) -> None:
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
         self._plain = keys, values
         self._sums = tuple(torch.zeros_like(part, dtype=torch.float32) for part in self._plain)
-        self._power = _PULL_OF_ONE if prompts == 1 else _PULL
+        self._power = _PULL
 
     def add(self, keys: Tensor, values: Tensor, weight: float) -> None:
         """Take a prompt into account.

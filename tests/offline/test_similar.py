@@ -115,10 +115,9 @@ def in_prompt(engine: FusedKVEngine, texts: Sequence[str], wanted: str) -> tuple
 def check_shift(engine: FusedKVEngine, text: str, prompts: Sequence[Sequence[str]]) -> None:
     """The stored shift of a chunk is the least-squares fit to what prompts change in it."""
     changes = [in_prompt(engine, prompt, text) for prompt in prompts if prompt[0] != text]
-    pull = 0.15 if engine.config.preprocessing_prompts == 1 else 0.05
     side = shift_of(engine, text, shift_name(2, engine.config.preprocessing_prompts))
     for index, name in enumerate(("keys", "values")):
-        want = sum(one[2] * one[index] for one in changes) / (pull + sum(one[2] ** 2 for one in changes))
+        want = sum(one[2] * one[index] for one in changes) / (0.15 + sum(one[2] ** 2 for one in changes))
         assert isinstance(want, torch.Tensor)
         assert float(want.abs().max()) > 0.05
         assert float((side[name] * side[f"{name}_scale"] - want).abs().max()) < 0.01 * float(want.abs().max())

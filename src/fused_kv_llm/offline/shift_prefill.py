@@ -85,7 +85,7 @@ class ShiftPrefill:
                 continue
             keys = {chunk.key for chunk in asked}
             before = plain(keys | {str(prompt.segments[0].key) for prompt in prompts})
-            fits = {key: ShiftFit(before[key].keys, before[key].values, self._shape.times) for key in keys}
+            fits = {key: ShiftFit(before[key].keys, before[key].values) for key in keys}
             for prompt in prompts:
                 for key, kv, weight in self._seen(prompt, fits.keys(), before, stopped):
                     fits[key].add(kv.keys, kv.values, weight)
