@@ -1,6 +1,6 @@
 """The second pass of ingestion beside the first: seconds of both, with one, two and four prompts of each chunk.
 
-    python benchmarks/second_pass.py --data ../shared/data/corpus_squad.jsonl --chunks 96 --repeats 3
+    python benchmarks/second_pass.py --data ../shared/data/corpus_squad.jsonl --chunks 96 --dtypes float32 bfloat16
 
 Chunks are stored without preprocessing in a fresh folder (the first pass), then preprocessed (the second pass, with the
 embedding of their texts, the search for neighbours, and writing). The model and the embedder are loaded and warm. The
@@ -31,6 +31,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, required=True, help="JSON lines with a field text")
     parser.add_argument("--chunks", type=int, default=400)
     parser.add_argument("--prompts", type=int, nargs="+", choices=(1, 2, 4), default=[1, 2, 4])
+    parser.add_argument("--dtypes", nargs="+", default=["float32"], help="a processor may only emulate bfloat16")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "second_pass_cpu.json")
     return parser.parse_args()
@@ -59,16 +60,22 @@ def main() -> None:
     args = parse()
     lines = args.data.read_text(encoding="utf-8").splitlines()
     texts = [json.loads(line)["text"] for line in lines if line.strip()][: args.chunks]
-    loaded, embedder = load_model("smollm2-135m"), SentenceEmbedder()
-    measure(loaded, embedder, texts[:40], 1)
-    runs = []
-    for number in range(args.repeats):
-        for prompts in args.prompts[:: -1 if number % 2 else 1]:
-            runs.append(measure(loaded, embedder, texts, prompts))
-            print(runs[-1], flush=True)
+    embedder, runs = SentenceEmbedder(), list[dict[str, Any]]()
+    for dtype in args.dtypes:
+        loaded = load_model("smollm2-135m", dtype=dtype)
+        measure(loaded, embedder, texts[:40], 1)
+        for number in range(args.repeats):
+            for prompts in args.prompts[:: -1 if number % 2 else 1]:
+                runs.append(measure(loaded, embedder, texts, prompts))
+                print(runs[-1], flush=True)
     ratios = {
-        prompts: statistics.median(run["total_over_first"] for run in runs if run["prompts"] == prompts)
-        for prompts in args.prompts
+        dtype: {
+            prompts: statistics.median(
+                run["total_over_first"] for run in runs if (run["dtype"], run["prompts"]) == (dtype, prompts)
+            )
+            for prompts in args.prompts
+        }
+        for dtype in args.dtypes
     }
     print(ratios)
     result = {"environment": environment(), "total_over_first": ratios, "runs": runs}

@@ -207,24 +207,25 @@ def test_four_prompts_instead_of_two() -> None:
     assert table("docs/methods.md", "wording and ratio, four prompts") == list(_kl_rows(*kinds))
 
 
-def test_runs_of_one_prompt() -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_runs_of_one_prompt(dtype: str) -> None:
     methods = ("full_reuse", "similar", 0.0), ("sink_attention", "similar", 0.15)
+    kinds = ("_float32_one_prompt", "_float32") if dtype == "float32" else ("_runs", "")
     want, lost = [], []
     for frame in ("plain", "short"):
         one, two = (
-            [_rows(of) for of in records_of(f"quality_ten_{frame}_float32{kind}_cpu.records.jsonl").values()]
-            for kind in ("_one_prompt", "")
+            [_rows(of) for of in records_of(f"quality_ten_{frame}{kind}_cpu.records.jsonl").values()] for kind in kinds
         )
-        for name, of_one, of_two in zip(quality("quality_ten_plain_float32_cpu.json"), one, two, strict=True):
+        for name, of_one, of_two in zip(quality("quality_ten_plain_cpu.json"), one, two, strict=True):
             cells = [f"{name}, `{frame}`"]
             for method in methods:
                 share, other = (of[method]["recovered"] for of in (of_one, of_two))
                 cells += [f"{100 * share:.1f} %", f"{100 * (other - share):.1f}"]
             want.append(cells)
             lost.append(100 * (other - share))
-    assert table("docs/methods.md", "set and wording, one prompt in runs") == want
+    assert table("docs/methods.md", f"set and wording, one prompt in runs, {dtype}") == want
     text = " ".join((ROOT / "docs" / "methods.md").read_text(encoding="utf-8").split())
-    assert f"At 0.15 that is {sum(lost) / len(lost):.1f} points less on average." in text
+    assert f"{sum(lost) / len(lost):.1f} points less on average in {dtype}" in text
 
 
 def _kl_rows(*kinds: str) -> Iterator[list[str]]:
@@ -251,7 +252,12 @@ def test_shifts_from_prompts() -> None:
 
 
 def test_two_divisions_of_groups() -> None:
-    assert table("docs/methods.md", "wording and ratio, two divisions") == list(_kl_rows("", "_one_grouping"))
+    want = list(_kl_rows("_two_divisions", "_one_grouping"))
+    assert table("docs/methods.md", "wording and ratio, two divisions") == want
+
+
+def test_a_stronger_pull_and_a_stored_first_chunk() -> None:
+    assert table("docs/methods.md", "wording and ratio, now") == list(_kl_rows("", "_two_divisions"))
 
 
 def test_one_prompt_instead_of_two() -> None:
@@ -351,15 +357,23 @@ def test_commands_of_records_can_be_repeated_elsewhere() -> None:
 
 def test_the_second_pass_beside_the_first() -> None:
     of = record("second_pass_cpu.json")
-    runs = {run["prompts"]: run for run in of["runs"]}
-    factors = {int(prompts): f"{ratio:.1f}" for prompts, ratio in of["total_over_first"].items()}
-    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    assert f"ingesting {runs[2]['chunks']} passages takes {factors[2]} times as long as without it" in readme
-    assert table("docs/ingestion.md", "`preprocessing_prompts`") == [[str(n), f] for n, f in factors.items()]
-    methods = " ".join((ROOT / "docs" / "methods.md").read_text(encoding="utf-8").split())
+    factors = {
+        dtype: {int(prompts): f"{ratio:.2f}" for prompts, ratio in ratios.items()}
+        for dtype, ratios in of["total_over_first"].items()
+    }
+    single, half = factors["float32"], factors["bfloat16"]
+    want = [[str(prompts), single[prompts], half[prompts]] for prompts in (1, 2, 4)]
+    assert table("docs/ingestion.md", "`preprocessing_prompts`") == want
+    readme, methods = (" ".join((ROOT / page).read_text(encoding="utf-8").split()) for page in (
+        "README.md", "docs/methods.md"
+    ))  # fmt: skip
+    chunks = {run["chunks"] for run in of["runs"]}.pop()
+    assert f"ingesting {chunks} passages takes {half[2]} times as long as without it" in readme
+    assert f"`preprocessing_prompts=1` takes {half[1]} times as long" in readme
+    assert f"takes {half[1]}, {half[2]} and {half[4]} times as long as a plain one in bfloat16" in methods
+    assert f"{single[1]}, {single[2]} and {single[4]} times in float32" in methods
     before = record("second_pass_bfloat16_cpu.json")["total_over_first"]
     assert f"Ingestion takes {before:.1f} instead of 6.4 times as long" in methods
-    assert f"takes {factors[1]}, {factors[2]} and {factors[4]} times as long as a plain one" in methods
 
 
 def test_the_first_token_comes_no_later_than_before() -> None:

@@ -62,11 +62,6 @@ def true_kv(
         room.zero_()
 
     all_ids, computed = torch.tensor(ids, device=device), torch.ones(len(ids), dtype=torch.bool, device=device)
-    for segment, kv in known:
-        place = slice(segment.start, segment.stop)
-        computed[place] = False
-        cache.keys[:, 0, :, place] = _moved(kv.keys, segment.start - kv.position, loaded)
-        cache.values[:, 0, :, place] = kv.values
 
     def compute(rows: Tensor) -> None:
         loaded.check_unchanged()
@@ -76,6 +71,11 @@ def true_kv(
             )
 
     try:
+        for segment, kv in known:
+            place = slice(segment.start, segment.stop)
+            computed[place] = False
+            cache.keys[:, 0, :, place] = _moved(kv.keys, segment.start - kv.position, loaded)
+            cache.values[:, 0, :, place] = kv.values
         left = computed.nonzero()[:, 0]
         while len(left):
             tokens = owner.piece_tokens(_PIECE_TOKENS)
