@@ -31,7 +31,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, required=True, help="JSON lines with a field text")
     parser.add_argument("--chunks", type=int, default=400)
     parser.add_argument("--prompts", type=int, nargs="+", choices=(1, 2, 4), default=[1, 2, 4])
-    parser.add_argument("--dtypes", nargs="+", default=["float32"], help="a processor may only emulate bfloat16")
+    parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16", "float16"), default=["float32"],
+                        help="that the model computes in, one after another")  # fmt: skip
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "second_pass_cpu.json")
     return parser.parse_args()

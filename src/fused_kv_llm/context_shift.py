@@ -7,7 +7,7 @@ time it is added with the weight of the chunk's place. (A product of low rank wo
 some questions than preprocessing won.)
 
 FusionRAG puts a chunk behind the stored KV of its neighbours, each of which begins with attention sinks of its own, as
-none does in a prompt. Here similar chunks are prefilled in full as one prompt, so that each is seen as prompts have it.
+none does in a prompt. Here similar chunks are prefilled as one prompt, so that each is seen as prompts have it.
 Much of what one prompt changes is particular to it, and of that a shift fitted to several prompts has less.
 """
 

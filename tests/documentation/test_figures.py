@@ -171,14 +171,15 @@ def test_ten_passages() -> None:
         records = records_of(f"quality_ten_{frame}_cpu.records.jsonl")
         for (name, rows), of_set in zip(now.items(), records.values(), strict=True):
             low, high = rows[default]["recovered_95"]
-            cells = [rows[reuse], before[name][default], rows[default], _held_back(of_set)[default]]
+            held = _held_back(of_set)
+            cells = [rows[reuse], held[reuse], before[name][default], rows[default], held[default]]
             shares = [f"{100 * row['recovered']:.0f} %" for row in cells]
-            shares[2] += f" ({100 * low:.0f} to {100 * high:.0f})"
+            shares[3] += f" ({100 * low:.0f} to {100 * high:.0f})"
             want.append([f"{name}, `{frame}`", *shares, f"{rows[default]['expected_rank_correlation']:.2f}"])
     assert table("docs/methods.md", "set and wording") == want
-    at = {column: sorted(int(row[column].split()[0]) for row in want) for column in (1, 3)}
+    at = {column: sorted(int(row[column].split()[0]) for row in want) for column in (1, 4)}
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    assert f"recovers {at[3][0]} to {at[3][-1]} % at 0.15, and {at[1][0]} to {at[1][-1]} % at 0 (" in readme
+    assert f"recovers {at[4][0]} to {at[4][-1]} % at 0.15, and {at[1][0]} to {at[1][-1]} % at 0 (" in readme
 
 
 def test_ten_passages_in_float32() -> None:
@@ -367,7 +368,7 @@ def test_the_second_pass_beside_the_first() -> None:
     readme, methods = (" ".join((ROOT / page).read_text(encoding="utf-8").split()) for page in (
         "README.md", "docs/methods.md"
     ))  # fmt: skip
-    chunks = {run["chunks"] for run in of["runs"]}.pop()
+    (chunks,) = {run["chunks"] for run in of["runs"]}
     assert f"ingesting {chunks} passages takes {half[2]} times as long as without it" in readme
     assert f"`preprocessing_prompts=1` takes {half[1]} times as long" in readme
     assert f"takes {half[1]}, {half[2]} and {half[4]} times as long as a plain one in bfloat16" in methods

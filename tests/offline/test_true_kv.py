@@ -39,8 +39,12 @@ def test_true_kv_is_what_the_model_computes(loaded: LoadedModel, pieces: bool, m
             torch.testing.assert_close(kv.values[number], layer.values[0, :, place], rtol=1e-4, atol=1e-4)
 
 
-def test_known_chunks_stand_where_they_are_put_and_are_not_computed(loaded: LoadedModel) -> None:
+@pytest.mark.parametrize("pieces", [2, 7, 1024])
+def test_known_chunks_stand_where_they_are_put_and_are_not_computed(
+    loaded: LoadedModel, pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Given the KV that full prefill has there, from wherever, all others are full prefill's."""
+    monkeypatch.setattr("fused_kv_llm.offline.true_kv._PIECE_TOKENS", pieces)
     ids, home = list(range(20, 34)), 2
     first, second = Segment(3, 6, "one"), Segment(8, 13, "two")
     owner = loop_of(loaded.model)

@@ -1,7 +1,7 @@
 """The second pass of ingestion: what similar chunks before a chunk change in its KV, stored beside it.
 
 FusionRAG's offline stage (section 3.1, equation 10) prefills a chunk once more, after the KV of the chunks most
-similar to it. Here chunks that are similar to each other are prefilled in full as prompts, and what these change in
+similar to it. Here chunks that are similar to each other are prefilled as prompts, and what these change in
 each is kept in a sidecar (:mod:`fused_kv_llm.context_shift`). Or it is done as published: the KV behind a chunk's
 neighbours is kept to be used in place of its own (:mod:`fused_kv_llm.store.replacement`). The chunk's own KV stays as
 it is, so a chunk can be used before this pass, and the pass can stop anywhere.
@@ -176,7 +176,7 @@ class Preprocessor:
                     writer.submit((chunk, partial(_shift, fit)))
                 # It is let go before the next one is computed.
                 del group
-            return shifts.neighbour_tokens + prefill.neighbour_tokens
+            return shifts.neighbour_tokens
         finally:
             # What has been computed is written, also after a stop, so the next run goes on from there.
             writer.close()

@@ -23,7 +23,7 @@ PlainKV = Callable[[Iterable[str]], dict[str, ChunkKV]]
 
 
 class ShiftPrefill:
-    """Computes chunks as full prefill does in prompts of their group, in pieces that give way to requests.
+    """Computes chunks in prompts of their group, in pieces that give way to requests.
 
     Parameters
     ----------
@@ -39,7 +39,7 @@ class ShiftPrefill:
     Attributes
     ----------
     neighbour_tokens : int
-        Tokens of chunks that were computed before a small group only.
+        Tokens of chunks that were computed in prompts of a small group they are not part of.
     """
 
     def __init__(
@@ -78,18 +78,20 @@ class ShiftPrefill:
             If it was stopped; the group under way is computed again by the next run.
         """
         for group in [plan.chunks] if plan.is_batch else self._groups(plan):
-            if not (prompts := prompts_of_group(group, plan.token_ids, self._shape)):
+            asked = {chunk.key: chunk for chunk in group if wanted is None or chunk.key in wanted}
+            prompts = [
+                prompt
+                for prompt in prompts_of_group(group, plan.token_ids, self._shape)
+                if any(place.key in asked for place in prompt.segments[1:])
+            ]
+            if not prompts:
                 continue
-            asked = [chunk for chunk in group if wanted is None or chunk.key in wanted]
-            if not asked:
-                continue
-            keys = {chunk.key for chunk in asked}
-            before = plain(keys | {str(prompt.segments[0].key) for prompt in prompts})
-            fits = {key: ShiftFit(before[key].keys, before[key].values) for key in keys}
+            before = plain([*asked, *(str(prompt.segments[0].key) for prompt in prompts)])
+            fits = {key: ShiftFit(before[key].keys, before[key].values) for key in asked}
             for prompt in prompts:
-                for key, kv, weight in self._seen(prompt, fits.keys(), before, stopped):
+                for key, kv, weight in self._seen(prompt, asked, before, stopped):
                     fits[key].add(kv.keys, kv.values, weight)
-            yield [(chunk, fits[chunk.key]) for chunk in asked]
+            yield [(chunk, fits[key]) for key, chunk in asked.items()]
 
     def _groups(self, plan: PreprocessingPlan) -> list[list[PendingChunk]]:
         return similar_groups(plan.chunks, self._group_tokens, len(self._shape.separator))
@@ -103,12 +105,11 @@ class ShiftPrefill:
     ) -> Iterator[tuple[str, ChunkKV, float]]:
         """Yield the keys of the wanted chunks of a prompt, their KV in it and the weights of their places.
 
-        But for its first chunk, which is not computed: behind nothing but an instruction it is what is stored.
+        The first chunk is left out. It stands behind an instruction only, which changes next to nothing, so its plain
+        KV is used and it is not computed.
         """
         first, *others = prompt.segments
         places = [place for place in others if place.key in wanted]
-        if not places:
-            return
         self.neighbour_tokens += sum(place.num_tokens for place in others if place.key not in wanted)
         ids, home = prompt.ids[: places[-1].stop], len(self._prefix.token_ids)
         known = [(first, plain[str(first.key)])]

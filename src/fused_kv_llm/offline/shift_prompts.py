@@ -114,8 +114,7 @@ def _backwards(orders: Sequence[Sequence[str]]) -> list[Sequence[str]]:
 def _runs(keys: Sequence[str]) -> list[Sequence[str]]:
     """Divide a group into runs, each behind the chunk before it, and the first behind the group's last chunk.
 
-    The first chunk of a run would have nothing before it otherwise. What its chunk before it shows at the beginning of
-    a prompt has next to no weight.
+    The first chunk of a run would have nothing before it otherwise. The chunk before it is not computed there.
     """
     count = -(-len(keys) // FEW_TOGETHER)
     bounds = [len(keys) * number // count for number in range(count + 1)]

@@ -1,4 +1,4 @@
-"""The KV that full prefill gives the chunks of a prompt, which stored KV is compared with."""
+"""The KV that the chunks of a prompt have there, which stored KV is compared with."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def true_kv(
     home : int
         Position to which their keys are moved.
     known : sequence of tuple of Segment and ChunkKV
-        Chunks that are not computed, and the KV that they have instead, which may be from any position.
+        Other chunks of the prompt, which are not computed, and the KV that is used for them, from any position.
     stopped : callable
         Asked before every piece.
 
