@@ -176,6 +176,13 @@ def test_a_chunk_alone_stands_behind_the_callers_neighbours_of_it(tmp_path: Path
         check_shift(engine, SHORT[0], [[SHORT[1], SHORT[2], SHORT[0]]])
 
 
+def test_plain_kv_that_is_not_stored_exactly_is_no_neighbours(tmp_path: Path) -> None:
+    """It is computed again, of the very chunks that are preprocessed."""
+    with make_engine(tmp_path, kv_dtype="int8") as engine:
+        report = ingest(engine, SHORT[:3])
+        assert (report.chunks_preprocessed, report.neighbour_tokens) == (3, 0)
+
+
 def test_a_shift_whose_file_is_gone_is_made_up_for(tmp_path: Path) -> None:
     graph = {text: [other for other in SHORT[:3] if other != text] for text in SHORT[:3]}
     with make_engine(tmp_path) as engine:
