@@ -685,7 +685,7 @@ def test_vllm_with_a_store() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "column"), [("adaptive_cpu.json", "way"), ("adaptive_float32_cpu.json", "way, today's shifts")]
+    ("name", "column"), [("adaptive_cpu.json", "way"), ("adaptive_float32_cpu.json", "way, two divisions")]
 )
 def test_ways_of_recomputing(name: str, column: str) -> None:
     rows = {(row["way"], row["along"]): row for row in record(name)["rows"]}
