@@ -719,7 +719,7 @@ def told_nearer(rows: list[dict[str, Any]]) -> str:
     return f"{', '.join(most)} and {last} %"
 
 
-def test_adaptive_with_the_shifts_of_today() -> None:
+def test_adaptive_with_shifts_of_two_divisions() -> None:
     listed = record("adaptive_float32_cpu.json")["rows"]
     rows = {(row["way"], row["along"]): row for row in listed}
     assert {row["questions"] for row in listed} == {120}
