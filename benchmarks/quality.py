@@ -40,7 +40,7 @@ from evaluation.summary import markdown_table, summarise
 from gemma import model_source
 
 from fused_kv_llm import FusedKVEngine
-from fused_kv_llm.config import DEFAULT_PREPROCESSING, DEFAULT_SELECTOR
+from fused_kv_llm.config import DEFAULT_PREPROCESSING, DEFAULT_PREPROCESSING_PROMPTS, DEFAULT_SELECTOR
 from fused_kv_llm.model import load_model
 
 
@@ -52,6 +52,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--passages", type=int, default=5, help="chunks of a prompt")
     parser.add_argument("--selectors", nargs="+", default=[DEFAULT_SELECTOR])
     parser.add_argument("--preprocessing", nargs="+", default=[DEFAULT_PREPROCESSING])
+    parser.add_argument("--preprocessing-prompts", type=int, choices=(1, 2, 4), default=DEFAULT_PREPROCESSING_PROMPTS,
+                        help="of each chunk; each needs an --out of its own")  # fmt: skip
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.15])
     parser.add_argument("--corpus", choices=CORPORA, default="all",
                         help="all passages; those of prompts; or those, preprocessed as in all (asked)")  # fmt: skip
@@ -119,7 +121,7 @@ def main() -> None:
     methods = methods_of(args.selectors, args.preprocessing, args.ratios)
     with ExitStack() as stack:
         loaded = load_model(model_source(args.model), dtype=args.dtype, device=args.device)
-        bench = open_bench(stack, loaded, kv_dir, args.preprocessing)
+        bench = open_bench(stack, loaded, kv_dir, args.preprocessing, preprocessing_prompts=args.preprocessing_prompts)
         results = [run_set(bench, path, methods, args) for path in args.data]
         write_results(results, bench.engine, args)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 from rich.progress import track
@@ -105,11 +106,15 @@ def missing(
     return [(question, todo) for question, todo in by_question if todo]
 
 
-def open_bench(stack: ExitStack, loaded: LoadedModel, kv_dir: Path, preprocessings: Sequence[str]) -> Bench:
-    """Return a bench whose engines are closed with the stack."""
+def open_bench(
+    stack: ExitStack, loaded: LoadedModel, kv_dir: Path, preprocessings: Sequence[str], **options: Any
+) -> Bench:
+    """Return a bench whose engines, with further options of theirs, are closed with the stack."""
     kv_dir.mkdir(parents=True, exist_ok=True)
     engines = {
-        name: stack.enter_context(FusedKVEngine(loaded, kv_dir=kv_dir, store_misses=False, preprocessing=name))
+        name: stack.enter_context(
+            FusedKVEngine(loaded, kv_dir=kv_dir, store_misses=False, preprocessing=name, **options)
+        )
         for name in dict.fromkeys(["none", *preprocessings])
     }
     return Bench(engines, kv_dir)

@@ -37,7 +37,7 @@ def shift_name(num_neighbours: int, prompts: int) -> str:
     prompts : int
         That each chunk was put into. Shifts that were made in another way have another name and are not used.
     """
-    return f"{CONTEXT_SHIFT}-{prompts}-prompt{'s' if prompts > 1 else ''}-{num_neighbours}"
+    return f"{CONTEXT_SHIFT}-{prompts}-prompt{'s' if prompts > 1 else ''}-{num_neighbours}-pull-{round(100 * _PULL)}"
 
 
 class ShiftFit:
