@@ -22,6 +22,8 @@ from fused_kv_llm.kv import PagePool, PrefixMatch, PrefixTree, why_not_shared
 from fused_kv_llm.model import CachePool, FusedCache
 from fused_kv_llm.online import (
     MIN_REUSED_TOKENS,
+    ChunkFinder,
+    ChunkOpener,
     FusedPrompt,
     FusionContext,
     KeptPrompt,
@@ -77,14 +79,11 @@ class RequestRunner:
         self.limits, self.tenant, self.context_length = limits, tenant, parts.context_length
         self.planner = RequestPlanner(
             parts.renderer,
-            parts.store,
-            parts.identity,
-            parts.prefix.token_ids,
-            parts.catalog,
+            ChunkFinder(parts.catalog, parts.prefix.token_ids),
+            ChunkOpener(parts.store, parts.identity, parts.replacement),
             parts.context_length,
             parts.loaded.model_id,
             lambda text: corpus.expect([text]),
-            parts.replacement,
         )
         self.judge = Judge(
             parts.store,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from .adaptive import Adaptive, round_ratios
+from .chunk_opener import ChunkOpener
 from .context import FusionContext, Recipe
+from .found_chunks import MIN_REUSED_TOKENS, ChunkFinder, ReadPrompt
 from .fused_prompt import FusedPrompt
 from .fusion import Fusion, fuse
 from .generation import AnswerWriter, FinishReason, Generation, Piece
 from .kept_prompt import FusedRecipe, KeptPrompt, fused_recipe
 from .load_ahead import STUCK_S, LayerRead, LoadAhead
 from .loading_depth import MovingAverage, loading_depth, may_begin
-from .planning import MIN_REUSED_TOKENS, ReadPrompt, RequestPlanner, TakeKV
+from .planning import RequestPlanner, TakeKV
 from .read_ahead import reader_threads
 from .request import Request
 from .request_loading import RequestLoading
@@ -23,6 +25,8 @@ __all__ = [
     "STUCK_S",
     "Adaptive",
     "AnswerWriter",
+    "ChunkFinder",
+    "ChunkOpener",
     "FinishReason",
     "FusedPrompt",
     "FusedRecipe",
