@@ -292,7 +292,7 @@ def test_pins(kv_dir):
     run("pin", keys[0], "--for", "me", "--kv-dir", kv_dir)
     run("evict", "--to", "0", "--kv-dir", kv_dir, code=1)
     with KVStore(kv_dir, read_only=True) as store:
-        assert store.pinned([chunk.key for chunk in CHUNKS]) == set(keys)
+        assert store.pins.of([chunk.key for chunk in CHUNKS]) == set(keys)
         assert all(store.rows([key]) for key in keys)
         nbytes = store.stats().tiers["disk"][1]
     found = json.loads(run("pins", "--kv-dir", kv_dir, "--json").output)
@@ -302,7 +302,7 @@ def test_pins(kv_dir):
 
     run("unpin", "--for", "the [law]", "--kv-dir", kv_dir)
     with KVStore(kv_dir, read_only=True) as store:
-        assert store.pinned(keys) == {keys[0]}
+        assert store.pins.of(keys) == {keys[0]}
     assert "fused-kv store pins" in run("unpin", "--for", "nobody", "--kv-dir", kv_dir, code=1).output
     run("unpin", "--for", "me", "--kv-dir", kv_dir)
     run("evict", "--to", "0", "--kv-dir", kv_dir)

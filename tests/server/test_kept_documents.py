@@ -63,16 +63,16 @@ def test_what_is_stored_again_for_a_pinned_document_is_pinned(tmp_path: Path) ->
         document = ingested(client, text_of(0, 1))
         client.post(f"/v1/documents/{document}/pin")
         engine.delete_chunks(SHORT[:2])
-        engine.store.unpin(document)
+        engine.store.pins.remove(document)
         client.post(f"/v1/documents/{document}/pin")
         # Nothing is stored now, so nothing is pinned, and nothing keeps a pin.
         assert client.get(f"/v1/documents/{document}").json()["pinned"] is False
         engine.build_kv_cache(SHORT[:1], progress=False)
         assert client.post(f"/v1/documents/{document}/pin").json()["pinned"] is True
         assert ended(client, client.post(f"/v1/documents/{document}/refresh").json()["job_id"])["state"] == "done"
-        assert len(engine.store.pinned([key for key in engine.corpus.keys_of(SHORT[:2]) if key])) == 2
+        assert len(engine.store.pins.of([key for key in engine.corpus.keys_of(SHORT[:2]) if key])) == 2
         client.delete(f"/v1/documents/{document}")
-        assert engine.store.pin_holders() == set()
+        assert engine.store.pins.holders() == set()
 
 
 def test_a_tenant_stores_no_more_than_its_quota(tmp_path: Path) -> None:
@@ -147,16 +147,16 @@ def test_pins_leave_room_for_others(tmp_path: Path) -> None:
 
 def test_a_pin_does_not_outlive_its_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with served(tmp_path) as (engine, url), httpx.Client(base_url=url, timeout=60) as client:
-        document, pin = ingested(client, text_of(0)), engine.store.pin
+        document, pin = ingested(client, text_of(0)), engine.store.pins.add
 
         def deleted_before(keys: Iterable[str], holder: str) -> None:
             wanted = list(keys)
             assert client.delete(f"/v1/documents/{document}").status_code == 200
             pin(wanted, holder)
 
-        monkeypatch.setattr(engine.store, "pin", deleted_before)
+        monkeypatch.setattr(engine.store.pins, "add", deleted_before)
         client.post(f"/v1/documents/{document}/pin")
-        assert engine.store.pin_holders() == set()
+        assert engine.store.pins.holders() == set()
 
 
 def test_what_failed_inside_is_told_to_the_log_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

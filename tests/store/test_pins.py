@@ -35,10 +35,10 @@ def test_what_is_held_stays_within_any_budget(tmp_path_factory, chunks, nbytes, 
         for what, number, holder in steps:
             key = chunks[number].key
             if what == "pin":
-                store.pin([key], holder)
+                store.pins.add([key], holder)
                 held[holder].add(key)
             elif what == "unpin":
-                store.unpin(holder)
+                store.pins.remove(holder)
                 held[holder] = set()
             else:
                 pinned = (held["a"] | held["b"]) & stored
@@ -50,15 +50,15 @@ def test_what_is_held_stays_within_any_budget(tmp_path_factory, chunks, nbytes, 
                 stored = {one.key for one in chunks if store.contains([one.key])}
                 assert pinned <= stored
             wanted = [one.key for one in chunks]
-            assert store.pinned(wanted) == held["a"] | held["b"]
-            assert store.pin_holders() == {name for name, keys in held.items() if keys}
+            assert store.pins.of(wanted) == held["a"] | held["b"]
+            assert store.pins.holders() == {name for name, keys in held.items() if keys}
 
 
 def test_pins_outlive_the_process_and_do_not_keep_from_deleting(kv_dir, chunks, nbytes):
     with KVStore(kv_dir) as store:
         for chunk in chunks[:4]:
             chunk.put(store)
-        store.pin([chunks[0].key], "somebody")
+        store.pins.add([chunks[0].key], "somebody")
     with KVStore(kv_dir) as store:
         with pytest.raises(StoreFullError, match="pinned"):
             store.evict(0)
@@ -68,7 +68,7 @@ def test_pins_outlive_the_process_and_do_not_keep_from_deleting(kv_dir, chunks, 
         chunks[0].put(store)
         with pytest.raises(StoreFullError, match="pinned"):
             store.evict(0)
-        store.unpin("somebody")
+        store.pins.remove("somebody")
         assert store.evict(0) == 1
 
 
@@ -80,13 +80,13 @@ def test_what_pinned_chunks_take(kv_dir, chunks):
         keys = [chunk.key for chunk in chunks[:4]]
         size = {key: row.nbytes for key, row in store.rows(keys).items()}
         identities = {row.identity for row in store.rows(keys).values()}
-        assert store.pinned_bytes(identities) == 0
+        assert store.pins.nbytes(identities) == 0
         # The last one is not stored.
-        store.pin([keys[0], keys[3]], "somebody")
-        store.pin(keys[:2], "another")
-        assert store.pinned_bytes(identities) == size[keys[0]] + size[keys[1]]
-        assert store.pinned_bytes(identities, keys[1:4]) == sum(size.values())
-        assert store.pinned_bytes([]) == store.pinned_bytes(["0" * 64], keys) == 0
+        store.pins.add([keys[0], keys[3]], "somebody")
+        store.pins.add(keys[:2], "another")
+        assert store.pins.nbytes(identities) == size[keys[0]] + size[keys[1]]
+        assert store.pins.nbytes(identities, keys[1:4]) == sum(size.values())
+        assert store.pins.nbytes([]) == store.pins.nbytes(["0" * 64], keys) == 0
 
 
 def test_a_store_that_is_read_only_takes_no_pins(kv_dir, chunks):
@@ -94,5 +94,5 @@ def test_a_store_that_is_read_only_takes_no_pins(kv_dir, chunks):
         chunks[0].put(store)
     with KVStore(kv_dir, read_only=True) as store:
         with pytest.raises(StoreUnavailableError):
-            store.pin([chunks[0].key], "somebody")
-        assert store.pinned([chunks[0].key]) == set()
+            store.pins.add([chunks[0].key], "somebody")
+        assert store.pins.of([chunks[0].key]) == set()

@@ -42,16 +42,16 @@ def add_pin_commands(app: typer.Typer, open_store: Callable[..., AbstractContext
     ) -> None:
         """Keep chunks from being evicted from the disk until whoever they are pinned for lets them go."""
         with open_store(kv_dir) as store:
-            store.pin(keys, holder)
+            store.pins.add(keys, holder)
         out.print(f"{len(set(keys)):,} chunks are pinned for {escape(holder)}", highlight=False, soft_wrap=True)
 
     @app.command()
     def unpin(*, holder: Holder, kv_dir: KvDir = Path("./kv")) -> None:
         """Let go of all chunks that are pinned for somebody; what others hold as well stays pinned."""
         with open_store(kv_dir) as store:
-            if holder not in store.pin_holders():
+            if holder not in store.pins.holders():
                 raise ConfigError(f"Nothing is pinned for {holder!r}: fused-kv store pins lists who holds chunks.")
-            store.unpin(holder)
+            store.pins.remove(holder)
         out.print(f"Nothing is pinned for {escape(holder)} any more", highlight=False, soft_wrap=True)
 
     @app.command()
@@ -62,8 +62,8 @@ def add_pin_commands(app: typer.Typer, open_store: Callable[..., AbstractContext
     ) -> None:
         """List for whom chunks are pinned, and the bytes that pinned chunks take on the disk."""
         with open_store(kv_dir, read_only=True) as store:
-            holders = sorted(store.pin_holders())
-            nbytes = store.pinned_bytes(totals.identity for totals in store.stats().identities)
+            holders = sorted(store.pins.holders())
+            nbytes = store.pins.nbytes(totals.identity for totals in store.stats().identities)
         if as_json:
             out.print_json(json.dumps({"kv_dir": str(kv_dir), "holders": holders, "pinned_bytes": nbytes}))
             return

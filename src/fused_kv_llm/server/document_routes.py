@@ -114,7 +114,7 @@ def documents(
 ) -> dict[str, Any]:
     """List documents, the oldest first; with `search` those whose name or id has this in it, in either case."""
     with state_of(http).documents.open(owner) as opened:
-        holders = opened.engine.store.pin_holders()
+        holders = opened.engine.store.pins.holders()
         found = opened.library.documents(limit + 1, after, search)
         return page(found, limit, lambda one: {"pinned": one.id in holders})
 
@@ -165,7 +165,7 @@ async def delete(http: Request, owner: Owned, id_: str) -> dict[str, Any]:
 
 def told(opened: OpenLibrary, document: Document) -> dict[str, Any]:
     """Return a document as clients see it."""
-    return document.to_dict() | {"pinned": document.id in opened.engine.store.pin_holders()}
+    return document.to_dict() | {"pinned": document.id in opened.engine.store.pins.holders()}
 
 
 def page(found: Sequence[T], limit: int, more: Callable[[T], dict[str, Any]] = lambda one: {}) -> dict[str, Any]:

@@ -88,9 +88,9 @@ class Libraries:
     def remove(self, engine: FusedKVEngine, library: Library, document: str) -> bool:
         """Delete a document with the KV that only it has; whether it was there."""
         # Before, so that a process that is killed leaves no pin without a document; and behind whoever pinned it since.
-        engine.store.unpin(document)
+        engine.store.pins.remove(document)
         texts = library.remove(document)
-        engine.store.unpin(document)
+        engine.store.pins.remove(document)
         if texts:
             engine.delete_chunks(texts)
         return texts is not None

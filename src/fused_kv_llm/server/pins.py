@@ -45,19 +45,19 @@ class Pins:
     def pin_again(self, engine: FusedKVEngine, library: Library, document: str) -> None:
         """Pin what was stored again, if the document is pinned."""
         with self._lock:
-            if document in engine.store.pin_holders():
+            if document in engine.store.pins.holders():
                 self._pin(engine, library, document)
 
     def unpin(self, engine: FusedKVEngine, document: str) -> None:
         """Let a document's KV be evicted again."""
         with self._lock:
-            engine.store.unpin(document)
+            engine.store.pins.remove(document)
 
     def _pin(self, engine: FusedKVEngine, library: Library, document: str) -> None:
-        engine.store.pin(self._keys(engine, library, document), document)
+        engine.store.pins.add(self._keys(engine, library, document), document)
         if library.document(document) is None:
             # It was deleted meanwhile, and unpinned perhaps before it was pinned here.
-            engine.store.unpin(document)
+            engine.store.pins.remove(document)
 
     @staticmethod
     def _keys(engine: FusedKVEngine, library: Library, document: str) -> list[str]:
@@ -70,7 +70,7 @@ class Pins:
             # Nothing is evicted, so pins take nothing from anybody.
             return
         most = int(budget * self._share)
-        taken = engine.store.pinned_bytes(identities_of(engine, self._libraries.names(owner.tenant)), keys)
+        taken = engine.store.pins.nbytes(identities_of(engine, self._libraries.names(owner.tenant)), keys)
         if taken > most:
             raise RefusedError(
                 f"With this document your pinned ones would take {taken / 1e6:.1f} MB: they may take "

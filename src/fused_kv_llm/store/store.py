@@ -16,6 +16,7 @@ from fused_kv_llm.store.index import ChunkRow, ContentRows
 from fused_kv_llm.store.namespaces import Namespaces
 from fused_kv_llm.store.opening import open_chunk
 from fused_kv_llm.store.parts import StoreParts
+from fused_kv_llm.store.pins import StorePins
 from fused_kv_llm.store.read import BlockReader, StoredKV
 from fused_kv_llm.store.references import References
 from fused_kv_llm.store.shared import SharedTier
@@ -73,6 +74,8 @@ class KVStore:
         The remote tier as a store that other machines write to as well.
     namespaces : Namespaces
         For which models, dtypes and templates there are chunks.
+    pins : StorePins
+        Who keeps which chunks from being evicted.
 
     Raises
     ------
@@ -116,6 +119,7 @@ class KVStore:
         self.archive = Archive(self._parts)
         self.references = References(self._parts)
         self.namespaces = Namespaces(self._parts)
+        self.pins = StorePins(self._parts)
         self.shared = SharedTier(self._parts)
 
     # -- writing ---------------------------------------------------------------------------------------------
@@ -352,36 +356,6 @@ class KVStore:
     def delete(self, keys: Iterable[str]) -> int:
         """Delete chunks from every tier; returns how many were stored."""
         return self._upkeep.delete(keys)
-
-    def pin(self, keys: Iterable[str], holder: str) -> None:
-        """Keep chunks from being evicted from the disk, for as long as somebody holds them."""
-        self._upkeep.pin(keys, holder)
-
-    def unpin(self, holder: str) -> None:
-        """Let go of everything that somebody has pinned; what others hold as well stays pinned."""
-        self._upkeep.unpin(holder)
-
-    def pinned(self, keys: Sequence[str]) -> set[str]:
-        """Return those of some chunks that are pinned, by their keys."""
-        self._parts.check_open()
-        return self._parts.index.pins.of([check_key(key) for key in keys])
-
-    def pin_holders(self) -> set[str]:
-        """Return everybody who has pinned something."""
-        self._parts.check_open()
-        return self._parts.index.pins.holders()
-
-    def pinned_bytes(self, identities: Iterable[str], keys: Iterable[str] = ()) -> int:
-        """Return how many bytes the pinned chunks take whose identities have these digests.
-
-        Parameters
-        ----------
-        identities : iterable of str
-        keys : iterable of str
-            Further chunks of these identities, which count as if they were pinned.
-        """
-        self._parts.check_open()
-        return self._parts.index.pins.nbytes(identities, [check_key(key) for key in keys])
 
     def evict(self, disk_bytes: int | str) -> int:
         """Evict the chunks of least value until the files take at most so many bytes; returns how many went."""

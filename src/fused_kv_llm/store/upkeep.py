@@ -48,27 +48,6 @@ class StoreUpkeep:
             self._parts.reader.forget(key, *names)
         return len(deleted)
 
-    def pin(self, keys: Iterable[str], holder: str) -> None:
-        """Keep chunks from being evicted from the disk, for as long as somebody holds them.
-
-        Parameters
-        ----------
-        keys : iterable of str
-            Of chunks, whether they are stored yet or not. They can be deleted all the same.
-        holder : str
-            For whose sake, such as a document's id.
-        """
-        self._parts.check_writable()
-        wanted = [check_key(key) for key in keys]
-        with self._parts.index.transaction():
-            self._parts.index.pins.add(wanted, holder)
-
-    def unpin(self, holder: str) -> None:
-        """Let go of everything that somebody has pinned; what others hold as well stays pinned."""
-        self._parts.check_writable()
-        with self._parts.index.transaction():
-            self._parts.index.pins.remove(holder)
-
     def evict(self, disk_bytes: int | str) -> int:
         """Evict the chunks of least value until the files take at most so many bytes; returns how many went.
 
