@@ -186,14 +186,19 @@ def test_ten_passages_in_float32() -> None:
     reuse, default = ("full_reuse", "similar", 0.0), ("sink_attention", "similar", 0.15)
     want = []
     for frame in ("plain", "short"):
-        two = quality(f"quality_ten_{frame}_float32_cpu.json")
-        records = [records_of(f"quality_ten_{frame}_float32{kind}_cpu.records.jsonl") for kind in ("", "_four_prompts")]
-        for (name, rows), of_two, of_four in zip(two.items(), *(of.values() for of in records), strict=True):
-            held, four = _held_back(of_two), _rows(of_four)
+        now = quality(f"quality_ten_{frame}_float32_cpu.json")
+        kinds = "", "_two_divisions", "_four_prompts"
+        records = [records_of(f"quality_ten_{frame}_float32{kind}_cpu.records.jsonl") for kind in kinds]
+        for (name, rows), of_now, *others in zip(now.items(), *(of.values() for of in records), strict=True):
+            held, (before, four) = _held_back(of_now), map(_rows, others)
             low, high = rows[default]["recovered_95"]
-            shares = [one["recovered"] for one in (
-                rows[reuse], held[reuse], rows[default], held[default], four[reuse], four[default]
-            )]  # fmt: skip
+            shares = [
+                of[method]["recovered"]
+                for of, method in (
+                    (rows, reuse), (held, reuse), (rows, default), (held, default),
+                    (before, reuse), (before, default), (four, reuse), (four, default),
+                )
+            ]  # fmt: skip
             cells = [f"{100 * share:.0f} %" for share in shares]
             cells[2] += f" ({100 * low:.0f} to {100 * high:.0f})"
             want.append([f"{name}, `{frame}`", *cells])
@@ -204,7 +209,7 @@ def test_ten_passages_in_float32() -> None:
 
 
 def test_four_prompts_instead_of_two() -> None:
-    kinds = "_float32_four_prompts", "_float32"
+    kinds = "_float32_four_prompts", "_float32_two_divisions"
     assert table("docs/methods.md", "wording and ratio, four prompts") == list(_kl_rows(*kinds))
 
 
@@ -259,6 +264,8 @@ def test_two_divisions_of_groups() -> None:
 
 def test_a_stronger_pull_and_a_stored_first_chunk() -> None:
     assert table("docs/methods.md", "wording and ratio, now") == list(_kl_rows("", "_two_divisions"))
+    want = list(_kl_rows("_float32", "_float32_two_divisions"))
+    assert table("docs/methods.md", "wording and ratio, now, float32") == want
 
 
 def test_one_prompt_instead_of_two() -> None:
