@@ -5,7 +5,7 @@ from __future__ import annotations
 from .adaptive import Adaptive, round_ratios
 from .chunk_opener import ChunkOpener
 from .context import FusionContext, Recipe
-from .found_chunks import MIN_REUSED_TOKENS, ChunkFinder, ReadPrompt
+from .found_chunks import MIN_REUSED_TOKENS, ChunkFinder
 from .fused_prompt import FusedPrompt
 from .fusion import Fusion, fuse
 from .generation import AnswerWriter, FinishReason, Generation, Piece
@@ -14,6 +14,7 @@ from .load_ahead import STUCK_S, LayerRead, LoadAhead
 from .loading_depth import MovingAverage, loading_depth, may_begin
 from .planning import RequestPlanner, TakeKV
 from .read_ahead import reader_threads
+from .read_prompt import ReadPrompt
 from .request import Request
 from .request_loading import RequestLoading
 from .selection import layer_scores, view_of

@@ -42,7 +42,7 @@ class ChunkOpener:
         ----------
         key : str
         token_ids : sequence of int
-            That the prompt has there.
+            The chunk's stand-alone ids, as the index has them.
         counted : bool
             Whether the chunk is used, for hit rates and policies, see :meth:`.KVStore.open`.
         """

@@ -7,35 +7,17 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 from fused_kv_llm.catalog import ChunkCatalog
-from fused_kv_llm.prompt import Encoded, Match, PromptPlan, Segment, plan_prompt
+from fused_kv_llm.prompt import Match, PromptPlan, Segment, plan_prompt
 from fused_kv_llm.report import Outcome
 from fused_kv_llm.store import ChunkRow
 from fused_kv_llm.verdicts import SeenChunks
 
-__all__ = ["MIN_REUSED_TOKENS", "ChunkFinder", "FoundChunks", "ReadPrompt"]
+from .read_prompt import ReadPrompt
+
+__all__ = ["MIN_REUSED_TOKENS", "ChunkFinder", "FoundChunks"]
 
 MIN_REUSED_TOKENS = 8
 """Fewest tokens of a chunk that are worth reading."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ReadPrompt:
-    """A prompt's text and tokens, which do not depend on what is stored.
-
-    Parameters
-    ----------
-    text : str
-        As the model gets it.
-    encoded : Encoded
-    """
-
-    text: str
-    encoded: Encoded
-
-    @property
-    def ids(self) -> list[int]:
-        """Its token ids."""
-        return self.encoded.ids
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,7 +13,8 @@ from fused_kv_llm.report import FusionReport, Outcome
 from fused_kv_llm.verdicts import JudgedPrompt, SeenChunks
 
 from .chunk_opener import ChunkOpener
-from .found_chunks import ChunkFinder, FoundChunks, ReadPrompt
+from .found_chunks import ChunkFinder, FoundChunks
+from .read_prompt import ReadPrompt
 from .request import Request
 
 __all__ = ["RequestPlanner", "TakeKV"]
