@@ -1,19 +1,23 @@
-"""Thousands of requests of every kind on a tiny model: what a soak sends, and what it looks at between its rounds."""
+"""Thousands of requests of every kind on a tiny model: what a soak sends, and what it looks at between its rounds.
+
+Run as a program it soaks a store and writes what it saw as JSON: a process of its own holds nothing of other tests'.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import json
 import os
 import random
+import sys
 import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 from corpus import SHORT, rag_prompt
 from models import smollm2_tokenizer, tiny_model
@@ -41,7 +45,7 @@ class State:
 
     rss_bytes: int
     open_files: int
-    threads: tuple[str, ...]
+    threads: list[str]
     caches: int
     stores: int
 
@@ -73,9 +77,6 @@ class Soak:
     checked: list[_Checked] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        # Other tests' loops rest for some seconds before they end, and their engines may still be open.
-        self._others = set(threading.enumerate())
-        self._other_stores = WeakSet(thing for thing in gc.get_objects() if type(thing) is KVStore)
         self.model, self._damaging = tiny_model(), threading.Lock()
         self.engines = [self._engine(tenant) for tenant in TENANTS]
         for engine in self.engines:
@@ -233,6 +234,27 @@ class Soak:
             thing for thing in gc.get_objects() if type(thing) in (FusedCache, ViewCache) and thing._buffer is not None
         ]
         pages = int(Path("/proc/self/statm").read_text().split()[1])
-        threads = tuple(sorted(thread.name for thread in set(threading.enumerate()) - self._others))
-        stores = sum(type(thing) is KVStore and thing not in self._other_stores for thing in gc.get_objects())
+        threads = sorted(thread.name for thread in threading.enumerate())
+        stores = sum(type(thing) is KVStore for thing in gc.get_objects())
         return State(pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir("/proc/self/fd")), threads, len(held), stores)
+
+
+def _soak(folder: Path, rounds: int, round_requests: int) -> dict[str, Any]:
+    """Soak a store in so many rounds; return what was seen."""
+    soak, started_s = Soak(folder), time.monotonic()
+    for number in range(rounds):
+        soak.round(number * round_requests, round_requests)
+        print(f"{time.monotonic() - started_s:.0f} s: {soak.states[-1]}", file=sys.stderr, flush=True)
+    differing = soak.answers_that_differ()
+    soak.close()
+    return {
+        "counts": soak.counts,
+        "states": [asdict(state) for state in soak.states],
+        "answers_compared": len(soak.checked),
+        "answers_differing": [asdict(one) for one in differing],
+        "model_locked": soak.engines[0].model_lock.locked(),
+    }
+
+
+if __name__ == "__main__":
+    json.dump(_soak(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])), sys.stdout)
