@@ -97,7 +97,7 @@ def test_a_further_request_takes_two_fifths_of_a_copy(folder: Path, monkeypatch:
 
     def noted(self: ServedRequest, *args: Any) -> None:
         take(self, *args)
-        buffers.append(self._prompt_kv.cache._buffer.nbytes)
+        buffers.append(self.answer.prompt.cache._buffer.nbytes)
 
     monkeypatch.setattr(ServedRequest, "take", noted)
     reports = {}
@@ -177,11 +177,11 @@ def test_tenants_share_no_page(folder: Path, tmp_path: Path) -> None:
             handle.wait_for_first()
         # The first token comes before a request shares.
         scheduler = one.requests._loop.scheduler
-        wait_until(lambda: all(type(running._fused.cache) is ViewCache for running in scheduler._running))
+        wait_until(lambda: all(type(running.answer.prompt.cache) is ViewCache for running in scheduler._running))
         pools = [engine.requests.context.pages for engine in (one, other)]
         with one.model_lock:
             keys = [set(pool._pages) for pool in pools]
-            chunks = [{id(view.chunk.keys) for view in running._fused.cache.view.chunks}
+            chunks = [{id(view.chunk.keys) for view in running.answer.prompt.cache.view.chunks}
                       for running in one.requests._loop.scheduler._running]  # fmt: skip
         assert not any(handle.done for handle in handles)
         for handle in handles:

@@ -134,7 +134,7 @@ def test_nothing_is_left_of_a_wrong_proposal(engine: FusedKVEngine) -> None:
     with engine.speculate(max_tokens=12) as speculation:
         speculation.propose(PROMPTS[0])
         wait_until_held(engine)
-        cache = held(engine)[0]._fused.cache
+        cache = held(engine)[0].answer.prompt.cache
         assert cache.nbytes > 0
     wait_until_none(engine)
     assert cache.nbytes == 0

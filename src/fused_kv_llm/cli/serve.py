@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -12,6 +12,10 @@ from fused_kv_llm.cli.config_file import ConfigFile, from_variables, more_of_fil
 from fused_kv_llm.cli.options import takes_engine_options
 from fused_kv_llm.cli.terminal import doing, out, quiet_libraries
 from fused_kv_llm.errors import ConfigError, MissingExtraError
+
+if TYPE_CHECKING:
+    # The server's packages may be missing until it is asked for.
+    from fused_kv_llm.server import ServerConfig
 
 __all__ = ["add_serve_command", "check_packages", "say_where"]
 
@@ -69,9 +73,6 @@ def _serve(
     that have begun are complete.
     """
     check_packages()
-    from fused_kv_llm.engine import FusedKVEngine
-    from fused_kv_llm.server import ServerConfig, serve
-
     given = {
         "host": host,
         "port": port,
@@ -85,19 +86,37 @@ def _serve(
         "allowed_hosts": tuple(allowed_host or ()),
         "allowed_origins": tuple(allowed_origin or ()),
     }
-    more = more_of_file(context, ServerConfig.model_fields)
-    # Of tables that flags and file both have, the flags' count.
-    server = ServerConfig(**given | {name: value for name, value in more.items() if not given.get(name)})
+    server = _server_config(context, given)
     if show_config:
-        for name, value, source in options_table(context):
-            out.print(f"{name} = {value}  [dim]# {escape(source)}[/]", highlight=False, soft_wrap=True)
+        _print_options(context)
         return
     quiet_libraries()
     if ray:
         _serve_on_ray(options, server, replicas, max_replicas)
-        return
-    if replicas != 1 or max_replicas is not None:
+    elif replicas != 1 or max_replicas is not None:
         raise ConfigError("--replicas and --max-replicas need --ray: without it there is one process")
+    else:
+        _serve_here(options, server)
+
+
+def _server_config(context: typer.Context, given: dict[str, Any]) -> ServerConfig:
+    """Return what flags and the configuration file say; of tables that both have, the flags' count."""
+    from fused_kv_llm.server import ServerConfig
+
+    more = more_of_file(context, ServerConfig.model_fields)
+    return ServerConfig(**given | {name: value for name, value in more.items() if not given.get(name)})
+
+
+def _print_options(context: typer.Context) -> None:
+    for name, value, source in options_table(context):
+        out.print(f"{name} = {value}  [dim]# {escape(source)}[/]", highlight=False, soft_wrap=True)
+
+
+def _serve_here(options: dict[str, Any], server: ServerConfig) -> None:
+    """Serve with an engine in this process, until it is told to end."""
+    from fused_kv_llm.engine import FusedKVEngine
+    from fused_kv_llm.server import serve
+
     with doing(f"Loading {options['model']}"):
         engine = FusedKVEngine(**options)
     with engine:
@@ -106,7 +125,7 @@ def _serve(
         serve(engine, server, on_started=say_where)
 
 
-def _serve_on_ray(options: dict[str, Any], server: Any, replicas: int, max_replicas: int | None) -> None:
+def _serve_on_ray(options: dict[str, Any], server: ServerConfig, replicas: int, max_replicas: int | None) -> None:
     from fused_kv_llm.scale import run_app
 
     out.print(f"Programs ask http://{server.host}:{server.port}/v1 when the replicas are ready", highlight=False)

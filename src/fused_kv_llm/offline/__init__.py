@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .alternative_path import AlternativePath
 from .anchors import AnchorBuilder
-from .background import BackgroundWork, Preprocess, PreprocessingCounts
+from .background import BackgroundWork, Preprocess
 from .batches import PendingChunk, batches
 from .context_prefill import BATCH_TOKENS as CONTEXT_BATCH_TOKENS
 from .context_prefill import context_batches
@@ -19,7 +19,7 @@ from .prefill import BATCH_TOKENS, Ingestor
 from .prefill_cost import PrefillCost
 from .preprocess import Preprocessor
 from .preprocessing_plan import PreprocessingPlan, PreprocessingPlanner
-from .progress import PassCounts, progress_bar
+from .progress import PassCounts, PreprocessingCounts, progress_bar
 from .questions import questions_from_chunks, retriever_of
 from .shift_prompts import BETWEEN_CHUNKS
 from .variant_builder import PromptChunks, VariantBuilder

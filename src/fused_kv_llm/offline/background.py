@@ -5,49 +5,29 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
 from fused_kv_llm.model import StoppedError
 
 from .batches import PendingChunk
+from .expected_chunks import ExpectedChunks
 from .prefill import Ingestor
 from .preprocess import Preprocessor
-from .progress import PassCounts, progress_bar
+from .progress import PreprocessingCounts, progress_bar
 from .variant_builder import PromptChunks, VariantBuilder
 
-__all__ = ["BackgroundWork", "Preprocess", "PreprocessingCounts"]
+__all__ = ["BackgroundWork", "Preprocess"]
 
 Preprocess = Literal["background", "wait", "later"]
 """When an ingestion has chunks preprocessed: beside requests, before it returns, or not yet."""
 
-_REMEMBERED_TEXTS = 4096
 _REMEMBERED_PROMPTS = 64
 _SHOWN_EVERY_S = 0.2
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class PreprocessingCounts(PassCounts):
-    """What the second pass of ingestion has to do and has done.
-
-    Parameters
-    ----------
-    refreshed : int
-        Chunks, of those done, that had been preprocessed after other neighbours.
-    stale : int
-        Chunks that were preprocessed after other neighbours and stay as they are.
-    neighbour_tokens : int
-        Tokens of similar chunks that had to be computed beside those that were preprocessed.
-    """
-
-    refreshed: int = 0
-    stale: int = 0
-    neighbour_tokens: int = 0
 
 
 class BackgroundWork:
@@ -82,7 +62,7 @@ class BackgroundWork:
         self._similar: Iterator[PromptChunks] = iter(())
         self._ingestor = ingestor
         self._preprocessor = preprocessor
-        self._expected: OrderedDict[str, None] = OrderedDict()
+        self._expected = ExpectedChunks()
         self._missing: deque[str] = deque()
         self._counts = PreprocessingCounts()
         self._wanted = self._refresh = self._closed = self._was_fruitless = False
@@ -94,27 +74,19 @@ class BackgroundWork:
     def expect(self, texts: Iterable[str]) -> None:
         """Remember chunks that have no KV; the oldest of too many are forgotten."""
         with self._changed:
-            for text in texts:
-                self._expected[text] = None
-                self._expected.move_to_end(text)
-            while len(self._expected) > _REMEMBERED_TEXTS:
-                self._expected.popitem(last=False)
+            self._expected.add(texts)
 
     def forget(self, texts: Iterable[str]) -> None:
         """Expect chunks no more, and ingest none of those that wait for it: they have left the corpus."""
         with self._changed:
             gone = set(texts)
-            for text in gone:
-                self._expected.pop(text, None)
+            self._expected.forget(gone)
             self._missing = deque(text for text in self._missing if text not in gone)
 
     def ingest_expected(self, prompt_text: str) -> None:
         """Queue every remembered chunk that a prompt contains verbatim; after `close` do nothing."""
         with self._changed:
-            present = [text for text in self._expected if text and text in prompt_text]
-            for text in present:
-                del self._expected[text]
-            if present:
+            if present := self._expected.take(prompt_text):
                 self._missing.extend(present)
                 self._start()
 

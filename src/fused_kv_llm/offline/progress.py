@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-__all__ = ["PassCounts", "progress_bar"]
+__all__ = ["PassCounts", "PreprocessingCounts", "progress_bar"]
 
 _LINE_EVERY_S = 5.0
 
@@ -49,6 +49,25 @@ class PassCounts:
         elapsed_s = max(elapsed_s, 1e-9)
         rate = f"{self.chunks / elapsed_s:.1f} chunks/s, {self.tokens / elapsed_s:,.0f} {self.unit}/s"
         return f"{rate}, {self.nbytes / 1e6:,.0f} MB" if self.nbytes or self.unit == "tokens" else rate
+
+
+@dataclass(slots=True)
+class PreprocessingCounts(PassCounts):
+    """What the second pass of ingestion has to do and has done.
+
+    Parameters
+    ----------
+    refreshed : int
+        Chunks, of those done, that had been preprocessed after other neighbours.
+    stale : int
+        Chunks that were preprocessed after other neighbours and stay as they are.
+    neighbour_tokens : int
+        Tokens of similar chunks that had to be computed beside those that were preprocessed.
+    """
+
+    refreshed: int = 0
+    stale: int = 0
+    neighbour_tokens: int = 0
 
 
 @contextmanager

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from fused_kv_llm.kv import PlacedChunk
-from fused_kv_llm.report import FusionReport
+from fused_kv_llm.report import FusionReport, PromptTrace, SelectionTrace
 from fused_kv_llm.selectors import Selector, variant_selector
 
 from .context import FusionContext
 from .request import Request
 from .variant_choice import report_variants
 
-__all__ = ["count_tokens", "count_uses"]
+__all__ = ["count_tokens", "count_uses", "trace_of"]
 
 
 def count_tokens(request: Request, selected: Tensor, report: FusionReport) -> None:
@@ -58,6 +58,26 @@ def count_uses(
     if (choosing := variant_selector(selector)) is not None:
         report.variants = report_variants(request, choosing.alpha, selected)
     _weigh_uses(context, request, selected)
+
+
+def trace_of(
+    request: Request, selected: Tensor, num_layers: int, selection: SelectionTrace | None
+) -> PromptTrace | None:
+    """Return what became of every token of a prompt; None where its offsets in the text were not asked for.
+
+    Parameters
+    ----------
+    request : Request
+    selected : Tensor
+        As :func:`count_tokens` takes it.
+    num_layers : int
+    selection : SelectionTrace or None
+        What the probe saw.
+    """
+    if request.offsets is None:
+        return None
+    recomputed = selected.cpu().numpy()
+    return PromptTrace(request.text, request.offsets, request.kind.numpy(), recomputed, num_layers, selection)
 
 
 def _weigh_uses(context: FusionContext, request: Request, selected: Tensor) -> None:

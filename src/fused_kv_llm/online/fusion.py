@@ -12,24 +12,11 @@ import torch
 from torch import Tensor
 
 from fused_kv_llm.decoding import end_token_ids
-from fused_kv_llm.model import (
-    ForwardPass,
-    FusedCache,
-    PausedError,
-    RaggedPart,
-    forward_rows,
-    pause_at,
-)
-from fused_kv_llm.report import FusionReport, PromptTrace, SelectionTrace
-from fused_kv_llm.selectors import (
-    FirstLayersView,
-    Probe,
-    TransferringSelector,
-    View,
-    budget_tokens,
-)
+from fused_kv_llm.model import FusedCache, PausedError, RaggedPart, forward_rows, pause_at
+from fused_kv_llm.report import FusionReport, SelectionTrace
+from fused_kv_llm.selectors import FirstLayersView, Probe, TransferringSelector, View, budget_tokens
 
-from .accounting import count_tokens, count_uses
+from .accounting import count_tokens, count_uses, trace_of
 from .adaptive import Rounds
 from .context import FusionContext, Recipe
 from .divergence import expected_divergence
@@ -37,12 +24,13 @@ from .draft import DRAFT_TOKENS, Draft
 from .first_layers import FirstLayersPass
 from .fused_prompt import FusedPrompt
 from .kept_prompt import KeptPrompt, fused_recipe, fused_runs
+from .passes import Passes
 from .request import Request
 from .request_kv import RequestKV
 from .selection import Selection, describe_chunks, timed, view_of
 from .sharing import Sharing
 from .slices import first_slice
-from .transfer import TransferPass, teaching
+from .transfer import TransferPass
 
 __all__ = ["Fusion", "fuse"]
 
@@ -79,6 +67,9 @@ class Fusion:
         self._room = capacity - request.num_tokens
         with timed(report, "load"), torch.inference_mode():
             self._kv = RequestKV(context, request, capacity)
+        selector = recipe.selector
+        strength = selector.transfer if isinstance(selector, TransferringSelector) and self._reuses else 0.0
+        self._passes = Passes(request, self._kv, context.loaded.geometry, strength)
 
     @property
     def _reuses(self) -> bool:
@@ -103,7 +94,7 @@ class Fusion:
             self._narrows = True
             known = describe_chunks(request, recipe)
             narrowing = FirstLayersPass(request, kv, view, recipe.selector, known, self._budget)
-            self._rows, self._slice = narrowing.rows.cpu(), self._part(narrowing)
+            self._rows, self._slice = narrowing.rows.cpu(), self._passes.part(narrowing)
         else:
             self._selection = Selection(context, request, kv, recipe, view, report)
 
@@ -192,11 +183,11 @@ class Fusion:
             self.select()
             if self._rounds is not None and self._drafts:
                 positions, ids = (part[:most_drafted] for part in self._rounds.drafted_rows)
-                self._slice = self._drafted(positions, ids)
+                self._slice = self._passes.of_draft(positions, ids)
                 return self._slice
             kind = self._request.kind[self._rows]
             rows = self._rows[: first_slice(kind, max_rows or self._rows.shape[0])]
-            self._slice = self._part(self._pass_of(rows))
+            self._slice = self._passes.of_rows(rows)
         return self._slice
 
     def computed(self, logits: Tensor) -> FusedPrompt | None:
@@ -297,25 +288,6 @@ class Fusion:
         self._kv.close(keep=self._released)
         self._request.close()
 
-    def _pass_of(self, rows: Tensor) -> ForwardPass:
-        request, kv, geometry = self._request, self._kv, self._context.loaded.geometry
-        selector = self._recipe.selector
-        strength = selector.transfer if isinstance(selector, TransferringSelector) else 0.0
-        if strength and self._reuses and (known := teaching(request, rows)).numel():
-            return TransferPass(request, rows, known, kv, geometry, strength)
-        return ForwardPass(rows.to(kv.cache.keys.device), int(rows[-1]) + 1, kv.fillers, geometry.last_layer)
-
-    def _drafted(self, positions: list[int], token_ids: list[int]) -> RaggedPart:
-        """Return the forward of drafted tokens, behind the prompt."""
-        device = self._kv.cache.keys.device
-        rows = torch.tensor(positions, device=device)
-        return RaggedPart(torch.tensor(token_ids, device=device), self._kv.cache, ForwardPass(rows, positions[-1] + 1))
-
-    def _part(self, forward_pass: ForwardPass) -> RaggedPart:
-        device = self._kv.cache.keys.device
-        return RaggedPart(torch.tensor(self._request.ids, device=device)[forward_pass.rows], self._kv.cache,
-                          forward_pass)  # fmt: skip
-
     def _count(self) -> None:
         report, rounds, context, request = self._report, self._rounds, self._context, self._request
         count_tokens(request, self._selected, report)
@@ -329,10 +301,7 @@ class Fusion:
         shifts = self._kv.shifts
         if shifts is not None and shifts.bytes_loaded:
             report.sidecar_bytes_loaded["context_shift"] = shifts.bytes_loaded
-        if request.offsets is not None:
-            kind = request.kind.numpy()
-            recomputed, num_layers = self._selected.cpu().numpy(), context.loaded.geometry.num_layers
-            report.trace = PromptTrace(request.text, request.offsets, kind, recomputed, num_layers, self._trace)
+        report.trace = trace_of(request, self._selected, context.loaded.geometry.num_layers, self._trace)
 
 
 def fuse(context: FusionContext, request: Request, recipe: Recipe, capacity: int, report: FusionReport) -> FusedPrompt:

@@ -9,19 +9,20 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from fused_kv_llm.engine import FusedKVEngine
 from fused_kv_llm.errors import ConfigError
 
 from .config import ServerConfig
 from .history_file import connected, open_file
+from .history_filter import HistoryFilter
 from .history_schema import SUMMARY_COLUMNS, RequestRecord, packed, summary_of, unpacked
 from .history_writer import HistoryWriter
 from .refusals import RefusedError
 from .retention import retain
 
-__all__ = ["History", "HistoryFilter", "open_history"]
+__all__ = ["History", "open_history"]
 
 _FOLDER = "requests"
 _WAIT_S, _SWEEP_S = 5.0, 60.0
@@ -29,31 +30,6 @@ _COLUMNS = ", ".join(SUMMARY_COLUMNS)
 _MOST_OF_ALL = 8
 """A request that takes more than this part of all bytes has no texts kept, and the log is cut after as much is new."""
 _log = logging.getLogger(__name__)
-
-
-class HistoryFilter(NamedTuple):
-    """Which requests are listed; None takes all."""
-
-    selector: str | None = None
-    status: str | None = None
-    verdict: str | None = None
-    min_reused: float | None = None
-    since_s: float | None = None
-    until_s: float | None = None
-
-    def conditions(self) -> tuple[str, list[Any]]:
-        """Return what to append to a condition of SQL, and its values."""
-        path = None if self.verdict is None else f'$."{self.verdict}"'
-        found = (
-            ("selector = ?", self.selector),
-            ("status = ?", self.status),
-            ("json_extract(verdicts, ?) > 0", path),
-            ("reused_tokens >= ? * prompt_tokens", self.min_reused),
-            ("created_s >= ?", self.since_s),
-            ("created_s <= ?", self.until_s),
-        )
-        wanted = [(condition, value) for condition, value in found if value is not None]
-        return "".join(f" AND {condition}" for condition, _ in wanted), [value for _, value in wanted]
 
 
 class History:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 from fastapi.concurrency import run_in_threadpool
 
 from fused_kv_llm.engine import FusedKVEngine
-from fused_kv_llm.report import Outcome
 
 from .guard import tenant_of
-from .history import History, HistoryFilter
+from .history import History
+from .history_filter import HistoryQuery
 from .refusals import RefusedError
 from .state import ServerState, state_of
 from .tenant_rows import tenant_rows
@@ -21,28 +21,13 @@ __all__ = ["router"]
 
 router = APIRouter()
 
-Id = Annotated[str | None, Query(max_length=64)]
-Number = Annotated[float | None, Query(allow_inf_nan=False)]
-
 
 @router.get("/v1/requests")
-def requests(
-    http: Request,
-    limit: Annotated[int, Query(ge=1, le=200)] = 50,
-    before: Id = None,
-    selector: Annotated[str | None, Query(max_length=64)] = None,
-    status: Literal["ok", "cancelled", "refused", "failed"] | None = None,
-    verdict: Outcome | None = None,
-    min_reused: Annotated[float | None, Query(ge=0, le=1)] = None,
-    since_s: Number = None,
-    until_s: Number = None,
-) -> dict[str, Any]:
+def requests(http: Request, wanted: Annotated[HistoryQuery, Query()]) -> dict[str, Any]:
     """List requests, the newest first."""
     history, tenant = _history(http)
-    outcome = None if verdict is None else verdict.value
-    wanted = HistoryFilter(selector, status, outcome, min_reused, since_s, until_s)
-    found = history.summaries(tenant, limit + 1, before, wanted)
-    return {"object": "list", "data": found[:limit], "has_more": len(found) > limit}
+    found = history.summaries(tenant, wanted.limit + 1, wanted.before, wanted)
+    return {"object": "list", "data": found[: wanted.limit], "has_more": len(found) > wanted.limit}
 
 
 @router.get("/v1/requests/{id_}")

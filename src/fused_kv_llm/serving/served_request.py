@@ -7,21 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
 
-import torch
 from torch import Tensor
 
 from fused_kv_llm.config import GenerationConfig
 from fused_kv_llm.decoding import Constraint
 from fused_kv_llm.errors import ChunkDamagedError, DeadlineError, RequestCancelledError, StoreError
-from fused_kv_llm.model import ForwardPass, RaggedPart, ViewCache, may_pause
-from fused_kv_llm.online import (
-    AnswerWriter,
-    FusedPrompt,
-    Fusion,
-    Recipe,
-    Request,
-    Sharing,
-)
+from fused_kv_llm.model import RaggedPart, may_pause
+from fused_kv_llm.online import FusedPrompt, Fusion, Recipe, Request, Sharing
 from fused_kv_llm.prompt import Prompt
 from fused_kv_llm.report import FusionReport, RequestSpan
 from fused_kv_llm.verdicts import JudgedPrompt
@@ -31,6 +23,7 @@ from .home import RequestHome
 from .loader import Loader
 from .prompt_plan import PromptPlan
 from .terms import Terms
+from .written_answer import WrittenAnswer
 
 __all__ = ["RequestState", "ServedRequest"]
 
@@ -79,6 +72,8 @@ class ServedRequest:
         Of the answer.
     prompt_plan : PromptPlan
         Its prompt until it is computed, and how far that is loaded.
+    answer : WrittenAnswer
+        Its prompt once it is computed, and what is written behind it.
     prompt_tokens, kv_nbytes : int
         Tokens of the prompt, and bytes of its KV with room for the answer, without what it shares; 0 before it is
         planned.
@@ -125,8 +120,7 @@ class ServedRequest:
         self._span = RequestSpan(home.context.loaded.model_id, "prefill")
         self._judged: JudgedPrompt | None = None
         self._fusion: Fusion | None = None
-        self._fused: FusedPrompt | None = None
-        self._writer: AnswerWriter | None = None
+        self.answer = WrittenAnswer(home.context.loaded)
 
     @property
     def is_done(self) -> bool:
@@ -136,7 +130,7 @@ class ServedRequest:
     @property
     def has_begun(self) -> bool:
         """Whether something of it has been computed, or was sent before it began anew."""
-        return self.state not in (RequestState.WAITING, RequestState.LOADING) or self._writer is not None
+        return self.state not in (RequestState.WAITING, RequestState.LOADING) or self.answer.has_begun
 
     @property
     def deadline_s(self) -> float:
@@ -260,8 +254,8 @@ class ServedRequest:
         self.provisional = False
         self.report.count_from(asked_s)
         self.report.warnings += terms.warnings
-        if self._fused is not None:
-            self.take(self._fused)
+        if self.answer.prompt is not None:
+            self.take(self.answer.prompt)
 
     def plan_again(self, error: ChunkDamagedError) -> None:
         """Go back to planning, without a chunk that turned out to be damaged."""
@@ -277,7 +271,7 @@ class ServedRequest:
             The chunk that was waited for, if that is known.
         """
         self.prompt_plan.give_up(lost_key)
-        if self._writer is None:
+        if not self.answer.has_begun:
             # The other one is written to by a thread that may come back.
             self.report = replace(self.report, warnings=[*self.report.warnings], seconds={**self.report.seconds})
             self.handle.report = self.report
@@ -287,24 +281,18 @@ class ServedRequest:
         """Give back what it holds and go back to planning; its answer goes on after the tokens that were sent."""
         self.prompt_plan.close()
         self._close_fusion()
-        self._release_kv()
+        self.answer.release()
         self._span.end_slice()
         if self.state is RequestState.DECODING:
             self._span.enter("prefill")
         self.state = RequestState.WAITING
 
     def part(self, max_rows: int | None) -> RaggedPart:
-        """Return what this request has computed next: a slice of its prompt, or the answer's tokens without KV.
-
-        That is the last one, or all that were sent before the request began anew.
-        """
+        """Return what this request has computed next: a slice of its prompt, or the answer's tokens without KV."""
         if self._fusion is not None:
             self._span.begin_slice()
             return self._fusion.next_slice(max_rows)
-        cache, device = self._prompt_kv.cache, self.home.context.loaded.device
-        ids = torch.tensor(self._answer.token_ids[cache.length - self.prompt_tokens :], device=device)
-        stop = cache.length + ids.shape[0]
-        return RaggedPart(ids, cache, ForwardPass(torch.arange(cache.length, stop, device=device), stop))
+        return self.answer.next_part()
 
     def computed(self, logits: Tensor, seconds: float) -> None:
         """Take the logits ``[vocabulary]`` after this request's last row, of a step that took `seconds`."""
@@ -316,7 +304,7 @@ class ServedRequest:
             if prompt is not None:
                 self.take(prompt)
             return
-        self._prompt_kv.cache.length = self.prompt_tokens + len(self._answer.token_ids)
+        self.answer.computed()
         self._write(logits)
 
     def end(self, error: BaseException | None = None) -> None:
@@ -360,17 +348,12 @@ class ServedRequest:
 
         What nobody has asked is left to nobody, but for what the prompt in its place begins with too.
         """
-        if self._fused is not None:
-            cache, kept = self._fused.cache, self._fused.kept
-            if isinstance(cache, ViewCache):
-                # Its prompt was left before its chunks were shared.
-                return
-            if self._writer is not None:
-                kept = kept.with_answer(self._writer.token_ids[: cache.length - len(kept.ids)])
-        elif self._fusion is not None:
-            cache, kept = self._fusion.complete
-        else:
+        left = self.answer.kept()
+        if left is None and self.answer.prompt is None and self._fusion is not None:
+            left = self._fusion.complete
+        if left is None:
             return
+        cache, kept = left
         if self.provisional:
             kept = kept.common_with(self.successor_ids)
         if kept.ids:
@@ -379,34 +362,22 @@ class ServedRequest:
     def _give_back(self) -> None:
         self.prompt_plan.close()
         self._close_fusion()
-        text = None if self._fused is None or self.provisional else self._fused.text
-        self._release_kv()
-        if text is not None:
-            self.home.answered(text)
+        prompt = self.answer.prompt
+        self.answer.release()
+        if prompt is not None and not self.provisional:
+            self.home.answered(prompt.text)
         self._span.end(self.report.to_dict())
-
-    @property
-    def _prompt_kv(self) -> FusedPrompt:
-        if self._fused is None:
-            raise RuntimeError(f"a request that is {self.state.value} has no KV yet")
-        return self._fused
-
-    @property
-    def _answer(self) -> AnswerWriter:
-        if self._writer is None:
-            raise RuntimeError(f"a request that is {self.state.value} has no answer yet")
-        return self._writer
 
     def take(self, prompt: FusedPrompt) -> None:
         """Go on with a complete prompt: send its first token, and decode; a provisional one is held."""
-        self._fused = prompt
+        self.answer.prompt = prompt
         if self.provisional:
             self.state = RequestState.HELD
             return
         self.prompt_plan.count()
         if self._fusion is not None:
             self.report.read_s += self._fusion.read_s
-        if self._writer is not None:
+        if self.answer.has_begun:
             # It began anew, and has sent a part of its answer before.
             self._span.enter("decode")
             self.state, self.report.own_kv_bytes, self.report.shared_kv_bytes = RequestState.DECODING, self.kv_nbytes, 0
@@ -424,13 +395,11 @@ class ServedRequest:
         self._span.enter("decode")
         if self.terms.expected:
             self.handle.on_report = self._judge
-        cache, self.report.own_kv_bytes = self._prompt_kv.cache, self.kv_nbytes
-        config = replace(self._config, max_tokens=min(cache.get_max_length() - cache.length, self._config.max_tokens))
-        loaded = self.home.context.loaded
-        self._writer = AnswerWriter(loaded, config, self.report, self.arrived_s, self._constraint)
+        self.report.own_kv_bytes = self.kv_nbytes
+        self.answer.begin(self._config, self.report, self.arrived_s, self._constraint)
 
     def _write(self, logits: Tensor) -> None:
-        piece = self._answer.write(logits)
+        piece = self.answer.write(logits)
         self.failures = 0
         if piece.finish_reason is not None:
             # Given back before the caller learns that it is over.
@@ -449,11 +418,6 @@ class ServedRequest:
             self.home.judge_expected(self.terms.expected, self._judged, report)
         except StoreError as error:
             report.warnings.append(f"nothing was found out about chunks that were not reused: {error}")
-
-    def _release_kv(self) -> None:
-        fused, self._fused = self._fused, None
-        if fused is not None:
-            fused.cache.release()
 
     def _close_fusion(self) -> None:
         fusion, self._fusion = self._fusion, None
