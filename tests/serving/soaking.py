@@ -6,6 +6,7 @@ Run as a program it soaks a store and writes what it saw as JSON: a process of i
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import gc
 import json
 import os
@@ -13,6 +14,7 @@ import random
 import sys
 import threading
 import time
+import warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -23,7 +25,7 @@ from corpus import SHORT, rag_prompt
 from models import smollm2_tokenizer, tiny_model
 from waiting import wait_until
 
-from fused_kv_llm import FusedKVEngine
+from fused_kv_llm import FusedKVEngine, FusedKVWarning
 from fused_kv_llm.errors import DeadlineError, EngineClosedError, QueueFullError, RequestCancelledError
 from fused_kv_llm.model import FusedCache, ViewCache
 from fused_kv_llm.store import KVStore
@@ -241,6 +243,12 @@ class Soak:
 
 def _soak(folder: Path, rounds: int, round_requests: int) -> dict[str, Any]:
     """Soak a store in so many rounds; return what was seen."""
+    unhandled = list[str]()
+    threading.excepthook = lambda args: unhandled.append(repr(args.exc_value))
+    sys.unraisablehook = lambda args: unhandled.append(repr(args.exc_value))
+    # As in other tests; damaged files are warned about.
+    warnings.simplefilter("error")
+    warnings.simplefilter("ignore", FusedKVWarning)
     soak, started_s = Soak(folder), time.monotonic()
     for number in range(rounds):
         soak.round(number * round_requests, round_requests)
@@ -252,9 +260,12 @@ def _soak(folder: Path, rounds: int, round_requests: int) -> dict[str, Any]:
         "states": [asdict(state) for state in soak.states],
         "answers_compared": len(soak.checked),
         "answers_differing": [asdict(one) for one in differing],
+        "unhandled": unhandled,
         "model_locked": soak.engines[0].model_lock.locked(),
     }
 
 
 if __name__ == "__main__":
+    # A soak that hangs says where, before its test gives up.
+    faulthandler.dump_traceback_later(3500.0 if os.environ.get("FUSED_KV_SOAK") == "1" else 540.0)
     json.dump(_soak(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])), sys.stdout)

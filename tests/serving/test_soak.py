@@ -22,7 +22,8 @@ SOAK = os.environ.get("FUSED_KV_SOAK") == "1"
 REQUESTS, ROUNDS, KILLS = (10_000, 20, 10) if SOAK else (240, 4, 2)
 # What allocators keep of rounds that differ; a leak of one request's KV would be ten times as much.
 GROWTH_BYTES = 48 * 2**20
-# The loop and its planners, and a few that read for each engine that is open; a dozen engines and more are closed.
+# The main thread, the loop and its planners, and a few that read for each engine that is open; a dozen engines and
+# more are closed.
 MOST_THREADS = 20
 EXIT_S = 15.0
 
@@ -62,6 +63,7 @@ def test_nothing_is_left_of_thousands_of_requests(tmp_path: Path) -> None:
     assert max(len(state.threads) for state in states) <= MOST_THREADS
     before, after = (statistics.median(state.rss_bytes for state in part) for part in (warm[:half], warm[half:]))
     assert after - before <= GROWTH_BYTES
+    assert seen["unhandled"] == []
     assert not seen["model_locked"]
 
 

@@ -11,7 +11,7 @@ _MOST_TEXTS = 4096
 
 
 class ExpectedChunks:
-    """Texts that are expected in prompts; the oldest of too many are forgotten. Whoever uses it holds a lock."""
+    """Texts that are expected in prompts; the oldest of too many are forgotten. Not thread-safe."""
 
     def __init__(self) -> None:
         self._texts: OrderedDict[str, None] = OrderedDict()

@@ -63,7 +63,7 @@ def count_uses(
 def trace_of(
     request: Request, selected: Tensor, num_layers: int, selection: SelectionTrace | None
 ) -> PromptTrace | None:
-    """Return what became of every token of a prompt; None where its offsets in the text were not asked for.
+    """Return what became of every token of a prompt; None for a request without offsets in the text.
 
     Parameters
     ----------

@@ -65,10 +65,10 @@ class Fusion:
         self._deviations: list[tuple[float, int]] = []
         self._rounds: Rounds | None = None
         self._room = capacity - request.num_tokens
-        with timed(report, "load"), torch.inference_mode():
-            self._kv = RequestKV(context, request, capacity)
         selector = recipe.selector
         strength = selector.transfer if isinstance(selector, TransferringSelector) and self._reuses else 0.0
+        with timed(report, "load"), torch.inference_mode():
+            self._kv = RequestKV(context, request, capacity)
         self._passes = Passes(request, self._kv, context.loaded.geometry, strength)
 
     @property

@@ -348,9 +348,10 @@ class ServedRequest:
 
         What nobody has asked is left to nobody, but for what the prompt in its place begins with too.
         """
-        left = self.answer.kept()
-        if left is None and self.answer.prompt is None and self._fusion is not None:
-            left = self._fusion.complete
+        if self.answer.prompt is not None:
+            left = self.answer.kept()
+        else:
+            left = None if self._fusion is None else self._fusion.complete
         if left is None:
             return
         cache, kept = left

@@ -36,17 +36,17 @@ class WrittenAnswer:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a token was sent."""
+        """Whether an answer was begun, behind this prompt's KV or behind KV that was given back."""
         return self._writer is not None
 
     def begin(
-        self, config: GenerationConfig, report: FusionReport, called_s: float, constraint: Constraint | None
+        self, config: GenerationConfig, report: FusionReport, started_s: float, constraint: Constraint | None
     ) -> None:
-        """Begin an answer behind the prompt; `report` and `called_s` as :class:`.AnswerWriter` takes them."""
+        """Begin an answer, no longer than there is room for; :class:`.AnswerWriter` has the parameters."""
         cache = self._complete.cache
         room = cache.get_max_length() - cache.length
         config = replace(config, max_tokens=min(room, config.max_tokens))
-        self._writer = AnswerWriter(self._loaded, config, report, called_s, constraint)
+        self._writer = AnswerWriter(self._loaded, config, report, started_s, constraint)
 
     def write(self, logits: Tensor) -> Piece:
         """Choose the next token by its logits, ``[vocabulary]``."""
@@ -64,10 +64,10 @@ class WrittenAnswer:
         self._complete.cache.length = self._num_tokens
 
     def kept(self) -> tuple[FusedCache, KeptPrompt] | None:
-        """Return what later prompts may use; None without KV, and once chunks are shared: it was left before."""
-        if self.prompt is None or isinstance(self.prompt.cache, ViewCache):
+        """Return what later prompts may use; None once the prompt's chunks are shared: it was left before."""
+        cache, kept = self._complete.cache, self._complete.kept
+        if isinstance(cache, ViewCache):
             return None
-        cache, kept = self.prompt.cache, self.prompt.kept
         if self._writer is not None:
             kept = kept.with_answer(self._writer.token_ids[: cache.length - len(kept.ids)])
         return cache, kept
