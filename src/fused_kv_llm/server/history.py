@@ -16,7 +16,7 @@ from fused_kv_llm.errors import ConfigError
 
 from .config import ServerConfig
 from .history_file import connected, open_file
-from .history_filter import HistoryFilter
+from .history_query import HistoryQuery
 from .history_schema import SUMMARY_COLUMNS, RequestRecord, packed, summary_of, unpacked
 from .history_writer import HistoryWriter
 from .refusals import RefusedError
@@ -57,21 +57,20 @@ class History:
         """Keep a request, soon and in another thread; `nbytes` is about what it takes in memory until then."""
         self._writer.put(lambda connection: self._insert(connection, make()), nbytes)
 
-    def summaries(
-        self, tenant: str, limit: int, before: str | None = None, wanted: HistoryFilter | None = None
-    ) -> list[dict[str, Any]]:
-        """Return a tenant's requests, the newest first, from behind one on.
+    def summaries(self, tenant: str, limit: int, wanted: HistoryQuery | None = None) -> list[dict[str, Any]]:
+        """Return so many of a tenant's requests, the newest first; the query's own limit is left to the caller.
 
         Raises
         ------
         RefusedError
             If the file cannot be read.
         """
-        condition, values = (wanted or HistoryFilter()).conditions()
+        wanted = wanted or HistoryQuery()
+        condition, values = wanted.conditions()
         query = f"SELECT {_COLUMNS} FROM requests WHERE tenant = ?{condition}"
-        if before is not None:
+        if wanted.before is not None:
             query += " AND number < (SELECT number FROM requests WHERE tenant = ? AND id = ?)"
-            values += [tenant, before]
+            values += [tenant, wanted.before]
         with self._reading() as connection:
             if connection is None:
                 return []

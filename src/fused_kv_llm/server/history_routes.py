@@ -12,7 +12,7 @@ from fused_kv_llm.engine import FusedKVEngine
 
 from .guard import tenant_of
 from .history import History
-from .history_filter import HistoryQuery
+from .history_query import HistoryQuery
 from .refusals import RefusedError
 from .state import ServerState, state_of
 from .tenant_rows import tenant_rows
@@ -26,7 +26,7 @@ router = APIRouter()
 def requests(http: Request, wanted: Annotated[HistoryQuery, Query()]) -> dict[str, Any]:
     """List requests, the newest first."""
     history, tenant = _history(http)
-    found = history.summaries(tenant, wanted.limit + 1, wanted.before, wanted)
+    found = history.summaries(tenant, wanted.limit + 1, wanted)
     return {"object": "list", "data": found[: wanted.limit], "has_more": len(found) > wanted.limit}
 
 

@@ -2197,14 +2197,14 @@ export interface operations {
     requests_v1_requests_get: {
         parameters: {
             query?: {
+                limit?: number;
+                before?: string | null;
                 selector?: string | null;
                 status?: ("ok" | "cancelled" | "refused" | "failed") | null;
                 verdict?: components["schemas"]["Outcome"] | null;
                 min_reused?: number | null;
                 since_s?: number | null;
                 until_s?: number | null;
-                limit?: number;
-                before?: string | null;
             };
             header?: never;
             path?: never;

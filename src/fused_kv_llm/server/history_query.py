@@ -8,12 +8,14 @@ from pydantic import BaseModel, Field
 
 from fused_kv_llm.report import Outcome
 
-__all__ = ["HistoryFilter", "HistoryQuery"]
+__all__ = ["HistoryQuery"]
 
 
-class HistoryFilter(BaseModel):
-    """Which requests are listed; None takes all."""
+class HistoryQuery(BaseModel):
+    """How many requests are listed, from behind the one with the id `before` on, and which; None takes all."""
 
+    limit: int = Field(50, ge=1, le=200)
+    before: str | None = Field(None, max_length=64)
     selector: str | None = Field(None, max_length=64)
     status: Literal["ok", "cancelled", "refused", "failed"] | None = None
     verdict: Outcome | None = None
@@ -22,7 +24,7 @@ class HistoryFilter(BaseModel):
     until_s: float | None = Field(None, allow_inf_nan=False)
 
     def conditions(self) -> tuple[str, list[Any]]:
-        """Return what to append to a condition of SQL, and its values."""
+        """Return what to append to a condition of SQL for which requests are listed, and its values."""
         path = None if self.verdict is None else f'$."{self.verdict.value}"'
         found = (
             ("selector = ?", self.selector),
@@ -34,10 +36,3 @@ class HistoryFilter(BaseModel):
         )
         wanted = [(condition, value) for condition, value in found if value is not None]
         return "".join(f" AND {condition}" for condition, _ in wanted), [value for _, value in wanted]
-
-
-class HistoryQuery(HistoryFilter):
-    """A page of the list: so many requests, from behind the one with the id `before` on."""
-
-    limit: int = Field(50, ge=1, le=200)
-    before: str | None = Field(None, max_length=64)
