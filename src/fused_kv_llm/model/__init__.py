@@ -16,6 +16,7 @@ from .loading import LoadedModel, choose_device, choose_dtype, has_native_bfloat
 from .lock import ModelLock, lock_of
 from .narrowing import NarrowingPass
 from .numbers import check_numbers
+from .of_model import OfModel
 from .owner import ModelOwner, StoppedError
 from .packed import PackedChunk, prefill_packed
 from .pass_context import StopForwardError
@@ -41,6 +42,7 @@ __all__ = [
     "ModelLock",
     "ModelOwner",
     "NarrowingPass",
+    "OfModel",
     "PackedChunk",
     "PausedError",
     "PrefixKV",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from types import TracebackType
 from typing import Any
-from weakref import WeakKeyDictionary
+
+from .of_model import OfModel
 
 __all__ = ["ModelLock", "lock_of"]
 
@@ -47,8 +47,7 @@ class ModelLock:
         return self._waiting > 0
 
 
-_locks: WeakKeyDictionary[Any, ModelLock] = WeakKeyDictionary()
-_finding = threading.Lock()
+_locks = OfModel(lambda model: ModelLock())
 
 
 def lock_of(model: Any) -> ModelLock:
@@ -56,16 +55,4 @@ def lock_of(model: Any) -> ModelLock:
 
     Otherwise one engine's forwards would run beside another's.
     """
-    with _finding:
-        return _locks.setdefault(model, ModelLock())
-
-
-def _after_fork() -> None:
-    global _finding  # noqa: PLW0603 - a lock that was held cannot be let go here
-    _finding = threading.Lock()
-    for lock in list(_locks.values()):
-        lock.begin_anew()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    return _locks(model)

@@ -19,6 +19,7 @@ from fused_kv_llm.store import KVStore, stored_bytes_per_token
 from .alternative_path import AlternativePath
 from .batches import PendingChunk, batches
 from .corpus import CorpusPlanner
+from .first_passes import first_passes_of
 from .neighbours import GivenNeighbours
 from .prefill_cost import WORTH_MEASURING_TOKENS, PrefillCost
 from .preprocess import Preprocessor
@@ -116,7 +117,10 @@ class Ingestor:
             self._cost.measure(self._owner)
         rest = self._adopt_all(new, report)
         counts = PassCounts(len(rest), sum(len(chunk.token_ids) for chunk in rest))
-        with progress_bar("Prefilling chunks", counts, enabled=progress) as show:
+        with (
+            first_passes_of(self._loaded.model).under_way(),
+            progress_bar("Prefilling chunks", counts, enabled=progress) as show,
+        ):
             self._prefill_all(rest, counts, show)
         report.chunks_new = report.chunks_adopted + counts.chunks
         report.tokens, report.bytes_written = counts.tokens, report.bytes_written + counts.nbytes

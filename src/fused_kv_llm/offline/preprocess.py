@@ -25,6 +25,7 @@ from fused_kv_llm.store import KVStore, replacement_tensors
 from .batches import PendingChunk
 from .context_prefill import ContextPrefill
 from .corpus import CorpusPlanner
+from .first_passes import AfterFirstPasses, first_passes_of
 from .neighbour_graph import Similarity
 from .neighbours import GivenNeighbours, given_neighbours
 from .preprocessing_plan import PreprocessingPlan, PreprocessingPlanner
@@ -52,7 +53,7 @@ class Preprocessor:
     similarity : Similarity
         How similar chunks are found.
     owner : ModelOwner
-        Computes the batches, between those of requests.
+        Computes the batches, between those of requests and when no first pass is under way.
 
     Attributes
     ----------
@@ -73,7 +74,7 @@ class Preprocessor:
         self._store = store
         self._prefix = prefix
         self._planner = planner
-        self._owner = owner
+        self._owner = AfterFirstPasses(owner, first_passes_of(loaded.model))
         self._times = similarity.prompts
         self.replaces = similarity.replaces
         self._plans = PreprocessingPlanner(store, planner.catalog, planner.identity, planner.max_tokens, similarity)

@@ -29,6 +29,8 @@ from fused_kv_llm.model import (
 from fused_kv_llm.prompt import Segment
 from fused_kv_llm.store import KVStore, VariantRecord, Variants, variant_name
 
+from .first_passes import AfterFirstPasses, first_passes_of
+
 __all__ = ["PromptChunks", "VariantBuilder"]
 
 _PIECE_TOKENS = 256
@@ -64,11 +66,12 @@ class VariantBuilder:
     store : KVStore
     variants : Variants
     owner : ModelOwner
-        Computes the pieces, between those of requests.
+        Computes the pieces, between those of requests and when no first pass is under way.
     """
 
     def __init__(self, loaded: LoadedModel, store: KVStore, variants: Variants, owner: ModelOwner) -> None:
-        self._loaded, self._store, self._variants, self._owner = loaded, store, variants, owner
+        self._loaded, self._store, self._variants = loaded, store, variants
+        self._owner = AfterFirstPasses(owner, first_passes_of(loaded.model))
         # Nothing is kept between prompts: requests need the memory more.
         self._pool = CachePool(loaded.dtype, loaded.device, max_bytes=0)
 
