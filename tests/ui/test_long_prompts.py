@@ -12,7 +12,7 @@ from ui import synthetic
 SLACK = float(os.environ.get("FUSED_KV_UI_SLACK", "1"))
 
 VIEWS = ("Score", "Layer", "Replay", "State")
-REPEATS = 3
+REPEATS = 6
 
 # From the arrival of a request's data to the frame after the click that it lets happen.
 SHOWN = """async () => {
