@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from corpus import SHORT
+from corpus import SHORT, rag_prompt
 from models import smollm2_tokenizer, tiny_model
 from waiting import exit_status, wait_until
 
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.model import PrefixKV, StoppedError
 from fused_kv_llm.offline import prefill, true_kv
-from fused_kv_llm.offline.first_passes import FirstPasses, first_passes_of
+from fused_kv_llm.offline.first_passes import AfterFirstPasses, FirstPasses, first_passes_of
 
 OLD = SHORT[:8]
 NEW = [f"{text} So says number {number}." for number in range(3) for text in SHORT[:8]]
 GRAPH = {text: [other for other in OLD if other != text] for text in OLD}
+
+
+def variants_of(engine: FusedKVEngine, text: str) -> int:
+    key = engine.chunk_id(text)
+    if key is None or engine.corpus.variants is None:
+        raise AssertionError
+    return len(engine.corpus.variants.names(key))
 
 
 @pytest.fixture
@@ -74,14 +82,88 @@ def test_a_second_pass_under_way_lets_first_passes_go_before_it(
     assert one.build_kv_cache(OLD, preprocess="later", progress=False).chunks_pending == (0 if one is not other else 24)
 
 
-def test_an_engine_that_waits_for_another_one_can_be_closed(
-    engines: tuple[FusedKVEngine, FusedKVEngine], forwards: list[str]
-) -> None:
-    one, _ = engines
+@pytest.fixture
+def waiting(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Is set when something has waited for first passes in vain for a while; to be cleared to ask again."""
+    found, real = threading.Event(), FirstPasses.wait
+
+    def noting(passes: FirstPasses, stopped: Callable[[], bool]) -> None:
+        def asked() -> bool:
+            found.set()
+            return stopped()
+
+        real(passes, asked)
+
+    monkeypatch.setattr(FirstPasses, "wait", noting)
+    return found
+
+
+@pytest.fixture
+def one(tmp_path: Path) -> Iterator[FusedKVEngine]:
+    options: dict[str, Any] = {"num_neighbours": 3, "variants": 2}
+    with FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, **options) as made:
+        yield made
+
+
+def test_an_engine_that_waits_can_be_closed(one: FusedKVEngine, forwards: list[str], waiting: threading.Event) -> None:
     with first_passes_of(one.model).under_way():
         one.build_kv_cache(OLD, neighbours=GRAPH, progress=False)
+        assert waiting.wait(10)
         one.close()
     assert "second" not in forwards
+
+
+def test_missed_chunks_do_not_wait_with_a_second_pass(
+    one: FusedKVEngine, forwards: list[str], waiting: threading.Event
+) -> None:
+    with first_passes_of(one.model).under_way():
+        one.build_kv_cache(OLD, neighbours=GRAPH, progress=False)
+        for missed in SHORT[20:23]:
+            # The second time its last round has been fruitless.
+            waiting.clear()
+            assert waiting.wait(10)
+            one.prefetch([missed])
+            one.generate(rag_prompt([missed]), max_tokens=1)
+            wait_until(lambda text=missed: one.chunk_id(text) is not None)  # type: ignore[misc]
+    one.wait_for_background()
+    assert one.build_kv_cache(OLD, preprocess="later", progress=False).chunks_pending == 0
+
+
+def test_variants_wait_and_lose_nothing_to_missed_chunks(one: FusedKVEngine, waiting: threading.Event) -> None:
+    one.build_kv_cache(OLD, neighbours=GRAPH, preprocess="wait", progress=False)
+    with first_passes_of(one.model).under_way():
+        one.generate(rag_prompt(OLD[:3]), max_tokens=1)
+        assert waiting.wait(10)
+        one.prefetch(SHORT[20:21])
+        one.generate(rag_prompt(SHORT[20:21]), max_tokens=1)
+        wait_until(lambda: one.chunk_id(SHORT[20]) is not None)
+        assert variants_of(one, OLD[1]) == 0
+    one.wait_for_background()
+    assert variants_of(one, OLD[1]) == 1
+
+
+def test_a_piece_is_as_large_as_may_be_after_the_wait(one: FusedKVEngine) -> None:
+    passes, sizes = first_passes_of(one.model), []
+
+    class Owner:
+        def piece_tokens(self, most: int) -> int:
+            sizes.append(passes.are_under_way)
+            return most
+
+    after = AfterFirstPasses(Owner(), passes, lambda: False)  # type: ignore[arg-type]
+    with passes.under_way():
+        asking = threading.Thread(target=after.piece_tokens, args=[8], daemon=True)
+        asking.start()
+        asking.join(0.2)
+        assert asking.is_alive()
+    asking.join(10)
+    assert sizes == [False]
+
+
+def test_another_model_is_not_waited_for(one: FusedKVEngine, forwards: list[str]) -> None:
+    with first_passes_of(tiny_model()).under_way():
+        one.build_kv_cache(OLD, neighbours=GRAPH, preprocess="wait", progress=False)
+    assert "second" in forwards
 
 
 def test_a_first_pass_that_fails_is_over(
@@ -120,16 +202,32 @@ def test_several_under_way_are_all_waited_for() -> None:
     assert not waiting.is_alive()
 
 
+def test_within_another_first_pass_there_may_be_one() -> None:
+    passes = FirstPasses()
+    with passes.under_way():
+        with passes.under_way():
+            pass
+        assert passes.are_under_way
+    assert not passes.are_under_way
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_forked_process_waits_for_none_of_its_parents() -> None:
-    model = tiny_model()
-    with first_passes_of(model).under_way():
-        child = os.fork()
-        if not child:
-            try:
+    model, child = tiny_model(), 0
+    try:
+        with first_passes_of(model).under_way():
+            child = os.fork()
+            if not child:
                 first_passes_of(model).wait(lambda: True)
-                os._exit(0)
-            finally:
-                os._exit(1)
-        assert exit_status(child, 30) == 0
+        if not child:
+            # It has left the pass of its parent, and begins one of its own.
+            with first_passes_of(model).under_way(), suppress(StoppedError):
+                first_passes_of(model).wait(lambda: True)
+                os._exit(2)
+            first_passes_of(model).wait(lambda: True)
+            os._exit(0)
+    finally:
+        if not child:
+            os._exit(1)
+    assert exit_status(child, 30) == 0

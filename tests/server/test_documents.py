@@ -19,6 +19,7 @@ from server.running import events, running
 from waiting import wait_until
 
 from fused_kv_llm import FusedKVEngine
+from fused_kv_llm.offline import first_passes_of
 from fused_kv_llm.server import ServerConfig, create_app
 from fused_kv_llm.server.libraries import Owner
 
@@ -84,6 +85,24 @@ def test_a_job_tells_its_steps(one: httpx.Client, own_engine: FusedKVEngine) -> 
         told = events(text + "".join(lines))
     steps = [(told[at]["state"], told[at]["done"], told[at]["total"]) for at in (0, -1)]
     assert steps == [("prefilling", 0, 20), ("done", 20, 20)]
+
+
+def test_preprocessing_does_not_go_on_between_the_batches_of_a_job(
+    one: httpx.Client, own_engine: FusedKVEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes, found, real = first_passes_of(own_engine.model), list[bool](), FusedKVEngine.build_kv_cache
+
+    def noting(engine: FusedKVEngine, *arguments: Any, **options: Any) -> Any:
+        found.append(passes.are_under_way)
+        report = real(engine, *arguments, **options)
+        found.append(passes.are_under_way)
+        return report
+
+    monkeypatch.setattr(FusedKVEngine, "build_kv_cache", noting)
+    ingested(one, text_of(*range(20)))
+    assert len(found) > 2
+    assert all(found)
+    assert not passes.are_under_way
 
 
 def test_lists_have_pages(one: httpx.Client) -> None:

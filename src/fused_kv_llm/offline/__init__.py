@@ -10,6 +10,7 @@ from .context_prefill import BATCH_TOKENS as CONTEXT_BATCH_TOKENS
 from .context_prefill import context_batches
 from .corpus import CorpusPlanner
 from .embedder import Embedder, SentenceEmbedder, as_embedder
+from .first_passes import first_passes_of
 from .fixed_pieces import FixedPieces
 from .grouping import group_tokens, similar_groups
 from .neighbour_graph import Similarity
@@ -56,6 +57,7 @@ __all__ = [
     "batches",
     "context_batches",
     "corpus_vectors",
+    "first_passes_of",
     "group_tokens",
     "keep_vectors",
     "nearest",

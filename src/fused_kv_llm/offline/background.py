@@ -202,9 +202,12 @@ class BackgroundWork:
 
     def _keep(self, variants: VariantBuilder, prompt: PromptChunks) -> None:
         try:
-            variants.run(prompt, self._is_stopping)
+            variants.run(prompt, self._is_held_up)
         except StoppedError:
-            return
+            with self._changed:
+                # It is the oldest, which is forgotten if there are too many.
+                if len(self._prompts) < _REMEMBERED_PROMPTS:
+                    self._prompts.appendleft(prompt)
         except Exception as error:  # whatever it is, the prompts behind it in the queue must not wait forever
             _log.warning("The chunks of a prompt could not be kept as variants: %s", error)
 
@@ -217,7 +220,7 @@ class BackgroundWork:
 
         def interrupted() -> bool:
             may_be = counts.chunks > done or not self._was_fruitless
-            return self._is_stopping() or (may_be and self._is_interrupted())
+            return self._is_held_up() or (may_be and self._is_interrupted())
 
         try:
             plan = preprocessor.plan(interrupted, refresh=refresh)
@@ -252,7 +255,11 @@ class BackgroundWork:
 
     def _is_interrupted(self) -> bool:
         # New chunks are similar to others, so what is left is planned again with them.
-        return self._is_stopping() or bool(self._missing) or self._wanted
+        return bool(self._missing) or self._wanted
+
+    def _is_held_up(self) -> bool:
+        """Whether a second pass is to end whatever it loses: missed chunks need not wait for others' first passes."""
+        return self._is_stopping() or (bool(self._missing) and self._ingestor.first_passes.are_under_way)
 
     def _is_stopping(self) -> bool:
         return self._closed or not threading.main_thread().is_alive()

@@ -58,6 +58,8 @@ class Ingestor:
     ----------
     alternative : AlternativePath or None
         Where the KV of new chunks is looked for before it is computed; None computes all of it.
+    first_passes : FirstPasses
+        All that are under way with the model.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Ingestor:
         self._owner = owner
         self._preprocessor = preprocessor
         self.alternative: AlternativePath | None = None
+        self.first_passes = first_passes_of(loaded.model)
 
     def run(
         self, texts: Iterable[str], *, neighbours: GivenNeighbours | None = None, progress: bool = True
@@ -117,10 +120,7 @@ class Ingestor:
             self._cost.measure(self._owner)
         rest = self._adopt_all(new, report)
         counts = PassCounts(len(rest), sum(len(chunk.token_ids) for chunk in rest))
-        with (
-            first_passes_of(self._loaded.model).under_way(),
-            progress_bar("Prefilling chunks", counts, enabled=progress) as show,
-        ):
+        with progress_bar("Prefilling chunks", counts, enabled=progress) as show:
             self._prefill_all(rest, counts, show)
         report.chunks_new = report.chunks_adopted + counts.chunks
         report.tokens, report.bytes_written = counts.tokens, report.bytes_written + counts.nbytes
@@ -198,9 +198,10 @@ class Ingestor:
 
         writer = BackgroundWriter(write)
         try:
-            for batch in batches(new, lambda: self._owner.piece_tokens(BATCH_TOKENS), {}, 0):
-                for item in zip(batch, self._prefill(batch), strict=True):
-                    writer.submit(item)
+            with self.first_passes.under_way():
+                for batch in batches(new, lambda: self._owner.piece_tokens(BATCH_TOKENS), {}, 0):
+                    for item in zip(batch, self._prefill(batch), strict=True):
+                        writer.submit(item)
         finally:
             # Also after Ctrl-C: what has been computed is written, so the next run goes on from there.
             writer.close()

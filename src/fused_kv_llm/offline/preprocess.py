@@ -74,7 +74,7 @@ class Preprocessor:
         self._store = store
         self._prefix = prefix
         self._planner = planner
-        self._owner = AfterFirstPasses(owner, first_passes_of(loaded.model))
+        self._owner = owner
         self._times = similarity.prompts
         self.replaces = similarity.replaces
         self._plans = PreprocessingPlanner(store, planner.catalog, planner.identity, planner.max_tokens, similarity)
@@ -128,7 +128,8 @@ class Preprocessor:
         StoppedError
             If it was stopped, or chunks were deleted meanwhile; it can be called again.
         """
-        return self._plans.plan(lambda: self._owner.run(lambda: None, stopped=stopped), refresh=refresh)
+        owner = self._after_first_passes(stopped)
+        return self._plans.plan(lambda: owner.run(lambda: None, stopped=stopped), refresh=refresh)
 
     def run(
         self, plan: PreprocessingPlan, written: Callable[[PendingChunk, int], None], stopped: Callable[[], bool]
@@ -155,7 +156,8 @@ class Preprocessor:
         StoppedError
             If it was stopped.
         """
-        prefill = ContextPrefill(self._loaded, self._store, self._prefix, self._owner, plan.token_ids, stopped)
+        owner = self._after_first_passes(stopped)
+        prefill = ContextPrefill(self._loaded, self._store, self._prefix, owner, plan.token_ids, stopped)
 
         def write(item: tuple[PendingChunk, Callable[[], dict[str, Tensor]]]) -> None:
             chunk, side = item
@@ -171,7 +173,7 @@ class Preprocessor:
                 for chunk, kv in prefill.behind(plan.chunks, is_batch=plan.is_batch):
                     writer.submit((chunk, partial(self._replacement, kv)))
                 return prefill.neighbour_tokens
-            shifts = ShiftPrefill(self._loaded, self._prefix, self._owner, self._planner, self._times)
+            shifts = ShiftPrefill(self._loaded, self._prefix, owner, self._planner, self._times)
             for group in shifts.run(plan, prefill.plain, stopped):
                 for chunk, fit in group:
                     writer.submit((chunk, partial(_shift, fit)))
@@ -203,6 +205,9 @@ class Preprocessor:
     def close(self) -> None:
         """Close the file of neighbours."""
         self._plans.graph.close()
+
+    def _after_first_passes(self, stopped: Callable[[], bool]) -> ModelOwner:
+        return AfterFirstPasses(self._owner, first_passes_of(self._loaded.model), stopped)
 
     def _replacement(self, kv: ChunkKV) -> dict[str, Tensor]:
         with torch.inference_mode():

@@ -70,8 +70,7 @@ class VariantBuilder:
     """
 
     def __init__(self, loaded: LoadedModel, store: KVStore, variants: Variants, owner: ModelOwner) -> None:
-        self._loaded, self._store, self._variants = loaded, store, variants
-        self._owner = AfterFirstPasses(owner, first_passes_of(loaded.model))
+        self._loaded, self._store, self._variants, self._owner = loaded, store, variants, owner
         # Nothing is kept between prompts: requests need the memory more.
         self._pool = CachePool(loaded.dtype, loaded.device, max_bytes=0)
 
@@ -111,14 +110,15 @@ class VariantBuilder:
         if not lacking:
             return 0
         count = prompt.segments[lacking[-1]].stop
+        owner = AfterFirstPasses(self._owner, first_passes_of(self._loaded.model), stopped)
         cache = FusedCache(self._loaded.geometry, count, self._pool)
         try:
             recording = _Recording(prompt.segments, count, self._loaded)
             start = 0
             while start < count:
-                stop = min(count, start + self._owner.piece_tokens(_PIECE_TOKENS))
+                stop = min(count, start + owner.piece_tokens(_PIECE_TOKENS))
                 piece = _Piece(self._loaded, prompt.ids, cache, recording, range(start, stop))
-                self._owner.run(piece.compute, stop - start, stopped)
+                owner.run(piece.compute, stop - start, stopped)
                 start = stop
             return sum(self._write(prompt, number, cache, recording) for number in lacking)
         finally:

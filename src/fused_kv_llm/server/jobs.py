@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fused_kv_llm.engine import FusedKVEngine
-from fused_kv_llm.offline import Embedder, corpus_vectors
+from fused_kv_llm.offline import Embedder, corpus_vectors, first_passes_of
 
 from .libraries import Libraries
 from .library import Library
@@ -184,14 +184,16 @@ class _Ingestion:
     def _prefill(self, texts: Sequence[str]) -> None:
         self._total = len(texts)
         self._stored.check(self._engine, self._task.owner, texts)
-        for begin in range(0, len(texts), _CHUNKS_AT_ONCE):
-            self._done = begin
-            self._to("prefilling")
-            batch = texts[begin : begin + _CHUNKS_AT_ONCE]
-            self._stored.check(self._engine, self._task.owner, batch)
-            self._texts_stored += batch
-            last = begin + _CHUNKS_AT_ONCE >= len(texts)
-            self._engine.build_kv_cache(batch, preprocess="background" if last else "later", progress=False)
+        # One first pass, however many calls: preprocessing does not go on between them.
+        with first_passes_of(self._engine.model).under_way():
+            for begin in range(0, len(texts), _CHUNKS_AT_ONCE):
+                self._done = begin
+                self._to("prefilling")
+                batch = texts[begin : begin + _CHUNKS_AT_ONCE]
+                self._stored.check(self._engine, self._task.owner, batch)
+                self._texts_stored += batch
+                last = begin + _CHUNKS_AT_ONCE >= len(texts)
+                self._engine.build_kv_cache(batch, preprocess="background" if last else "later", progress=False)
         self._done = len(texts)
         self._pins.pin_again(self._engine, self._library, self._task.document)
 
