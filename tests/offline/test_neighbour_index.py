@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from fused_kv_llm.offline.neighbour_file import NeighbourFile
 from fused_kv_llm.offline.neighbour_graph import NeighbourGraph, Similarity
 from fused_kv_llm.offline.neighbour_index import Near, NeighbourIndex
+from fused_kv_llm.offline.vectors import VECTORS_FILE
 
 COUNT = 4
 
@@ -155,6 +157,32 @@ def test_a_graph_is_remembered_by_the_next_process(tmp_path: Path) -> None:
     assert other.neighbours(KEYS[0]) == searched(KEYS[:3])[KEYS[0]]
     assert not other.stale()
     two.close()
+    other.close()
+
+
+def test_nobody_is_waited_for_while_the_graph_is_locked(tmp_path: Path) -> None:
+    """Whoever is waited for may want it; also where another process writes meanwhile and vectors are not remembered."""
+
+    def texts_of(keys: list[str]) -> dict[str, str]:
+        return {key: key for key in keys}
+
+    graph, other = (NeighbourGraph("corpus", Similarity(COUNT, Counting(), tmp_path)) for _ in range(2))
+    graph.update(KEYS[:10], texts_of)
+    free: list[bool] = []
+
+    def wait() -> None:
+        asking = threading.Thread(target=graph.may_have_neighbours, args=[KEYS[0]], daemon=True)
+        asking.start()
+        asking.join(5)
+        free.append(not asking.is_alive())
+        if len(free) == 1:
+            other.give({KEYS[20]: KEYS[5:7]})
+            (tmp_path / VECTORS_FILE).unlink()
+
+    graph.update(KEYS[:11], texts_of, wait)
+    assert free == [True]
+    assert graph.neighbours(KEYS[3]) == searched(KEYS[:11])[KEYS[3]]
+    graph.close()
     other.close()
 
 

@@ -204,10 +204,8 @@ class BackgroundWork:
         try:
             variants.run(prompt, self._is_held_up)
         except StoppedError:
-            with self._changed:
-                # It is the oldest, which is forgotten if there are too many.
-                if len(self._prompts) < _REMEMBERED_PROMPTS:
-                    self._prompts.appendleft(prompt)
+            # Behind those of live requests, which are the newer ones.
+            self._similar = chain([prompt], self._similar)
         except Exception as error:  # whatever it is, the prompts behind it in the queue must not wait forever
             _log.warning("The chunks of a prompt could not be kept as variants: %s", error)
 

@@ -35,7 +35,7 @@ class FirstPasses:
     @contextmanager
     def under_way(self) -> Iterator[None]:
         """Have second passes wait for what is computed meanwhile; it may be entered within itself."""
-        # A token, where a number would be wrong for ever after Ctrl-C or in a process that was forked meanwhile.
+        # A number would be wrong for ever in a process that was forked meanwhile, or after Ctrl-C before `try`.
         one = object()
         try:
             with self._changed:
@@ -56,7 +56,7 @@ class FirstPasses:
         """
         if not self.are_under_way:
             return
-        # The OpenMP workers that the caller's last piece left would slow down what is waited for.
+        # The caller's own OpenMP workers would slow down what it waits for.
         release_openmp_workers()
         with self._changed:
             while not self._changed.wait_for(lambda: not self._under_way, _POLL_S):
@@ -81,7 +81,7 @@ class AfterFirstPasses:
 
     def run(self, work: Callable[[], T], num_tokens: int = 0, stopped: Callable[[], bool] = lambda: False) -> T:
         """Wait for the owner's turn and compute; as the owner does."""
-        self._passes.wait(self._stopped)
+        self._passes.wait(lambda: stopped() or self._stopped())
         return self._owner.run(work, num_tokens, stopped)
 
     def piece_tokens(self, most: int) -> int:

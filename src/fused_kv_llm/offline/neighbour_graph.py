@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -116,7 +117,7 @@ class NeighbourGraph:
         """
         vectors: dict[str, NDArray[np.float32]] = {}
 
-        def vectors_of(wanted: Sequence[str]) -> NDArray[np.float32]:
+        def vectors_of(wanted: Sequence[str], wait: Callable[[], None] = wait) -> NDArray[np.float32]:
             missing = [key for key in wanted if key not in vectors]
             texts = texts_of(missing)
             similarity, path = self._similarity, self._vectors_path
@@ -134,7 +135,8 @@ class NeighbourGraph:
         vectors_of(new)
         with self._lock, self._file.transaction():
             self._synchronise()
-            self._search(keys, vectors_of)
+            # Nobody is waited for under the lock: whoever is waited for may want it.
+            self._search(keys, partial(vectors_of, wait=lambda: None))
 
     def check_installed(self) -> None:
         """Make sure that neighbours can be found.

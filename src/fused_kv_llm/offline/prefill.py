@@ -59,7 +59,7 @@ class Ingestor:
     alternative : AlternativePath or None
         Where the KV of new chunks is looked for before it is computed; None computes all of it.
     first_passes : FirstPasses
-        All that are under way with the model.
+        Those of this model, whoever computes them.
     """
 
     def __init__(

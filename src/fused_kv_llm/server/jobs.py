@@ -158,11 +158,13 @@ class _Ingestion:
     def run(self, limits: ReadingLimits) -> None:
         try:
             texts = self._texts(limits)
-            self._prefill(texts)
-            self._to("embedding")
-            tenant = self._engine.config.tenant
-            vectors = corpus_vectors(texts, self._embedder, self._vectors_path(), self._check, tenant=tenant)
-            self._library.put_vectors(self._task.document, vectors)
+            # One first pass, however many calls, until the document can be retrieved: preprocessing waits for it.
+            with first_passes_of(self._engine.model).under_way():
+                self._prefill(texts)
+                self._to("embedding")
+                tenant = self._engine.config.tenant
+                vectors = corpus_vectors(texts, self._embedder, self._vectors_path(), self._check, tenant=tenant)
+                self._library.put_vectors(self._task.document, vectors)
             self._to("done")
         except _LeftError:
             self._drop_what_nobody_has()
@@ -184,16 +186,14 @@ class _Ingestion:
     def _prefill(self, texts: Sequence[str]) -> None:
         self._total = len(texts)
         self._stored.check(self._engine, self._task.owner, texts)
-        # One first pass, however many calls: preprocessing does not go on between them.
-        with first_passes_of(self._engine.model).under_way():
-            for begin in range(0, len(texts), _CHUNKS_AT_ONCE):
-                self._done = begin
-                self._to("prefilling")
-                batch = texts[begin : begin + _CHUNKS_AT_ONCE]
-                self._stored.check(self._engine, self._task.owner, batch)
-                self._texts_stored += batch
-                last = begin + _CHUNKS_AT_ONCE >= len(texts)
-                self._engine.build_kv_cache(batch, preprocess="background" if last else "later", progress=False)
+        for begin in range(0, len(texts), _CHUNKS_AT_ONCE):
+            self._done = begin
+            self._to("prefilling")
+            batch = texts[begin : begin + _CHUNKS_AT_ONCE]
+            self._stored.check(self._engine, self._task.owner, batch)
+            self._texts_stored += batch
+            last = begin + _CHUNKS_AT_ONCE >= len(texts)
+            self._engine.build_kv_cache(batch, preprocess="background" if last else "later", progress=False)
         self._done = len(texts)
         self._pins.pin_again(self._engine, self._library, self._task.document)
 
