@@ -14,6 +14,7 @@ from .decode_views import DecodeViews, decode_views
 from .decoder_layer import few_row_heads, few_row_mlp
 from .decoder_stack import LayerWeights, decode_layers
 from .dispatch import UnsupportedOperandsError
+from .eight_bit import EightBitWeights, eight_bit_linears, eight_bit_weights, has_eight_bit_linears, quantize_rows
 from .elementwise import gated_silu, rms_norm, rotate_rows_
 from .kv_deviation import kv_deviation
 from .linears import few_row_linears
@@ -34,6 +35,7 @@ __all__ = [
     "ChunkView",
     "DecodeCaches",
     "DecodeViews",
+    "EightBitWeights",
     "LayerRotations",
     "LayerWeights",
     "PageTable",
@@ -50,13 +52,17 @@ __all__ = [
     "decode_layers",
     "decode_views",
     "deviation_vectors",
+    "eight_bit_linears",
+    "eight_bit_weights",
     "few_row_heads",
     "few_row_linears",
     "few_row_mlp",
     "gated_silu",
+    "has_eight_bit_linears",
     "kv_deviation",
     "paged_row_attention",
     "place_chunks",
+    "quantize_rows",
     "rerotate_keys",
     "rms_norm",
     "rotate_rows_",

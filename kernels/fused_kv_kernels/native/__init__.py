@@ -5,7 +5,7 @@ from __future__ import annotations
 from .attention import native_row_attention, native_token_scores, row_attention_scratch
 from .decoder_stack import native_decode_layers
 from .decoding import cache_table, decode_attention_scratch, native_decode_attention
-from .elementwise import native_gated_silu, native_rms_norm, native_rotate_rows, takes_rows
+from .elementwise import native_gated_silu, native_quantize_rows, native_rms_norm, native_rotate_rows, takes_rows
 from .library import native_library, why_not_native
 from .linears import (
     is_dense_as,
@@ -45,6 +45,7 @@ __all__ = [
     "native_library",
     "native_linears",
     "native_place_chunks",
+    "native_quantize_rows",
     "native_rms_norm",
     "native_rotate_rows",
     "native_row_attention",

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .library import int64_array, loaded_library, native_library, num_threads
 
-__all__ = ["native_gated_silu", "native_rms_norm", "native_rotate_rows", "takes_rows"]
+__all__ = ["native_gated_silu", "native_quantize_rows", "native_rms_norm", "native_rotate_rows", "takes_rows"]
 
 
 def takes_rows(*tensors: Tensor) -> bool:
@@ -35,6 +35,16 @@ def native_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // dim, dim, epsilon, num_threads()
     )
     return out
+
+
+def native_quantize_rows(x: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+    """Return :func:`fused_kv_kernels.quantize_rows` of a dense float32 matrix ``[R, I]``."""
+    rows, dim = x.shape
+    out, scales = torch.empty(rows, dim, dtype=torch.uint8), torch.empty(rows)
+    loaded_library(x.dtype).fkv_quantize_rows(
+        x.data_ptr(), factors.data_ptr(), out.data_ptr(), scales.data_ptr(), rows, dim, num_threads()
+    )
+    return out, scales
 
 
 def native_gated_silu(gate: Tensor, up: Tensor) -> Tensor:

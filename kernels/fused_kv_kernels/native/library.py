@@ -36,6 +36,7 @@ _ARGUMENTS = {
     "fkv_shift_chunks": [_POINTER, _NUMBER, _NUMBER, *[_POINTER] * 6],
     "fkv_rms_norm": [*[_POINTER] * 3, _NUMBER, _NUMBER, _REAL, _THREADS],
     "fkv_gated_silu": [*[_POINTER] * 3, *[_NUMBER] * 4, _THREADS],
+    "fkv_quantize_rows": [*[_POINTER] * 4, _NUMBER, _NUMBER, _THREADS],
     "fkv_rotate_rows": [*[_POINTER] * 5, _NUMBER, _NUMBER, _THREADS],
     "fkv_transfer": [*[_POINTER] * 8, _NUMBER, *[_POINTER] * 7],
 }

@@ -1,0 +1,48 @@
+// Rows of activations in eight bits, each scaled by its own largest element, for products of integers.
+#include "element.h"
+
+namespace {
+using namespace fkv;
+
+constexpr float kLargest = 127.0f;
+
+inline Lanes absolute(Lanes value) { return (Lanes)((WholeLanes)value & 0x7fffffff); }
+
+// The elements of a row times their factors.
+inline Lanes scaled(const Element *row, const float *factors, int64_t column, int64_t dim) {
+    const Mask here = first_lanes(dim - column);
+    return load(row + column, here) * load_floats(factors + column, here);
+}
+}
+
+extern "C" {
+
+// x [rows, dim], factors [dim], out [rows, dim] and scales [rows], all dense: scales = max |x factors| / 127 of a row,
+// out = 128 + round(x factors / scales). A row that is not finite has a scale that is not either.
+void fkv_quantize_rows(const Element *x, const float *factors, uint8_t *out, float *scales, int64_t rows, int64_t dim,
+                       int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t row = 0; row < rows; ++row) {
+        const Element *source = x + row * dim;
+        Lanes most = splat(1e-30f), sums{};
+        for (int64_t column = 0; column < dim; column += kLanes) {
+            const Lanes value = absolute(scaled(source, factors, column, dim));
+            most = larger(most, value); // forgets what it has when it meets what is not a number
+            sums += value;
+        }
+        float parts[kLanes], largest = 0.0f;
+        store_floats(parts, most);
+        for (const float part : parts) largest = std::max(largest, part);
+        const float total = sum_lanes(sums), factor = kLargest / largest;
+        scales[row] = largest / kLargest + (total - total);
+        for (int64_t column = 0; column < dim; column += kLanes) {
+            int32_t whole[kLanes];
+            const Lanes shifted = multiply_add(scaled(source, factors, column, dim), splat(factor), splat(kRounding));
+            *reinterpret_cast<LooseWholeLanes *>(whole) = whole_part(shifted) + 128;
+            const int64_t count = std::min<int64_t>(dim - column, kLanes);
+            uint8_t *const target = out + row * dim + column;
+            for (int64_t lane = 0; lane < count; ++lane) target[lane] = static_cast<uint8_t>(whole[lane]);
+        }
+    }
+}
+}

@@ -1,0 +1,137 @@
+"""Linear layers in eight bits against float32, and their rounding against the same in plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import linear
+
+from fused_kv_kernels import eight_bit, eight_bit_linears, eight_bit_weights, has_eight_bit_linears, quantize_rows
+
+SIZES = st.sampled_from([1, 3, 8, 33, 64, 576])
+
+needs_onednn = pytest.mark.skipif(not has_eight_bit_linears(), reason="torch has no eight-bit products here")
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    return float((got - want).norm() / want.norm())
+
+
+@settings(max_examples=40)
+@given(rows=st.integers(0, 40), dim=SIZES, seed=st.integers(0, 99))
+def test_rows_are_rounded_by_their_own_largest_element(rows: int, dim: int, seed: int) -> None:
+    x, factors = random(2, rows, dim, seed=seed), random(dim, seed=seed + 1).abs() + 0.1
+    x[:, : rows // 2] *= 100
+    got, scales = quantize_rows(x, factors)
+    assert (got.dtype, got.shape, scales.shape) == (torch.uint8, (2 * rows, dim), (2 * rows,))
+    want = (x * factors).flatten(0, 1)
+    torch.testing.assert_close(scales, want.abs().amax(1) / 127, rtol=1e-6, atol=0)
+    whole = got.int() - 128
+    assert rows == 0 or int(whole.abs().amax()) == 127
+    # Half a step, and what rounding of the quotient adds.
+    assert rows == 0 or float(((whole * scales[:, None] - want).abs() / scales[:, None]).max()) <= 0.5001
+
+
+def test_native_rows_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, factors = random(5, 33), random(33, seed=1).abs()
+    x[2] = 0
+    got = quantize_rows(x, factors)
+    monkeypatch.setenv("FUSED_KV_KERNELS", "torch")
+    want = quantize_rows(x, factors)
+    torch.testing.assert_close(got[1], want[1])
+    assert int((got[0].int() - want[0].int()).abs().max()) <= 1, "one where the quotient is half way"
+    assert got[0][2].tolist() == [128] * 33
+
+
+@needs_onednn
+@settings(max_examples=20)
+@given(rows=st.integers(1, 40), dim=st.sampled_from([33, 64, 576]), bias=st.booleans(), seed=st.integers(0, 99))
+def test_products_are_near_those_of_float32(rows: int, dim: int, bias: bool, seed: int) -> None:
+    x = random(2, rows, dim, seed=seed)
+    layers = [(random(n, dim, seed=seed + n), random(n, seed=n) if bias and n == 7 else None) for n in (7, 48)]
+    got = eight_bit_linears(x, eight_bit_weights(layers, x.flatten(0, 1).abs().amax(0)))
+    for part, layer in zip(got, layers, strict=True):
+        want = linear(x, *layer)
+        assert part.shape == want.shape
+        assert error(part, want) < 0.03
+
+
+@needs_onednn
+def test_large_channels_cost_no_precision_where_they_are_known() -> None:
+    """And much where they are not: the test would show nothing otherwise."""
+    x, weight = random(50, 64), random(32, 64, seed=1)
+    x[:, 5] = 300
+    known, unknown = x.abs().amax(0), torch.ones(64)
+    # What the large channel adds is left out: beside it everything is small.
+    want = linear(x, weight) - x[:, 5:6] * weight[:, 5]
+
+    def small_part(largest: Tensor) -> Tensor:
+        (got,) = eight_bit_linears(x, eight_bit_weights([(weight, None)], largest))
+        return got - x[:, 5:6] * weight[:, 5]
+
+    assert error(small_part(known), want) < 0.5 * error(small_part(unknown), want)
+
+
+@needs_onednn
+def test_channels_that_a_sample_hardly_uses_are_not_lost() -> None:
+    """As behind relu^2: each row uses few channels, and most of them not as the sample did."""
+    sample, x = (random(200, 512, seed=seed).sub(2).relu().square() for seed in (1, 2))
+    weight = random(64, 512, seed=3)
+    (got,) = eight_bit_linears(x, eight_bit_weights([(weight, None)], sample[:20].amax(0)))
+    assert error(got, linear(x, weight)) < 0.06
+
+
+@needs_onednn
+def test_no_rows_and_factors_that_do_not_fit() -> None:
+    weights = eight_bit_weights([(random(8, 64), None)], torch.ones(64))
+    assert eight_bit_linears(torch.empty(2, 0, 64), weights)[0].shape == (2, 0, 8)
+    with pytest.raises(ValueError, match="64 elements and factors"):
+        quantize_rows(random(3, 64), torch.ones(63))
+    x, factors = random(3, 64), random(64, 2).abs()[:, 0]
+    assert torch.equal(quantize_rows(x, factors)[0], quantize_rows(x, factors.clone())[0])
+
+
+@needs_onednn
+def test_factors_do_not_depend_on_last_bits() -> None:
+    largest = random(64).abs() + 0.1
+    one, two = (eight_bit_weights([(random(8, 64), None)], most) for most in (largest, largest * (1 + 1e-6)))
+    assert torch.equal(one.factors, two.factors)
+    assert torch.equal(one.scales, two.scales)
+
+
+@needs_onednn
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_a_row_that_is_not_finite_stays_that_and_alone(
+    value: float, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FUSED_KV_KERNELS", kernels)
+    x, weight = random(4, 64), random(8, 64, seed=1)
+    weights = eight_bit_weights([(weight, None)], x.abs().amax(0))
+    (want,) = eight_bit_linears(x, weights)
+    x[1, 7] = value
+    (got,) = eight_bit_linears(x, weights)
+    assert not got[1].isfinite().any()
+    torch.testing.assert_close(got[[0, 2, 3]], want[[0, 2, 3]], rtol=0, atol=0)
+
+
+def test_operators_that_torch_has_no_more_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*arguments: object) -> Tensor:
+        raise AttributeError
+
+    def wrong(rows: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
+        return torch.zeros(7, 33)
+
+    for broken in (gone, wrong):
+        has_eight_bit_linears.cache_clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(eight_bit, "_product", broken)
+            assert not has_eight_bit_linears()
+        has_eight_bit_linears.cache_clear()
