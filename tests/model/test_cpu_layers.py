@@ -60,6 +60,7 @@ def test_all_norms_attentions_and_mlps_have_a_fast_way(architecture: str, dtype:
 def test_linear_layers_in_float32_take_the_faster_way(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of the decoder's, and none of those that are no longer plain."""
     monkeypatch.setattr(cpu_layers, "onednn_is_faster", lambda: faster)
+    monkeypatch.setattr(cpu_layers, "has_eight_bit_linears", lambda: False)
     calls: list[torch.Size] = []
     monkeypatch.setattr(cpu_layers, "linear_in_onednn", lambda x, w, b: calls.append(w.shape) or linear(x, w, b))
     model = tiny_model()

@@ -8,6 +8,7 @@ from .attention_weights import attention_weights
 from .cache import BatchCache, FusedCache
 from .cache_pool import CachePool
 from .decoder_stack import may_pause
+from .eight_bit import EightBitLinears, eight_bit_of
 from .embedded import EMBEDDED_MODELS, embedded_model_folder
 from .forward import PrefixKV, compute_prefix, forward_kv, forward_rows, pause_at
 from .forward_pass import ForwardPass, KVPass, LayerFiller
@@ -32,6 +33,7 @@ __all__ = [
     "AttentionRule",
     "BatchCache",
     "CachePool",
+    "EightBitLinears",
     "ForwardPass",
     "FusedCache",
     "Geometry",
@@ -59,6 +61,7 @@ __all__ = [
     "compare_reference",
     "compute_prefix",
     "compute_reference",
+    "eight_bit_of",
     "embedded_model_folder",
     "forward_kv",
     "forward_ragged",

@@ -2,7 +2,8 @@
 
 The modules keep their weights and their class. In a pass of the engine, in bfloat16 or float32, their forward computes
 the same numbers with native operators where those are available. Linear layers do so too: in bfloat16 with few rows
-(a skinny GEMM), in float32 always, where torch's own product is slower.
+(a skinny GEMM), in float32 always, where torch's own product is slower. A pass can override how they are computed
+(``LayerPass.linears``).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from fused_kv_kernels import (
     few_row_linears,
     few_row_mlp,
     gated_silu,
+    has_eight_bit_linears,
     rms_norm,
     rotate_rows_,
     why_not_native,
@@ -49,7 +51,8 @@ def attach_cpu_layers(model: Any) -> list[Any]:
     """
     native = why_not_native(model.dtype) is None
     in_bfloat16 = model.dtype == torch.bfloat16
-    linear = native if in_bfloat16 else model.dtype == torch.float32 and onednn_is_faster()
+    in_float32 = model.dtype == torch.float32
+    linear = native if in_bfloat16 else in_float32 and (onednn_is_faster() or (native and has_eight_bit_linears()))
     linear = linear and not patches([torch.nn.Linear])
     head = (model.get_output_embeddings(),) if in_bfloat16 else ()
     modules = [module for module in (*model.get_decoder().modules(), *head) if "forward" not in vars(module)]
@@ -85,6 +88,9 @@ def _ways_of(kinds: set[type], dtype: torch.dtype) -> dict[type, Callable[..., A
 
 
 def _linear(module: Any, x: Tensor) -> Tensor:
+    way = required_pass(LayerPass).linears
+    if way is not None and x.dtype == torch.float32 and is_plain(module):
+        return way([module], x)[0]
     # Weights that were moved, converted or quantised after loading are torch's to multiply.
     weight, bias = module.weight, module.bias
     if type(weight) is torch.nn.Parameter and weight.dtype == x.dtype and x.device.type == "cpu":
@@ -97,6 +103,9 @@ def _linear(module: Any, x: Tensor) -> Tensor:
 
 def _linears(modules: Sequence[Any], x: Tensor) -> list[Tensor]:
     """Call several linear layers with one input: together, unless one was wrapped, hooked or changed."""
+    way = required_pass(LayerPass).linears
+    if way is not None and x.dtype == torch.float32 and all(map(is_plain, modules)):
+        return way(modules, x)
     if x.dtype == torch.bfloat16 and all(map(is_plain, modules)):
         return few_row_linears(x, [(module.weight, module.bias) for module in modules])
     return [module(x) for module in modules]
@@ -158,7 +167,8 @@ def _decoder_layer(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any
 
 def _computed_layer(forward_pass: LayerPass, module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Run a layer in two calls around its attention, unless a part of it was wrapped, hooked or changed."""
-    parts = None if args or hidden_states.dtype != torch.bfloat16 else own_parts(module)
+    is_one = hidden_states.dtype == torch.bfloat16 and not args and forward_pass.linears is None
+    parts = own_parts(module) if is_one else None
     if parts is None:
         whole: Tensor = type(module).forward(module, hidden_states, *args, **kwargs)
         return whole

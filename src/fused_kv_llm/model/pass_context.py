@@ -7,10 +7,10 @@ way to reach it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import ref
 
 import torch
@@ -52,6 +52,9 @@ class LayerPass:
         Whether :meth:`run_layers` may run several layers at once.
     pausing : Pausing or None
         Set where the forward may be left between two layers.
+    linears : callable or None
+        Computes plain linear layers that read the same input, on a CPU: takes the modules and ``[..., I]``, and returns
+        the output of each. None computes them as the model does.
     """
 
     final_rows: slice | Tensor | None = None
@@ -59,6 +62,7 @@ class LayerPass:
     kv_layer: int
     decodes: bool = False
     pausing: Pausing | None = None
+    linears: Callable[[Sequence[Any], Tensor], list[Tensor]] | None = None
 
     def begin(self) -> None:
         """Expect the first layer, or the one that the forward was left before."""

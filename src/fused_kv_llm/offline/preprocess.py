@@ -18,7 +18,7 @@ from torch import Tensor
 from fused_kv_llm.chunk import ChunkKV
 from fused_kv_llm.context_shift import ShiftFit, context_shift
 from fused_kv_llm.errors import ConfigError
-from fused_kv_llm.model import LoadedModel, ModelOwner, PrefixKV
+from fused_kv_llm.model import EightBitLinears, LoadedModel, ModelOwner, PrefixKV, eight_bit_of
 from fused_kv_llm.prompt import Segment
 from fused_kv_llm.store import KVStore, replacement_tensors
 
@@ -26,6 +26,7 @@ from .batches import PendingChunk
 from .context_prefill import ContextPrefill
 from .corpus import CorpusPlanner
 from .first_passes import AfterFirstPasses, first_passes_of
+from .fixed_pieces import FixedPieces
 from .neighbour_graph import Similarity
 from .neighbours import GivenNeighbours, given_neighbours
 from .preprocessing_plan import PreprocessingPlan, PreprocessingPlanner
@@ -37,6 +38,9 @@ __all__ = ["Preprocessor"]
 
 _CHUNKS_TO_WRITE = 2
 """Chunks that may wait, each with its KV and what was computed beside it."""
+
+WORTH_EIGHT_BITS_TOKENS = 8192
+"""Tokens of a pass from which on rounding the model's weights takes less time than it saves."""
 
 
 class Preprocessor:
@@ -173,7 +177,8 @@ class Preprocessor:
                 for chunk, kv in prefill.behind(plan.chunks, is_batch=plan.is_batch):
                     writer.submit((chunk, partial(self._replacement, kv)))
                 return prefill.neighbour_tokens
-            shifts = ShiftPrefill(self._loaded, self._prefix, owner, self._planner, self._times)
+            linears = self._linears(plan, owner, stopped)
+            shifts = ShiftPrefill(self._loaded, self._prefix, owner, self._planner, self._times, linears)
             for group in shifts.run(plan, prefill.plain, stopped):
                 for chunk, fit in group:
                     writer.submit((chunk, partial(_shift, fit)))
@@ -205,6 +210,16 @@ class Preprocessor:
     def close(self) -> None:
         """Close the file of neighbours."""
         self._plans.graph.close()
+
+    def _linears(
+        self, plan: PreprocessingPlan, owner: ModelOwner, stopped: Callable[[], bool]
+    ) -> EightBitLinears | None:
+        """Return what computes linear layers faster than the model, where that is worth making."""
+        tokens = self._times * sum(len(chunk.token_ids) for chunk in plan.chunks)
+        # Who fixes the pieces wants the same bytes again, on machines without eight bits too.
+        if tokens < WORTH_EIGHT_BITS_TOKENS or isinstance(self._owner, FixedPieces):
+            return None
+        return eight_bit_of(self._loaded, owner, stopped)
 
     def _after_first_passes(self, stopped: Callable[[], bool]) -> ModelOwner:
         return AfterFirstPasses(self._owner, first_passes_of(self._loaded.model), stopped)

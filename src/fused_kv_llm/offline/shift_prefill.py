@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 
 from fused_kv_llm.chunk import ChunkKV
 from fused_kv_llm.context_shift import ShiftFit, place_weight
-from fused_kv_llm.model import LoadedModel, ModelOwner, PrefixKV
+from fused_kv_llm.model import EightBitLinears, LoadedModel, ModelOwner, PrefixKV
 
 from .batches import PendingChunk
 from .corpus import CorpusPlanner
@@ -35,6 +35,8 @@ class ShiftPrefill:
     planner : CorpusPlanner
     times : int
         Prompts that each chunk is put into.
+    linears : EightBitLinears or None
+        Computes the linear layers, if not the model itself.
 
     Attributes
     ----------
@@ -43,9 +45,15 @@ class ShiftPrefill:
     """
 
     def __init__(
-        self, loaded: LoadedModel, prefix: PrefixKV, owner: ModelOwner, planner: CorpusPlanner, times: int
+        self,
+        loaded: LoadedModel,
+        prefix: PrefixKV,
+        owner: ModelOwner,
+        planner: CorpusPlanner,
+        times: int,
+        linears: EightBitLinears | None = None,
     ) -> None:
-        self._loaded, self._prefix, self._owner = loaded, prefix, owner
+        self._loaded, self._prefix, self._owner, self._linears = loaded, prefix, owner, linears
         self._group_tokens = group_tokens(planner.max_tokens, loaded.geometry.kv_bytes_per_token(loaded.dtype))
         before, between = (planner.chunk(words).token_ids for words in (BEFORE_CHUNKS, BETWEEN_CHUNKS))
         self._shape = PromptShape(
@@ -113,6 +121,6 @@ class ShiftPrefill:
         self.neighbour_tokens += sum(place.num_tokens for place in others if place.key not in wanted)
         ids, home = prompt.ids[: places[-1].stop], len(self._prefix.token_ids)
         known = [(first, plain[str(first.key)])]
-        found = true_kv(self._loaded, self._owner, ids, places, home, known, stopped)
+        found = true_kv(self._loaded, self._owner, ids, places, home, known, stopped, self._linears)
         for place, kv in zip(places, found, strict=True):
             yield str(place.key), kv, place_weight(place.start - home, place.num_tokens)

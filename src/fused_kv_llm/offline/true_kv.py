@@ -9,7 +9,16 @@ from torch import Tensor
 
 from fused_kv_kernels import rerotate_keys
 from fused_kv_llm.chunk import ChunkKV
-from fused_kv_llm.model import CachePool, FusedCache, KVPass, LoadedModel, ModelOwner, check_numbers, forward_kv
+from fused_kv_llm.model import (
+    CachePool,
+    EightBitLinears,
+    FusedCache,
+    KVPass,
+    LoadedModel,
+    ModelOwner,
+    check_numbers,
+    forward_kv,
+)
 from fused_kv_llm.prompt import Segment
 
 __all__ = ["true_kv"]
@@ -25,6 +34,7 @@ def true_kv(
     home: int,
     known: Sequence[tuple[Segment, ChunkKV]],
     stopped: Callable[[], bool],
+    linears: EightBitLinears | None = None,
 ) -> list[ChunkKV]:
     """Prefill a prompt, in pieces between those of requests, and return the KV of its chunks.
 
@@ -42,6 +52,8 @@ def true_kv(
         Other chunks of the prompt, which are not computed, and the KV that is used for them, from any position.
     stopped : callable
         Asked before every piece.
+    linears : EightBitLinears or None
+        Computes the linear layers, if not the model itself.
 
     Returns
     -------
@@ -65,10 +77,10 @@ def true_kv(
 
     def compute(rows: Tensor) -> None:
         loaded.check_unchanged()
+        forward_pass = KVPass(rows, int(rows[-1]) + 1, geometry.num_layers - 1)
+        forward_pass.linears = linears
         with torch.inference_mode():
-            forward_kv(
-                loaded, all_ids[rows][None], rows, cache, KVPass(rows, int(rows[-1]) + 1, geometry.num_layers - 1)
-            )
+            forward_kv(loaded, all_ids[rows][None], rows, cache, forward_pass)
 
     try:
         for segment, kv in known:
@@ -80,7 +92,9 @@ def true_kv(
         while len(left):
             tokens = owner.piece_tokens(_PIECE_TOKENS)
             rows, left = left[:tokens], left[tokens:]
-            owner.run(lambda rows=rows: compute(rows), len(rows), stopped)  # type: ignore[misc]
+            # How fast eight bits are says nothing about other pieces.
+            measured = len(rows) if linears is None else 0
+            owner.run(lambda rows=rows: compute(rows), measured, stopped)  # type: ignore[misc]
         check_numbers(list(zip(cache.keys, cache.values, strict=True)), loaded.model_id, loaded.dtype,
                       torch.arange(len(ids), device=device))  # fmt: skip
         found = []

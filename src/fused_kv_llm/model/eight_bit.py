@@ -1,0 +1,142 @@
+"""A model's linear layers in eight bits, for forwards whose results only correct others.
+
+For float32 models on a CPU with AVX2. The second pass of ingestion uses them: what it finds is stored in eight bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_kv_kernels import (
+    EightBitWeights,
+    eight_bit_linears,
+    eight_bit_weights,
+    has_eight_bit_linears,
+    why_not_native,
+)
+from fused_kv_llm.model.cache import FusedCache
+from fused_kv_llm.model.cache_pool import CachePool
+from fused_kv_llm.model.context_length import context_length
+from fused_kv_llm.model.forward import forward_kv
+from fused_kv_llm.model.forward_pass import KVPass
+from fused_kv_llm.model.loading import LoadedModel
+from fused_kv_llm.model.owner import ModelOwner, StoppedError
+
+__all__ = ["EightBitLinears", "eight_bit_of"]
+
+_SAMPLE = """On 14 March 2019 the harbour board met to discuss the new ferry. "We have 3 bids," said its chair, who had
+held the office since 1998, "and the lowest is 42.5 million euros." The river, which is 310 km long, rises in the north
+and reaches the sea near the old mill. Its first bridge was built in 1887; the second one was never finished.
+
+Step 1: open the valve slowly. Step 2: read the pressure (p = F / A) and compare it with table 7. If it is above
+2.4 bar, call the operator; otherwise go on. See also: maintenance, safety rules, error codes E10 to E27.
+
+The album was released in the United States by a small label. Critics praised its second half, and it won two awards."""
+_SAMPLE_TOKENS = 256
+# Below it, rounding takes longer than it saves.
+_LEAST_SIZE = 64
+
+
+class EightBitLinears:
+    """Computes linear layers in eight bits; what a :class:`.LayerPass` may have as its ``linears``.
+
+    Parameters
+    ----------
+    weights : mapping of torch.nn.Module to EightBitWeights
+        Of layers that read the same input, by the first of them. All others are computed as they are.
+    """
+
+    def __init__(self, weights: Mapping[Any, EightBitWeights]) -> None:
+        self._weights = weights
+
+    def __call__(self, modules: Sequence[Any], x: Tensor) -> list[Tensor]:
+        """Return the outputs ``[..., O]`` of layers that read the same input ``[..., I]``."""
+        weights = self._weights.get(modules[0])
+        return _in_full(modules, x) if weights is None else eight_bit_linears(x, weights)
+
+
+def eight_bit_of(loaded: LoadedModel, owner: ModelOwner, stopped: Callable[[], bool]) -> EightBitLinears | None:
+    """Return a model's linear layers in eight bits, or None where there are none.
+
+    Making them takes a forward of some 200 tokens and one pass over the weights. They take a quarter as many bytes as
+    the weights in float32.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+    owner : ModelOwner
+        Computes the forward; the weights are rounded in the calling thread.
+    stopped : callable
+        Asked before every layer.
+
+    Raises
+    ------
+    StoppedError
+        If it was stopped.
+    """
+    is_here = loaded.dtype == torch.float32 and loaded.device.type == "cpu"
+    if not is_here or why_not_native(torch.float32) is not None or not has_eight_bit_linears():
+        return None
+    ids = _sample_ids(loaded)
+    if len(ids) < 2:
+        return None
+    recording = owner.run(lambda: _recorded(loaded, ids), len(ids), stopped)
+    left_out = _routers(loaded.model)
+    weights = {}
+    for first, (modules, largest) in recording.seen.items():
+        if stopped():
+            raise StoppedError
+        sizes = [size for module in modules for size in module.weight.shape]
+        if first not in left_out and min(sizes) >= _LEAST_SIZE:
+            weights[first] = eight_bit_weights([(module.weight, module.bias) for module in modules], largest)
+    return EightBitLinears(weights)
+
+
+class _Recording:
+    """Computes linear layers as they are, and records the largest magnitudes of their inputs."""
+
+    def __init__(self) -> None:
+        self.seen: dict[Any, tuple[Sequence[Any], Tensor]] = {}
+
+    def __call__(self, modules: Sequence[Any], x: Tensor) -> list[Tensor]:
+        # Without the first row, whose inputs are far larger than all others in many models (attention sinks).
+        largest = x.flatten(0, -2)[1:].abs().amax(0)
+        if modules[0] in self.seen:
+            largest = torch.maximum(largest, self.seen[modules[0]][1])
+        self.seen[modules[0]] = modules, largest
+        return _in_full(modules, x)
+
+
+def _in_full(modules: Sequence[Any], x: Tensor) -> list[Tensor]:
+    return [torch.nn.functional.linear(x, module.weight, module.bias) for module in modules]
+
+
+def _routers(model: Any) -> set[Any]:
+    """Return what chooses experts: another choice would be no small error."""
+    named = model.named_modules()
+    return {module for name, module in named if "router" in name or name.endswith(".gate")}
+
+
+def _sample_ids(loaded: LoadedModel) -> list[int]:
+    """Return the sample's ids that the model knows, as many as it takes."""
+    vocabulary = loaded.model.get_input_embeddings().weight.shape[0]
+    ids = [one for one in loaded.tokenizer(_SAMPLE)["input_ids"] if 0 <= one < vocabulary]
+    return ids[: min(_SAMPLE_TOKENS, context_length(loaded.model.config.get_text_config(), loaded.model_id))]
+
+
+def _recorded(loaded: LoadedModel, ids: Sequence[int]) -> _Recording:
+    loaded.check_unchanged()
+    rows = torch.arange(len(ids))
+    cache = FusedCache(loaded.geometry, len(ids), CachePool(loaded.dtype, loaded.device, max_bytes=0))
+    forward_pass = KVPass(rows, len(ids), loaded.geometry.num_layers - 1)
+    forward_pass.linears = recording = _Recording()
+    try:
+        with torch.inference_mode():
+            forward_kv(loaded, torch.tensor([ids], dtype=torch.int64), rows, cache, forward_pass)
+    finally:
+        cache.release()
+    return recording

@@ -1,0 +1,157 @@
+"""A model's linear layers in eight bits: near its own, and only where they are asked for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from corpus import SHORT
+from models import ARCHITECTURES, smollm2_tokenizer, tiny_model
+from torch import Tensor
+
+from fused_kv_kernels import has_eight_bit_linears, why_not_native
+from fused_kv_llm.model import (
+    CachePool,
+    EightBitLinears,
+    FusedCache,
+    KVPass,
+    LoadedModel,
+    StoppedError,
+    eight_bit,
+    eight_bit_of,
+    forward_kv,
+    load_model,
+)
+from fused_kv_llm.serving import loop_of
+
+pytestmark = pytest.mark.skipif(
+    why_not_native(torch.float32) is not None or not has_eight_bit_linears(), reason="no eight-bit products here"
+)
+
+
+def model_of(architecture: str = "llama") -> Any:
+    """Return a tiny model, no layer of which is too small."""
+    options = {"head_dim": 32} if architecture == "qwen3" else {}
+    return tiny_model(architecture, hidden_size=192, intermediate_size=256, **options)
+
+
+def loaded_of(model: Any) -> LoadedModel:
+    return load_model(model, tokenizer=smollm2_tokenizer())
+
+
+def linears_of(loaded: LoadedModel, stopped: Callable[[], bool] = lambda: False) -> EightBitLinears | None:
+    return eight_bit_of(loaded, loop_of(loaded.model), stopped)
+
+
+def kv_of(loaded: LoadedModel, linears: Any) -> tuple[Tensor, Tensor]:
+    ids = loaded.tokenizer(SHORT[0])["input_ids"]
+    rows = torch.arange(len(ids))
+    cache = FusedCache(loaded.geometry, len(ids), CachePool(loaded.dtype, loaded.device, max_bytes=0))
+    forward_pass = KVPass(rows, len(ids), loaded.geometry.num_layers - 1)
+    forward_pass.linears = linears
+    with torch.inference_mode():
+        forward_kv(loaded, torch.tensor([ids]), rows, cache, forward_pass)
+    return cache.keys.clone(), cache.values.clone()
+
+
+def errors(loaded: LoadedModel, linears: Any) -> list[float]:
+    """Return how far keys and values are from the model's own."""
+    both = zip(kv_of(loaded, linears), kv_of(loaded, None), strict=True)
+    return [float((got - want).norm() / want.norm()) for got, want in both]
+
+
+@pytest.mark.parametrize("architecture", list(ARCHITECTURES))
+def test_keys_and_values_are_near_the_models_own(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = loaded_of(model_of(architecture))
+    linears = linears_of(loaded)
+    if linears is None:
+        raise AssertionError
+    calls, rounded, real = Counter[int](), list[int](), eight_bit.eight_bit_linears
+
+    def counting(modules: Sequence[Any], x: Tensor) -> list[Tensor]:
+        calls.update(map(id, modules))
+        return linears(modules, x)
+
+    def noting(*arguments: Any) -> list[Tensor]:
+        found = real(*arguments)
+        rounded.append(len(found))
+        return found
+
+    monkeypatch.setattr(eight_bit, "eight_bit_linears", noting)
+    # Random weights make much of small differences: what is off by 0.03 in a layer is off by more behind three.
+    assert all(0 < error < 0.2 for error in errors(loaded, counting))
+    layers = loaded.model.get_decoder().layers
+    plain = [module for layer in layers[:-1] for module in layer.modules() if type(module) is torch.nn.Linear]
+    assert all(calls[id(module)] == 1 for module in plain)
+    assert sum(rounded) == sum(calls.values()), "all of them in eight bits"
+
+
+def test_large_channels_of_inputs_are_known_from_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of()
+    for layer in model.get_decoder().layers:
+        layer.input_layernorm.weight.data[7] *= 300
+        for module in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
+            module.weight.data[:, 7] /= 300
+    loaded = loaded_of(model)
+    known = errors(loaded, linears_of(loaded))
+    real = eight_bit.eight_bit_weights
+    monkeypatch.setattr(eight_bit, "eight_bit_weights", lambda layers, most: real(layers, torch.ones_like(most)))
+    unknown = errors(loaded, linears_of(loaded))
+    assert all(one < 0.6 * other for one, other in zip(known, unknown, strict=True))
+
+
+def test_a_layer_that_somebody_hooked_is_called() -> None:
+    model, called = model_of(), list[bool]()
+    model.get_decoder().layers[0].self_attn.k_proj.register_forward_hook(lambda *_: called.append(True))
+    loaded = loaded_of(model)
+    linears = linears_of(loaded)
+    called.clear()
+    kv_of(loaded, linears)
+    assert called == [True]
+
+
+def test_small_layers_and_routers_are_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = loaded_of(tiny_model())
+    assert errors(small, linears_of(small)) == [0.0, 0.0]
+    model = model_of()
+    monkeypatch.setattr(eight_bit, "_routers", lambda model: set(model.modules()))
+    loaded = loaded_of(model)
+    assert errors(loaded, linears_of(loaded)) == [0.0, 0.0]
+    monkeypatch.undo()
+    layer = model.get_decoder().layers[0]
+    layer.router, layer.mlp.gate = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    assert eight_bit._routers(model) == {layer.router, layer.mlp.gate}
+
+
+def test_what_is_computed_twice_is_known_by_the_larger_inputs() -> None:
+    recording, layer = eight_bit._Recording(), torch.nn.Linear(3, 3)
+    recording([layer], torch.tensor([[[9.0, 9, 9], [1, -5, 2]]]))
+    recording([layer], torch.tensor([[[9.0, 9, 9], [-4, 1, 1], [0, 0, 3]]]))
+    assert recording.seen[layer][1].tolist() == [4, 5, 3]
+
+
+def test_a_sample_that_the_model_does_not_know_makes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = loaded_of(model_of())
+    for ids in ([], [49152, 60000, -1], [5]):
+        monkeypatch.setattr(type(loaded.tokenizer), "__call__", lambda *_, ids=ids: {"input_ids": ids})
+        assert linears_of(loaded) is None
+
+
+def test_making_them_can_be_stopped() -> None:
+    loaded = loaded_of(model_of())
+    asked = iter([False] * 5)
+    with pytest.raises(StoppedError):
+        linears_of(loaded, lambda: next(asked, True))
+    assert next(asked, None) is None
+
+
+def test_there_are_none_where_they_are_not_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = loaded_of(model_of())
+    with monkeypatch.context() as patched:
+        patched.setenv("FUSED_KV_KERNELS", "torch")
+        assert linears_of(loaded) is None
+    assert linears_of(loaded) is not None
+    assert linears_of(loaded_of(tiny_model().bfloat16())) is None
