@@ -55,13 +55,13 @@ def test_every_chunk_is_in_so_many_prompts(count: int, times: int) -> None:
     assert all(len(set(keys)) == len(keys) for keys in places)
     seen = Counter(key for keys in places for key in keys if key != 99)
     if times == 1 and count > FEW_TOGETHER:
-        assert sorted(key for keys in places for key in keys[1:]) == list(range(count))
-        assert all(keys == [(keys[1] - 1) % count, *range(keys[1], keys[-1] + 1)] for keys in places)
-        assert max(map(len, places)) <= FEW_TOGETHER + 1
+        assert set(seen.values()) == {1, 2}
+        assert count < sum(seen.values()) - len(prompts) < 1.4 * count, "the first of each is not computed"
+        assert {keys[0] for keys in places} <= {key for key in seen if seen[key] == 2}
     else:
         assert seen == dict.fromkeys(range(count), min(max(times, 2), factorial(count)))
         assert len({tuple(keys) for keys in places}) == len(places)
-        assert max(map(len, places)) <= max(MOST_TOGETHER, (count + 1) // 2)
+    assert max(map(len, places)) <= max(MOST_TOGETHER, (count + 1) // 2) * 1.4
 
 
 @given(count=st.integers(LEAST_TOGETHER, 40))
@@ -73,11 +73,11 @@ def test_four_prompts_are_the_two_and_two_more(count: int) -> None:
     assert sorted(orders) == sorted(order[::-1] for order in orders)
 
 
-def test_a_run_stands_behind_the_chunk_before_it() -> None:
-    group = [chunk(number, 2) for number in range(FEW_TOGETHER + 2)]
+def test_the_first_chunks_of_a_run_stand_behind_the_other_run_too() -> None:
+    group = [chunk(number, 2) for number in range(FEW_TOGETHER + 5)]
     first, second = prompts_of_group(group, ids_of(*group), shaped(times=1))
-    assert places_in(first) == [11, 0, 1, 2, 3, 4, 5]
-    assert places_in(second) == [5, 6, 7, 8, 9, 10, 11]
+    assert places_in(first) == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+    assert places_in(second) == [8, 9, 10, 11, 12, 13, 14, 0, 1, 2]
 
 
 def test_the_chunks_of_a_large_group_stand_behind_others_the_second_time() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,12 +12,13 @@ import torch
 from corpus import SHORT, rag_prompt
 from models import smollm2_tokenizer, tiny_model
 
+from fused_kv_kernels import has_eight_bit_linears, why_not_native
 from fused_kv_kernels.reference import rerotate_keys_reference
 from fused_kv_llm import FusedKVEngine, IngestReport
 from fused_kv_llm.config import DEFAULT_PREPROCESSING_PROMPTS
 from fused_kv_llm.context_shift import place_weight, shift_name
 from fused_kv_llm.errors import ConfigError
-from fused_kv_llm.offline import SentenceEmbedder, shift_prefill, shift_prompts
+from fused_kv_llm.offline import SentenceEmbedder, preprocess, shift_prefill, shift_prompts
 from fused_kv_llm.offline.neighbours import find_neighbours
 from fused_kv_llm.offline.plain_kv import PlainKVCache
 from fused_kv_llm.offline.shift_prompts import BEFORE_CHUNKS, BETWEEN_CHUNKS
@@ -148,14 +150,50 @@ def test_shifts_of_other_prompts_are_made_beside_those_that_are_there(tmp_path: 
         assert torch.equal(shift_of(engine, SHORT[0])["keys"], two["keys"])
 
 
-def test_in_one_prompt_a_run_stands_behind_the_chunk_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_one_prompt_the_first_of_a_run_is_seen_behind_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orders, real = list[list[str | None]](), shift_prefill.prompts_of_group
+
+    def noting(*arguments: Any) -> Any:
+        made = real(*arguments)
+        orders.extend([segment.key for segment in prompt.segments] for prompt in made)
+        return made
+
     monkeypatch.setattr(shift_prompts, "FEW_TOGETHER", 2)
+    monkeypatch.setattr(shift_prefill, "prompts_of_group", noting)
     with make_engine(tmp_path, preprocessing_prompts=1) as engine:
-        ingest(engine, SHORT[:3])
-        one, two, three = sorted(SHORT[:3], key=lambda text: str(engine.chunk_id(text)))
-        check_shift(engine, one, [[three, one], [one, two, three]])
+        report = ingest(engine, SHORT[:4])
+        assert (report.chunks_preprocessed, report.neighbour_tokens) == (4, 0)
+        texts = {engine.chunk_id(text): text for text in SHORT[:4]}
+        one, two, three, four = (texts[key] for key in orders[0][:2] + orders[1][:2])
+        assert [[texts[key] for key in keys] for keys in orders] == [[one, two, three], [three, four, one]]
+        check_shift(engine, one, [[three, four, one]])
         check_shift(engine, two, [[one, two, three]])
-        check_shift(engine, three, [[three, one], [one, two, three]])
+        check_shift(engine, three, [[one, two, three]])
+        check_shift(engine, four, [[three, four, one]])
+
+
+@pytest.mark.skipif(
+    why_not_native(torch.float32) is not None or not has_eight_bit_linears(), reason="no eight-bit products here"
+)
+def test_shifts_of_a_long_pass_are_made_in_eight_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And near those that are not; with fixed pieces they are not at all."""
+    model = tiny_model(hidden_size=192, intermediate_size=256)
+
+    def made(folder: str, **options: Any) -> dict[str, torch.Tensor]:
+        with FusedKVEngine(model, tokenizer=smollm2_tokenizer(), kv_dir=tmp_path / folder, num_neighbours=2,
+                           embedder=Letters(), **options) as engine:  # fmt: skip
+            ingest(engine, SHORT[:3])
+            side = shift_of(engine, SHORT[0])
+        return {name: side[name] * side[f"{name}_scale"] for name in ("keys", "values")}
+
+    in_full = made("in full")
+    monkeypatch.setattr(preprocess, "WORTH_EIGHT_BITS_TOKENS", 1)
+    got, fixed = made("eight bits"), made("fixed", batch_tokens=64)
+    for name, want in in_full.items():
+        assert 0.001 < float((got[name] - want).norm() / want.norm()) < 0.2
+        assert float((fixed[name] - want).norm() / want.norm()) < 0.001
 
 
 def test_neighbours_are_stale_for_each_number_of_prompts_apart(tmp_path: Path) -> None:

@@ -2,14 +2,13 @@
 
 Every chunk of a group is put into several prompts behind an instruction. A large group is divided in two ways for that:
 into halves of chunks that are most similar, and into every other chunk. A prompt runs forwards or backwards. So what
-stands before a chunk differs from prompt to prompt.
+stands before a chunk differs from prompt to prompt. Where one prompt a chunk is asked for, a large group makes two.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from fused_kv_llm.prompt import Segment
 
@@ -29,7 +28,10 @@ MOST_TOGETHER = 16
 """Chunks above which a group is divided."""
 
 FEW_TOGETHER = 10
-"""The same where each chunk is put into one prompt only."""
+"""The same where not every chunk is put into two prompts."""
+
+AGAIN = 3 / 8
+"""Share of a run's chunks that stand behind the other run of the group, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class PromptShape:
     lead_tokens : int
         Most tokens of neighbours before a small group; one alone may be longer.
     times : int
-        Prompts of each chunk: 1, 2 or 4.
+        Prompts of each chunk: 1 and for some a second one, 2 or 4.
     """
 
     header: Sequence[int]
@@ -94,7 +96,7 @@ def prompts_of_group(
 def _orders(keys: Sequence[str], times: int) -> list[Sequence[str]]:
     """Return the chunks of every prompt."""
     if times == 1 and len(keys) > FEW_TOGETHER:
-        return _runs(keys)
+        return _two_runs(keys)
     if len(keys) > MOST_TOGETHER:
         half = (len(keys) + 1) // 2
         near, mixed = [keys[:half], keys[half:]], [keys[::2], keys[1::2]]
@@ -111,14 +113,14 @@ def _backwards(orders: Sequence[Sequence[str]]) -> list[Sequence[str]]:
     return [keys[::-1] for keys in orders]
 
 
-def _runs(keys: Sequence[str]) -> list[Sequence[str]]:
-    """Divide a group into runs, each behind the chunk before it, and the first behind the group's last chunk.
+def _two_runs(keys: Sequence[str]) -> list[Sequence[str]]:
+    """Divide a group into two runs, each followed by the first chunks of the other.
 
-    The first chunk of a run would have nothing before it otherwise. The chunk before it is not computed there.
+    The first chunks of a run have little before them. Behind the other run they are seen once more, with much.
     """
-    count = -(-len(keys) // FEW_TOGETHER)
-    bounds = [len(keys) * number // count for number in range(count + 1)]
-    return [(keys[start - 1], *keys[start:stop]) for start, stop in pairwise(bounds)]
+    half = (len(keys) + 1) // 2
+    runs = keys[:half], keys[half:]
+    return [(*run, *other[: round(AGAIN * len(other))]) for run, other in (runs, runs[::-1])]
 
 
 def _lead(
