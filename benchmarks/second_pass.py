@@ -5,7 +5,8 @@
 Chunks are stored without preprocessing in a fresh folder (the first pass), then preprocessed (the second pass, with the
 embedding of their texts, the search for neighbours, and writing). The model and the embedder are loaded and warm. The
 total over the first pass of the same run is what preprocessing makes of ingestion's time; repeats are summed up by
-their medians.
+their medians. ``--in-full`` measures it once more with the linear layers of the second pass in the model's dtype, where
+it has them in eight bits.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from environment import environment
 
@@ -33,9 +37,17 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, nargs="+", choices=(1, 2, 4), default=[1, 2, 4])
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16", "float16"), default=["float32"],
                         help="that the model computes in, one after another")  # fmt: skip
+    parser.add_argument("--in-full", action="store_true", help="also without eight-bit products")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "second_pass_cpu.json")
     return parser.parse_args()
+
+
+@contextmanager
+def products_in_full(wanted: bool) -> Iterator[None]:
+    """Have the second pass compute its linear layers as the model does."""
+    with patch("fused_kv_llm.offline.preprocess.eight_bit_of", lambda *_: None) if wanted else nullcontext():
+        yield
 
 
 def measure(loaded: Any, embedder: SentenceEmbedder, texts: list[str], prompts: int) -> dict[str, Any]:
@@ -65,18 +77,23 @@ def main() -> None:
     for dtype in args.dtypes:
         loaded = load_model("smollm2-135m", dtype=dtype)
         measure(loaded, embedder, texts[:40], 1)
+        ways = [(prompts, full) for prompts in args.prompts for full in (False, True)[: 1 + args.in_full]]
         for number in range(args.repeats):
-            for prompts in args.prompts[:: -1 if number % 2 else 1]:
-                runs.append(measure(loaded, embedder, texts, prompts))
+            for prompts, full in ways[:: -1 if number % 2 else 1]:
+                with products_in_full(full):
+                    runs.append({**measure(loaded, embedder, texts, prompts), "in_full": full})
                 print(runs[-1], flush=True)
     ratios = {
-        dtype: {
+        dtype + (" in full" if full else ""): {
             prompts: statistics.median(
-                run["total_over_first"] for run in runs if (run["dtype"], run["prompts"]) == (dtype, prompts)
+                run["total_over_first"]
+                for run in runs
+                if (run["dtype"], run["prompts"], run["in_full"]) == (dtype, prompts, full)
             )
             for prompts in args.prompts
         }
         for dtype in args.dtypes
+        for full in (False, True)[: 1 + args.in_full]
     }
     print(ratios)
     result = {"environment": environment(), "total_over_first": ratios, "runs": runs}

@@ -234,6 +234,27 @@ def test_runs_of_one_prompt(dtype: str) -> None:
     assert f"{sum(lost) / len(lost):.1f} points less on average in {dtype}" in text
 
 
+def test_one_prompt_and_for_some_a_second() -> None:
+    """On the questions that were asked; full reuse without preprocessing is that of two prompts."""
+    want, lost = [], []
+    for frame in ("plain", "short"):
+        again, two = (records_of(f"quality_ten_{frame}_float32{kind}_cpu.records.jsonl") for kind in ("_again", ""))
+        for name, one, other in zip(quality("quality_ten_plain_cpu.json"), again.values(), two.values(), strict=False):
+            asked = {row["question"] for row in one}
+            other = [row for row in other if row["question"] in asked]
+            assert len(asked) == 20
+            whole = _total(other, "full_reuse/none/0", 20)
+            cells = [f"{name}, `{frame}`"]
+            for method in ("full_reuse/similar/0", "sink_attention/similar/0.15"):
+                share, of_two = (100 - 100 * _total(rows, method, 20) / whole for rows in (one, other))
+                cells += [f"{share:.1f} %", f"{of_two - share:.1f}"]
+            lost.append(of_two - share)
+            want.append(cells)
+    assert table("docs/methods.md", "set and wording, one prompt and for some a second, float32") == want
+    text = " ".join((ROOT / "docs" / "methods.md").read_text(encoding="utf-8").split())
+    assert f"At 0.15 that is {mean(lost):.1f} points less on average. squad10" in text
+
+
 def _kl_rows(*kinds: str) -> Iterator[list[str]]:
     """Yield, by wording and ratio, the KL of the first kind of records over that of the second."""
     for frame in ("plain", "short"):
@@ -289,9 +310,9 @@ def test_one_prompt_instead_of_two() -> None:
     assert table("docs/methods.md", "set and wording, one prompt") == want
 
 
-def _total(records: list[dict[str, Any]], method: str) -> float:
+def _total(records: list[dict[str, Any]], method: str, questions: int = 40) -> float:
     found = [record["kl"] for record in records if record["method"] == method]
-    assert len(found) == 40
+    assert len(found) == questions
     return float(sum(found))
 
 
@@ -370,14 +391,26 @@ def test_the_second_pass_beside_the_first() -> None:
         for dtype, ratios in of["total_over_first"].items()
     }
     single, half = factors["float32"], factors["bfloat16"]
-    want = [[str(prompts), single[prompts], half[prompts]] for prompts in (1, 2, 4)]
+    now = record("second_pass_eight_bit_cpu.json")
+    eight, full = (
+        {prompts: f"{ratio:.2f}" for prompts, ratio in now["total_over_first"][way].items()}
+        for way in ("float32", "float32 in full")
+    )
+    missing = "not measured"
+    want = [["1", eight["1"], missing], ["2", eight["2"], half[2]], ["4", missing, half[4]]]
     assert table("docs/ingestion.md", "`preprocessing_prompts`") == want
+    want = [[prompts, eight[prompts], full[prompts]] for prompts in ("1", "2")]
+    assert table("docs/methods.md", "`preprocessing_prompts`, both passes over the first") == want
     readme, methods = (" ".join((ROOT / page).read_text(encoding="utf-8").split()) for page in (
         "README.md", "docs/methods.md"
     ))  # fmt: skip
     (chunks,) = {run["chunks"] for run in of["runs"]}
     assert f"ingesting {chunks} passages takes {half[2]} times as long as without it" in readme
-    assert f"`preprocessing_prompts=1` takes {half[1]} times as long" in readme
+    assert f"In float32 it is {eight['2']} times, with `preprocessing_prompts=1` {eight['1']} times" in readme
+    ingestion = " ".join((ROOT / "docs" / "ingestion.md").read_text(encoding="utf-8").split())
+    assert f"without that it was {full['1']} and {full['2']} times in the same run" in ingestion
+    firsts = [run["first_pass_s"] for run in now["runs"]]
+    assert f"the first pass took {min(firsts):.0f} to {max(firsts):.0f} s in them" in methods
     assert f"takes {half[1]}, {half[2]} and {half[4]} times as long as a plain one in bfloat16" in methods
     assert f"{single[1]}, {single[2]} and {single[4]} times in float32" in methods
     before = record("second_pass_bfloat16_cpu.json")["total_over_first"]
