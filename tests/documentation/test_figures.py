@@ -239,9 +239,9 @@ def test_one_prompt_and_for_some_a_second() -> None:
     want, lost = [], []
     for frame in ("plain", "short"):
         again, two = (records_of(f"quality_ten_{frame}_float32{kind}_cpu.records.jsonl") for kind in ("_again", ""))
-        for name, one, other in zip(quality("quality_ten_plain_cpu.json"), again.values(), two.values(), strict=False):
+        for name, one, of_all in zip(quality("quality_ten_plain_cpu.json"), again.values(), two.values(), strict=False):
             asked = {row["question"] for row in one}
-            other = [row for row in other if row["question"] in asked]
+            other = [row for row in of_all if row["question"] in asked]
             assert len(asked) == 20
             whole = _total(other, "full_reuse/none/0", 20)
             cells = [f"{name}, `{frame}`"]

@@ -47,7 +47,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     gate, real = threading.Event(), shift_prefill.true_kv
 
     def gated(*arguments: Any) -> object:
-        stopped = arguments[-1]
+        stopped = arguments[6]
         while not gate.wait(0.01):
             if stopped():
                 raise StoppedError
