@@ -16,8 +16,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -27,6 +26,9 @@ from environment import environment
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.model import load_model
 from fused_kv_llm.offline import SentenceEmbedder
+
+_EIGHT_BIT = "fused_kv_llm.offline.preprocess.eight_bit_of"
+"""What makes the linear layers of the second pass faster; without it they are computed as the model does."""
 
 
 def parse() -> argparse.Namespace:
@@ -41,13 +43,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "second_pass_cpu.json")
     return parser.parse_args()
-
-
-@contextmanager
-def products_in_full(wanted: bool) -> Iterator[None]:
-    """Have the second pass compute its linear layers as the model does."""
-    with patch("fused_kv_llm.offline.preprocess.eight_bit_of", lambda *_: None) if wanted else nullcontext():
-        yield
 
 
 def measure(loaded: Any, embedder: SentenceEmbedder, texts: list[str], prompts: int) -> dict[str, Any]:
@@ -80,7 +75,7 @@ def main() -> None:
         ways = [(prompts, full) for prompts in args.prompts for full in (False, True)[: 1 + args.in_full]]
         for number in range(args.repeats):
             for prompts, full in ways[:: -1 if number % 2 else 1]:
-                with products_in_full(full):
+                with patch(_EIGHT_BIT, lambda *_: None) if full else nullcontext():
                     runs.append({**measure(loaded, embedder, texts, prompts), "in_full": full})
                 print(runs[-1], flush=True)
     ratios = {

@@ -16,7 +16,7 @@ from waiting import exit_status, wait_until
 
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.model import PrefixKV, StoppedError
-from fused_kv_llm.offline import prefill, true_kv
+from fused_kv_llm.offline import first_passes, prefill, true_kv
 from fused_kv_llm.offline.first_passes import AfterFirstPasses, FirstPasses, first_passes_of
 
 OLD = SHORT[:8]
@@ -200,6 +200,16 @@ def test_several_under_way_are_all_waited_for() -> None:
             passes.wait(lambda: True)
     waiting.join(10)
     assert not waiting.is_alive()
+
+
+def test_who_waits_lets_its_openmp_workers_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes, released = FirstPasses(), list[bool]()
+    monkeypatch.setattr(first_passes, "release_openmp_workers", lambda: released.append(True))
+    passes.wait(lambda: True)
+    assert released == [], "nothing is waited for"
+    with passes.under_way(), pytest.raises(StoppedError):
+        passes.wait(lambda: True)
+    assert released == [True]
 
 
 def test_within_another_first_pass_there_may_be_one() -> None:

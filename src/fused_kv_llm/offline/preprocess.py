@@ -40,7 +40,7 @@ _CHUNKS_TO_WRITE = 2
 """Chunks that may wait, each with its KV and what was computed beside it."""
 
 WORTH_EIGHT_BITS_TOKENS = 8192
-"""Tokens of a pass from which on rounding the model's weights takes less time than it saves."""
+"""Tokens of a pass for which the model's weights are rounded: that takes a fraction of the time that it saves then."""
 
 
 class Preprocessor:
