@@ -73,10 +73,11 @@ def test_a_second_pass_under_way_lets_first_passes_go_before_it(
     wait_until(lambda: forwards.count("second") > 3)
     begun = len(forwards)
     other.build_kv_cache(NEW, preprocess="later", progress=False)
-    last = max(number for number, name in enumerate(forwards) if name == "first")
-    assert forwards[begun : last + 1].count("first") == len(NEW)
-    # One may have been under way, and one handed over, when the ingestion began.
-    assert forwards[begun : last + 1].count("second") <= 2
+    # While the new chunks are looked up, before their first pass begins, the second one goes on.
+    first, *_, last = (number for number, name in enumerate(forwards) if name == "first" and number >= begun)
+    assert forwards[first : last + 1].count("first") == len(NEW)
+    # One may have been under way, and one handed over, when it began.
+    assert forwards[first : last + 1].count("second") <= 2
     one.wait_for_background()
     assert forwards[last:].count("second") > 2, "it goes on afterwards"
     assert one.build_kv_cache(OLD, preprocess="later", progress=False).chunks_pending == (0 if one is not other else 24)
