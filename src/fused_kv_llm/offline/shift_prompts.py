@@ -30,7 +30,7 @@ MOST_TOGETHER = 16
 FEW_TOGETHER = 10
 """The same where not every chunk is put into two prompts."""
 
-AGAIN = 3 / 8
+_AGAIN = 3 / 8
 """Share of a run's chunks that stand behind the other run of the group, too."""
 
 
@@ -120,7 +120,7 @@ def _two_runs(keys: Sequence[str]) -> list[Sequence[str]]:
     """
     half = (len(keys) + 1) // 2
     runs = keys[:half], keys[half:]
-    return [(*run, *other[: round(AGAIN * len(other))]) for run, other in (runs, runs[::-1])]
+    return [(*run, *other[: round(_AGAIN * len(other))]) for run, other in (runs, runs[::-1])]
 
 
 def _lead(
