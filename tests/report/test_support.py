@@ -43,7 +43,8 @@ def test_a_text_supports_itself_and_more_text_never_supports_less(answer: str, c
 def test_hostile_texts_take_no_longer_than_others() -> None:
     took_s = []
     for text in ("1," * 100_000, "a'" * 100_000, "1,111" * 40_000, "word " * 40_000):
-        started_s = time.perf_counter()
+        # The processor's time: a machine that stands still for a second says nothing of the function.
+        started_s = time.thread_time()
         lexical_support(text, [text])
-        took_s.append(time.perf_counter() - started_s)
+        took_s.append(time.thread_time() - started_s)
     assert max(took_s) < 2.0

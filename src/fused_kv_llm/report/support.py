@@ -77,7 +77,9 @@ def lexical_support(answer: str, chunks: Iterable[str]) -> Support:
     -------
     Support
     """
-    held = {_stem(match[0]) for chunk in chunks for match in _WORD.finditer(chunk)}
+    # Each word once: a text repeats most of its words.
+    words = {match[0] for chunk in chunks for match in _WORD.finditer(chunk)}
+    held = {_stem(word) for word in words}
     asked = [
         match for match in _WORD.finditer(answer) if match[0].casefold() not in _COMMON and _says_something(match[0])
     ]
