@@ -56,7 +56,7 @@ class ShiftFit:
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self._plain = keys, values
-        self._sums = tuple(torch.zeros_like(part, dtype=torch.float32) for part in self._plain)
+        self._sums: tuple[Tensor, ...] | None = None
         self._power = _PULL
 
     def add(self, keys: Tensor, values: Tensor, weight: float) -> None:
@@ -69,13 +69,18 @@ class ShiftFit:
         weight : float
             Of its place there (:func:`place_weight`).
         """
-        for total, before, after in zip(self._sums, self._plain, (keys, values), strict=True):
-            total.add_(after.float() - before.float(), alpha=weight)
+        changes = (after.float() - before.float() for after, before in zip((keys, values), self._plain, strict=True))
+        if self._sums is None:
+            self._sums = tuple(change.mul_(weight) for change in changes)
+        else:
+            for total, change in zip(self._sums, changes, strict=True):
+                total.add_(change, alpha=weight)
         self._power += weight**2
 
     def shift(self) -> tuple[Tensor, Tensor]:
         """Return the shift of keys and values, float32 ``[L, Hkv, T, D]``."""
-        keys, values = (total / self._power for total in self._sums)
+        sums = self._sums or (torch.zeros_like(part, dtype=torch.float32) for part in self._plain)
+        keys, values = (total / self._power for total in sums)
         return keys, values
 
 

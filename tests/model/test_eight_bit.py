@@ -32,6 +32,11 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+needs_bfloat16 = pytest.mark.skipif(
+    why_not_native() is not None or not has_eight_bit_linears(torch.bfloat16), reason="no eight-bit products here"
+)
+
+
 def model_of(architecture: str = "llama") -> Any:
     """Return a tiny model, no layer of which is too small."""
     options = {"head_dim": 32} if architecture == "qwen3" else {}
@@ -63,15 +68,18 @@ def errors(loaded: LoadedModel, linears: Any) -> list[float]:
     return [float((got - want).norm() / want.norm()) for got, want in both]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_bfloat16)], ids=str)
 @pytest.mark.parametrize("architecture", list(ARCHITECTURES))
-def test_keys_and_values_are_near_the_models_own(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = loaded_of(model_of(architecture))
+def test_keys_and_values_are_near_the_models_own(
+    architecture: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = loaded_of(model_of(architecture).to(dtype))
     linears = linears_of(loaded)
     if linears is None:
         raise AssertionError
     calls, rounded, real = Counter[int](), list[int](), eight_bit.eight_bit_linears
 
-    def counting(modules: Sequence[Any], x: Tensor) -> list[Tensor]:
+    def counting(modules: Sequence[Any], x: Tensor) -> list[Tensor] | None:
         calls.update(map(id, modules))
         return linears(modules, x)
 
@@ -113,6 +121,27 @@ def test_a_layer_that_somebody_hooked_is_called() -> None:
     assert called == [True]
 
 
+def test_layers_that_read_one_input_are_recorded_and_rounded_together() -> None:
+    loaded = loaded_of(model_of())
+    linears = linears_of(loaded)
+    if linears is None:
+        raise AssertionError
+    layer = loaded.model.get_decoder().layers[0]
+    attention, mlp = layer.self_attn, layer.mlp
+    firsts = (attention.q_proj, attention.o_proj, mlp.gate_proj, mlp.down_proj)
+    assert [len(linears._weights[first].sizes) for first in firsts] == [3, 1, 2, 1]
+    assert not linears._weights.keys() & {attention.k_proj, attention.v_proj, mlp.up_proj}
+
+
+def test_a_part_in_another_dtype_is_not_rounded() -> None:
+    model = model_of()
+    loaded = loaded_of(model)
+    recording, layer = eight_bit._Recording(), model.get_decoder().layers[0].self_attn.q_proj
+    layer.double()
+    recording([layer], torch.ones(1, 3, 192, dtype=torch.float64))
+    assert eight_bit._rounded(loaded, recording, lambda: False) == {}
+
+
 def test_small_layers_and_routers_are_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
     small = loaded_of(tiny_model())
     assert errors(small, linears_of(small)) == [0.0, 0.0]
@@ -128,7 +157,7 @@ def test_small_layers_and_routers_are_not_rounded(monkeypatch: pytest.MonkeyPatc
 
 def test_what_is_computed_twice_is_known_by_the_larger_inputs() -> None:
     recording, layer = eight_bit._Recording(), torch.nn.Linear(3, 3)
-    recording([layer], torch.tensor([[[9.0, 9, 9], [1, -5, 2]]]))
+    assert recording([layer], torch.tensor([[[9.0, 9, 9], [1, -5, 2]]])) is None
     recording([layer], torch.tensor([[[9.0, 9, 9], [-4, 1, 1], [0, 0, 3]]]))
     assert recording.seen[layer][1].tolist() == [4, 5, 3]
 
@@ -154,4 +183,4 @@ def test_there_are_none_where_they_are_not_faster(monkeypatch: pytest.MonkeyPatc
         patched.setenv("FUSED_KV_KERNELS", "torch")
         assert linears_of(loaded) is None
     assert linears_of(loaded) is not None
-    assert linears_of(loaded_of(tiny_model().bfloat16())) is None
+    assert linears_of(loaded_of(tiny_model().half())) is None

@@ -23,7 +23,8 @@ from fused_kv_llm.config import DEFAULT_PREPROCESSING_PROMPTS
 from fused_kv_llm.context_shift import shift_name
 from fused_kv_llm.errors import ConfigError, MissingExtraError, StoreFullError
 from fused_kv_llm.model import StoppedError
-from fused_kv_llm.offline import BackgroundWork, shift_prefill
+from fused_kv_llm.offline import BackgroundWork
+from fused_kv_llm.offline.prompt_prefill import PromptPrefill
 
 SHIFT = shift_name(3, DEFAULT_PREPROCESSING_PROMPTS)
 TEXTS = SHORT[:12]
@@ -44,16 +45,16 @@ def preprocessed(engine: FusedKVEngine) -> int:
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """The second pass waits before each prompt until it is let go."""
-    gate, real = threading.Event(), shift_prefill.true_kv
+    gate, real = threading.Event(), PromptPrefill.true_kv
 
     def gated(*arguments: Any) -> object:
-        stopped = arguments[6]
+        stopped = arguments[-1]
         while not gate.wait(0.01):
             if stopped():
                 raise StoppedError
         return real(*arguments)
 
-    monkeypatch.setattr(shift_prefill, "true_kv", gated)
+    monkeypatch.setattr(PromptPrefill, "true_kv", gated)
     return gate.set
 
 
@@ -87,7 +88,7 @@ def test_later_means_at_a_later_call(tmp_path: Path) -> None:
 
 
 def test_closing_stops_at_the_next_batch_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, fourth = shift_prefill.true_kv, threading.Event()
+    real, fourth = PromptPrefill.true_kv, threading.Event()
     prompts = []
 
     def counting(*arguments: Any) -> object:
@@ -97,7 +98,7 @@ def test_closing_stops_at_the_next_batch_and_loses_nothing(tmp_path: Path, monke
             time.sleep(0.2)
         return real(*arguments)
 
-    monkeypatch.setattr(shift_prefill, "true_kv", counting)
+    monkeypatch.setattr(PromptPrefill, "true_kv", counting)
     engine = make_engine(tmp_path)
     engine.build_kv_cache(TEXTS, neighbours=FOURS, progress=False)
     assert fourth.wait(30)

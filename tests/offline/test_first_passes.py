@@ -16,7 +16,7 @@ from waiting import exit_status, wait_until
 
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.model import PrefixKV, StoppedError
-from fused_kv_llm.offline import first_passes, prefill, true_kv
+from fused_kv_llm.offline import first_passes, prefill, prompt_prefill
 from fused_kv_llm.offline.first_passes import AfterFirstPasses, FirstPasses, first_passes_of
 
 OLD = SHORT[:8]
@@ -46,9 +46,9 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(module, function, noting)
 
     note(prefill, "prefill_packed", "first")
-    note(true_kv, "forward_kv", "second")
+    note(prompt_prefill, "forward_kv", "second")
     monkeypatch.setattr(prefill, "BATCH_TOKENS", 1)
-    monkeypatch.setattr(true_kv, "_PIECE_TOKENS", 8)
+    monkeypatch.setattr(prompt_prefill, "_PIECE_TOKENS", 8)
     return found
 
 

@@ -21,6 +21,7 @@ from fused_kv_llm.errors import ConfigError
 from fused_kv_llm.offline import SentenceEmbedder, preprocess, shift_prefill, shift_prompts
 from fused_kv_llm.offline.neighbours import find_neighbours
 from fused_kv_llm.offline.plain_kv import PlainKVCache
+from fused_kv_llm.offline.prompt_prefill import PromptPrefill
 from fused_kv_llm.offline.shift_prompts import BEFORE_CHUNKS, BETWEEN_CHUNKS
 from fused_kv_llm.offline.vectors import corpus_vectors, unknown_texts
 
@@ -425,13 +426,13 @@ def test_a_graph_that_answers_with_something_else_is_refused(tmp_path: Path) -> 
 
 
 def test_contexts_are_cut_to_what_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths, real = [], shift_prefill.true_kv
+    lengths, real = [], PromptPrefill.true_kv
 
-    def noted(loaded: object, owner: object, ids: Sequence[int], *rest: object) -> object:
+    def noted(self: PromptPrefill, ids: Sequence[int], *rest: Any) -> object:
         lengths.append(len(ids))
-        return real(loaded, owner, ids, *rest)  # type: ignore[arg-type]
+        return real(self, ids, *rest)
 
-    monkeypatch.setattr(shift_prefill, "true_kv", noted)
+    monkeypatch.setattr(PromptPrefill, "true_kv", noted)
     long = [f"{name} " + "the ferry sails to the island " * 100 for name in ("Alpha", "Beta", "Gamma", "Delta")]
     with make_engine(tmp_path, num_neighbours=3) as engine:
         report = ingest(engine, long)

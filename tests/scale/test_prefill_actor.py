@@ -15,7 +15,8 @@ from fused_kv_llm.config import EngineConfig
 from fused_kv_llm.engine import similarity_of
 from fused_kv_llm.errors import FusedKVWarning
 from fused_kv_llm.model import PackedChunk
-from fused_kv_llm.offline import context_prefill, nearest, shift_prefill
+from fused_kv_llm.offline import context_prefill, nearest
+from fused_kv_llm.offline.prompt_prefill import PromptPrefill
 from fused_kv_llm.report import IngestReport
 from fused_kv_llm.scale.first_pass import FirstPass
 from fused_kv_llm.scale.prefill_actor import PrefillActor
@@ -82,19 +83,19 @@ def test_the_second_pass_has_the_forwards_of_one_process(
     """The same rows in the same order, so that the last bits are the same too."""
     texts = [f"Number {number} of the harbour's rules. " + "It is kept. " * (number % 13) for number in range(60)]
     forwards = list[list[tuple[int, ...]]]()
-    prefill, full = context_prefill.prefill_packed, shift_prefill.true_kv
+    prefill, full = context_prefill.prefill_packed, PromptPrefill.true_kv
 
     def behind_context(loaded: Any, chunks: Sequence[PackedChunk], prefix: Any) -> Any:
         if any(chunk.context for chunk in chunks):
             forwards.append([chunk.token_ids for chunk in chunks])
         return prefill(loaded, chunks, prefix)
 
-    def in_prompt(loaded: Any, owner: Any, ids: tuple[int, ...], *rest: Any) -> Any:
+    def in_prompt(self: PromptPrefill, ids: tuple[int, ...], *rest: Any) -> Any:
         forwards.append([ids])
-        return full(loaded, owner, ids, *rest)
+        return full(self, ids, *rest)
 
     monkeypatch.setattr(context_prefill, "prefill_packed", behind_context)
-    monkeypatch.setattr(shift_prefill, "true_kv", in_prompt)
+    monkeypatch.setattr(PromptPrefill, "true_kv", in_prompt)
     options = {"model": str(model), "preprocessing": preprocessing, "memory_bytes": 0, "batch_tokens": 120}
     with FusedKVEngine(**options, kv_dir=tmp_path / "one") as engine:
         engine.build_kv_cache(texts, preprocess="wait", progress=False)

@@ -38,7 +38,7 @@ def native_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def native_quantize_rows(x: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return :func:`fused_kv_kernels.quantize_rows` of a dense float32 matrix ``[R, I]``."""
+    """Return :func:`fused_kv_kernels.quantize_rows` of a dense matrix ``[R, I]``."""
     rows, dim = x.shape
     out, scales = torch.empty(rows, dim, dtype=torch.uint8), torch.empty(rows)
     loaded_library(x.dtype).fkv_quantize_rows(

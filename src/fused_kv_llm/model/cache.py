@@ -74,8 +74,8 @@ class _FusedLayer(PassLayer):
         rows = forward_pass.rows
         if written is not None:
             rows, key_states, value_states = rows[written], key_states[:, :, written], value_states[:, :, written]
-        self.keys.index_copy_(2, rows, key_states)
-        self.values.index_copy_(2, rows, value_states)
+        self.keys.index_copy_(2, rows, key_states.to(self.keys.dtype))
+        self.values.index_copy_(2, rows, value_states.to(self.values.dtype))
         seen = forward_pass.seen(self.keys), forward_pass.seen(self.values)
         return seen[::-1] if self.swaps else seen
 

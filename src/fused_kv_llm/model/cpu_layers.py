@@ -89,8 +89,24 @@ def _ways_of(kinds: set[type], dtype: torch.dtype) -> dict[type, Callable[..., A
 
 def _linear(module: Any, x: Tensor) -> Tensor:
     way = required_pass(LayerPass).linears
-    if way is not None and x.dtype == torch.float32 and is_plain(module):
-        return way([module], x)[0]
+    given = way([module], x) if way is not None and is_plain(module) else None
+    return _computed_linear(module, x) if given is None else given[0]
+
+
+def _linears(modules: Sequence[Any], x: Tensor) -> list[Tensor]:
+    """Call several linear layers with one input: together, unless one was wrapped, hooked or changed."""
+    way = required_pass(LayerPass).linears
+    if (way is None and x.dtype != torch.bfloat16) or not all(map(is_plain, modules)):
+        return [module(x) for module in modules]
+    given = None if way is None else way(modules, x)
+    if given is not None:
+        return given
+    if x.dtype == torch.bfloat16:
+        return few_row_linears(x, [(module.weight, module.bias) for module in modules])
+    return [_computed_linear(module, x) for module in modules]
+
+
+def _computed_linear(module: Any, x: Tensor) -> Tensor:
     # Weights that were moved, converted or quantised after loading are torch's to multiply.
     weight, bias = module.weight, module.bias
     if type(weight) is torch.nn.Parameter and weight.dtype == x.dtype and x.device.type == "cpu":
@@ -99,16 +115,6 @@ def _linear(module: Any, x: Tensor) -> Tensor:
         if x.dtype == torch.float32 and onednn_is_faster():
             return linear_in_onednn(x, weight, bias)
     return torch.nn.functional.linear(x, weight, bias)
-
-
-def _linears(modules: Sequence[Any], x: Tensor) -> list[Tensor]:
-    """Call several linear layers with one input: together, unless one was wrapped, hooked or changed."""
-    way = required_pass(LayerPass).linears
-    if way is not None and x.dtype == torch.float32 and all(map(is_plain, modules)):
-        return way(modules, x)
-    if x.dtype == torch.bfloat16 and all(map(is_plain, modules)):
-        return few_row_linears(x, [(module.weight, module.bias) for module in modules])
-    return [module(x) for module in modules]
 
 
 def _norm(module: Any, hidden_states: Tensor) -> Tensor:

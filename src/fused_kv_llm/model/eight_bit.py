@@ -1,6 +1,7 @@
 """A model's linear layers in eight bits, for forwards whose results only correct others.
 
-For float32 models on a CPU with AVX2. The second pass of ingestion uses them: what it finds is stored in eight bits.
+For models on a CPU, in float32 with AVX2 or in bfloat16 with instructions for it. The second pass of ingestion uses
+them: what it finds is stored in eight bits.
 """
 
 from __future__ import annotations
@@ -47,23 +48,22 @@ class EightBitLinears:
     Parameters
     ----------
     weights : mapping of torch.nn.Module to EightBitWeights
-        Of layers that read the same input, by the first of them. All others are computed as they are.
+        Of layers that read the same input, by the first of them. All others are the model's to compute.
     """
 
     def __init__(self, weights: Mapping[Any, EightBitWeights]) -> None:
         self._weights = weights
 
-    def __call__(self, modules: Sequence[Any], x: Tensor) -> list[Tensor]:
-        """Return the outputs ``[..., O]`` of layers that read the same input ``[..., I]``."""
+    def __call__(self, modules: Sequence[Any], x: Tensor) -> list[Tensor] | None:
+        """Return the outputs ``[..., O]`` of layers that read the same input ``[..., I]``, or None."""
         weights = self._weights.get(modules[0])
-        return _in_full(modules, x) if weights is None else eight_bit_linears(x, weights)
+        return None if weights is None else eight_bit_linears(x, weights)
 
 
 def eight_bit_of(loaded: LoadedModel, owner: ModelOwner, stopped: Callable[[], bool]) -> EightBitLinears | None:
     """Return a model's linear layers in eight bits, or None where there are none.
 
-    Making them takes a forward of some 200 tokens and one pass over the weights. They take a quarter as many bytes as
-    the weights in float32.
+    Making them takes a forward of some 200 tokens and one pass over the weights. They take a byte for each weight.
 
     Parameters
     ----------
@@ -78,41 +78,41 @@ def eight_bit_of(loaded: LoadedModel, owner: ModelOwner, stopped: Callable[[], b
     StoppedError
         If it was stopped.
     """
-    is_here = loaded.dtype == torch.float32 and loaded.device.type == "cpu"
-    if not is_here or why_not_native(torch.float32) is not None or not has_eight_bit_linears():
+    dtype = loaded.dtype
+    if loaded.device.type != "cpu" or why_not_native(dtype) is not None or not has_eight_bit_linears(dtype):
         return None
     ids = _sample_ids(loaded)
     if len(ids) < 2:
         return None
     recording = owner.run(lambda: _recorded(loaded, ids), len(ids), stopped)
-    left_out = _routers(loaded.model)
-    weights = {}
-    for first, (modules, largest) in recording.seen.items():
-        if stopped():
-            raise StoppedError
-        sizes = [size for module in modules for size in module.weight.shape]
-        if first not in left_out and min(sizes) >= _LEAST_SIZE:
-            weights[first] = eight_bit_weights([(module.weight, module.bias) for module in modules], largest)
-    return EightBitLinears(weights)
+    return EightBitLinears(_rounded(loaded, recording, stopped))
 
 
 class _Recording:
-    """Computes linear layers as they are, and records the largest magnitudes of their inputs."""
+    """Records the largest magnitudes of linear layers' inputs, and leaves the layers to the model."""
 
     def __init__(self) -> None:
         self.seen: dict[Any, tuple[Sequence[Any], Tensor]] = {}
 
-    def __call__(self, modules: Sequence[Any], x: Tensor) -> list[Tensor]:
+    def __call__(self, modules: Sequence[Any], x: Tensor) -> None:
         # Without the first row, whose inputs are far larger than all others in many models (attention sinks).
         largest = x.flatten(0, -2)[1:].abs().amax(0)
         if modules[0] in self.seen:
             largest = torch.maximum(largest, self.seen[modules[0]][1])
         self.seen[modules[0]] = modules, largest
-        return _in_full(modules, x)
 
 
-def _in_full(modules: Sequence[Any], x: Tensor) -> list[Tensor]:
-    return [torch.nn.functional.linear(x, module.weight, module.bias) for module in modules]
+def _rounded(loaded: LoadedModel, recording: _Recording, stopped: Callable[[], bool]) -> dict[Any, EightBitWeights]:
+    left_out, weights = _routers(loaded.model), dict[Any, EightBitWeights]()
+    for first, (modules, largest) in recording.seen.items():
+        if stopped():
+            raise StoppedError
+        sizes = [size for module in modules for size in module.weight.shape]
+        # A part that the model keeps in another dtype has a reason for it.
+        is_usual = all(module.weight.dtype == loaded.dtype for module in modules)
+        if is_usual and first not in left_out and min(sizes) >= _LEAST_SIZE:
+            weights[first] = eight_bit_weights([(module.weight, module.bias) for module in modules], largest)
+    return weights
 
 
 def _routers(model: Any) -> set[Any]:

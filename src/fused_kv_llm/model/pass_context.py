@@ -54,7 +54,7 @@ class LayerPass:
         Set where the forward may be left between two layers.
     linears : callable or None
         Computes plain linear layers that read the same input, on a CPU: takes the modules and ``[..., I]``, and returns
-        the output of each. None computes them as the model does.
+        the output of each, or None to leave them to the model.
     """
 
     final_rows: slice | Tensor | None = None
@@ -62,7 +62,7 @@ class LayerPass:
     kv_layer: int
     decodes: bool = False
     pausing: Pausing | None = None
-    linears: Callable[[Sequence[Any], Tensor], list[Tensor]] | None = None
+    linears: Callable[[Sequence[Any], Tensor], list[Tensor] | None] | None = None
 
     def begin(self) -> None:
         """Expect the first layer, or the one that the forward was left before."""

@@ -37,7 +37,10 @@ from .writer import BackgroundWriter
 __all__ = ["Preprocessor"]
 
 _CHUNKS_TO_WRITE = 2
-"""Chunks that may wait, each with its KV and what was computed beside it."""
+"""Chunks that may wait to be written, each with its KV and what replaces it."""
+
+_SHIFTS_TO_WRITE = 12
+"""The same of shifts, which are compressed before they wait and take an eighth of that."""
 
 WORTH_EIGHT_BITS_TOKENS = 8192
 """Tokens of a pass for which the model's weights are rounded: that takes a fraction of the time that it saves then."""
@@ -171,7 +174,7 @@ class Preprocessor:
                 written(chunk, nbytes)
 
         # The next batch is computed while what was computed is compressed and written.
-        writer = BackgroundWriter(write, _CHUNKS_TO_WRITE)
+        writer = BackgroundWriter(write, _CHUNKS_TO_WRITE if self.replaces else _SHIFTS_TO_WRITE)
         try:
             if self.replaces:
                 for chunk, kv in prefill.behind(plan.chunks, is_batch=plan.is_batch):
@@ -181,7 +184,8 @@ class Preprocessor:
             shifts = ShiftPrefill(self._loaded, self._prefix, owner, self._planner, self._times, linears)
             for group in shifts.run(plan, prefill.plain, stopped):
                 for chunk, fit in group:
-                    writer.submit((chunk, partial(_shift, fit)))
+                    side = _shift(fit)
+                    writer.submit((chunk, lambda side=side: side))
                 # It is let go before the next one is computed.
                 del group
             return shifts.neighbour_tokens

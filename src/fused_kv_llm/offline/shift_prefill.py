@@ -12,8 +12,8 @@ from .batches import PendingChunk
 from .corpus import CorpusPlanner
 from .grouping import group_tokens, similar_groups
 from .preprocessing_plan import PreprocessingPlan
+from .prompt_prefill import PromptPrefill
 from .shift_prompts import BEFORE_CHUNKS, BETWEEN_CHUNKS, PromptShape, prompts_of_group
-from .true_kv import true_kv
 from .variant_builder import PromptChunks
 
 __all__ = ["ShiftPrefill"]
@@ -53,7 +53,7 @@ class ShiftPrefill:
         times: int,
         linears: EightBitLinears | None = None,
     ) -> None:
-        self._loaded, self._prefix, self._owner, self._linears = loaded, prefix, owner, linears
+        self._prefix, self._prefill = prefix, PromptPrefill(loaded, owner, linears)
         self._group_tokens = group_tokens(planner.max_tokens, loaded.geometry.kv_bytes_per_token(loaded.dtype))
         before, between = (planner.chunk(words).token_ids for words in (BEFORE_CHUNKS, BETWEEN_CHUNKS))
         self._shape = PromptShape(
@@ -121,6 +121,6 @@ class ShiftPrefill:
         self.neighbour_tokens += sum(place.num_tokens for place in others if place.key not in wanted)
         ids, home = prompt.ids[: places[-1].stop], len(self._prefix.token_ids)
         known = [(first, plain[str(first.key)])]
-        found = true_kv(self._loaded, self._owner, ids, places, home, known, stopped, self._linears)
+        found = self._prefill.true_kv(ids, places, home, known, stopped)
         for place, kv in zip(places, found, strict=True):
             yield str(place.key), kv, place_weight(place.start - home, place.num_tokens)

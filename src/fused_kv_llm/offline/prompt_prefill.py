@@ -1,0 +1,138 @@
+"""The KV that the chunks of a prompt have there, which stored KV is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from fused_kv_kernels import rerotate_keys, why_not_native
+from fused_kv_llm.chunk import ChunkKV
+from fused_kv_llm.model import (
+    AttentionRule,
+    CachePool,
+    EightBitLinears,
+    FusedCache,
+    KVPass,
+    LoadedModel,
+    ModelOwner,
+    check_numbers,
+    forward_kv,
+)
+from fused_kv_llm.prompt import Segment
+
+__all__ = ["PromptPrefill"]
+
+_PIECE_TOKENS = 1024
+
+
+class PromptPrefill:
+    """Prefills prompts, one after another, in pieces between those of requests.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+    owner : ModelOwner
+        Computes the pieces.
+    linears : EightBitLinears or None
+        Computes the linear layers, if not the model itself. Attention is then computed in bfloat16 where the processor
+        multiplies that, also in a float32 model: it is off by less than they are, and takes half the time.
+    """
+
+    def __init__(self, loaded: LoadedModel, owner: ModelOwner, linears: EightBitLinears | None = None) -> None:
+        self._loaded, self._owner, self._linears = loaded, owner, linears
+        coarse = linears is not None and why_not_native(torch.bfloat16) is None
+        # Of one prompt after another: mapping fresh pages takes as long as computing some of its tokens.
+        self._pool = CachePool(torch.bfloat16 if coarse else loaded.dtype, loaded.device)
+
+    def true_kv(
+        self,
+        ids: Sequence[int],
+        segments: Sequence[Segment],
+        home: int,
+        known: Sequence[tuple[Segment, ChunkKV]],
+        stopped: Callable[[], bool],
+    ) -> list[ChunkKV]:
+        """Return the KV that chunks have in a prompt.
+
+        Parameters
+        ----------
+        ids : sequence of int
+            The prompt's, ``N`` tokens.
+        segments : sequence of Segment
+            Its chunks.
+        home : int
+            Position to which their keys are moved.
+        known : sequence of tuple of Segment and ChunkKV
+            Other chunks of the prompt, which are not computed, and the KV that is used for them, from any position.
+        stopped : callable
+            Asked before every piece.
+
+        Returns
+        -------
+        list of ChunkKV
+            At position `home`: keys in float32, values in the dtype of attention.
+
+        Raises
+        ------
+        UnsupportedModelError
+            If it is not finite.
+        StoppedError
+            If it was stopped.
+        """
+        loaded = self._loaded
+        cache = FusedCache(loaded.geometry, len(ids), self._pool)
+        # A layer of smaller heads than others leaves room that is stored with its KV.
+        for room in (cache.keys, cache.values):
+            room.zero_()
+        try:
+            left = torch.ones(len(ids), dtype=torch.bool, device=loaded.device)
+            for segment, kv in known:
+                place = slice(segment.start, segment.stop)
+                left[place] = False
+                cache.keys[:, 0, :, place] = _moved(kv.keys, segment.start - kv.position, loaded)
+                cache.values[:, 0, :, place] = kv.values
+            self._compute(torch.tensor(ids, device=loaded.device), left.nonzero()[:, 0], cache, stopped)
+            found = []
+            for segment in segments:
+                keys, values = (part[:, 0, :, segment.start : segment.stop] for part in (cache.keys, cache.values))
+                moved = _moved(keys, home - segment.start, loaded)
+                found.append(ChunkKV(moved, values.clone(), tuple(ids[segment.start : segment.stop]), home))
+            return found
+        finally:
+            cache.release()
+
+    def _compute(self, ids: Tensor, left: Tensor, cache: FusedCache, stopped: Callable[[], bool]) -> None:
+        """Compute the tokens at positions `left`, which are ascending, and check the KV of all."""
+        while len(left):
+            tokens = self._owner.piece_tokens(_PIECE_TOKENS)
+            rows, left = left[:tokens], left[tokens:]
+            # How fast eight bits are says nothing about other pieces.
+            measured = len(rows) if self._linears is None else 0
+            self._owner.run(lambda rows=rows: self._forward(ids, rows, cache), measured, stopped)  # type: ignore[misc]
+        check_numbers(list(zip(cache.keys, cache.values, strict=True)), self._loaded.model_id, self._loaded.dtype,
+                      torch.arange(len(ids), device=ids.device))  # fmt: skip
+
+    def _forward(self, ids: Tensor, rows: Tensor, cache: FusedCache) -> None:
+        self._loaded.check_unchanged()
+        forward_pass = _PromptPass(rows, int(rows[-1]) + 1, self._loaded.geometry.num_layers - 1)
+        forward_pass.linears = self._linears
+        with torch.inference_mode():
+            forward_kv(self._loaded, ids[rows][None], rows, cache, forward_pass)
+
+
+class _PromptPass(KVPass):
+    """Attends in the cache's dtype."""
+
+    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
+        """Return the attention output in the queries' dtype, or end the forward."""
+        return super().attend(layer_idx, q.to(k.dtype), k, v, rule).to(q.dtype)
+
+
+def _moved(keys: Tensor, by: int, loaded: LoadedModel) -> Tensor:
+    """Return the keys of all layers, float32 ``[L, Hkv, T, D]``, moved by a number of positions."""
+    tables = loaded.geometry.tables(torch.tensor([by]), loaded.device)
+    if all(table is tables[0] for table in tables):
+        return rerotate_keys(keys, tables[0])
+    return torch.stack([rerotate_keys(layer, table) for layer, table in zip(keys, tables, strict=True)])
