@@ -1,9 +1,9 @@
 """Linear layers in eight bits: activations are scaled by row, weights by output, and integers are summed.
 
-A processor multiplies integers of eight bits faster than float32 and bfloat16. The product is off by a few hundredths, which
-suffices where a result only corrects another one. The precision that the inputs' largest channels would cost is moved
-into the weights (SmoothQuant, Xiao et al. 2023, equation 4 with alpha = 0.5). Channels that a sample hardly uses count
-as average ones: a text that does use them must not lose all others.
+A processor multiplies integers of eight bits faster than float32 or bfloat16. The product is off by a few hundredths,
+which suffices where a result only corrects another one. The precision that the inputs' largest channels would cost is
+moved into the weights (SmoothQuant, Xiao et al. 2023, equation 4 with alpha = 0.5). Channels that a sample hardly uses
+count as average ones: a text that does use them must not lose all others.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -39,8 +41,9 @@ def test_rows_are_rounded_by_their_own_largest_element(rows: int, dim: int, seed
     assert rows == 0 or float(((whole * scales[:, None] - want).abs() / scales[:, None]).max()) <= 0.5001
 
 
-def test_native_rows_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, factors = random(5, 33), random(33, seed=1).abs()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_native_rows_are_those_of_torch(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, factors = random(5, 33).to(dtype), random(33, seed=1).abs()
     x[2] = 0
     got = quantize_rows(x, factors)
     monkeypatch.setenv("FUSED_KV_KERNELS", "torch")
@@ -61,6 +64,27 @@ def test_products_are_near_those_of_float32(rows: int, dim: int, bias: bool, see
         want = linear(x, *layer)
         assert part.shape == want.shape
         assert error(part, want) < 0.03
+
+
+@pytest.mark.skipif(not has_eight_bit_linears(torch.bfloat16), reason="torch has no eight-bit products here")
+def test_products_of_bfloat16_are_those_of_float32_rounded() -> None:
+    x, bias = random(2, 9, 64).bfloat16(), random(48)
+    layers = [(random(7, 64, seed=1), None), (random(48, 64, seed=2), bias)]
+    weights = eight_bit_weights(layers, x.float().flatten(0, 1).abs().amax(0))
+    want = eight_bit_linears(x.float(), weights)
+    in_bfloat16 = replace(weights, biases=(None, bias.bfloat16()))
+    for got, one in zip(eight_bit_linears(x, in_bfloat16), want, strict=True):
+        assert got.dtype == torch.bfloat16
+        torch.testing.assert_close(got.float(), one, rtol=2e-2, atol=2e-2)
+
+
+def test_weights_are_as_large_as_sums_stay_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    for exact, want in (({127, 63}, 127), ({63}, 63), (set[int](), 0)):
+        eight_bit.largest_weight.cache_clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(eight_bit, "_sums_exactly", lambda largest, _, exact=exact: largest in exact)
+            assert eight_bit.largest_weight() == want
+    eight_bit.largest_weight.cache_clear()
 
 
 @needs_onednn
@@ -126,12 +150,14 @@ def test_operators_that_torch_has_no_more_are_not_used(monkeypatch: pytest.Monke
     def gone(*arguments: object) -> Tensor:
         raise AttributeError
 
-    def wrong(rows: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
+    def wrong(rows: Tensor, packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.zeros(7, 33)
 
     for broken in (gone, wrong):
         has_eight_bit_linears.cache_clear()
+        eight_bit.largest_weight.cache_clear()
         with monkeypatch.context() as patched:
             patched.setattr(eight_bit, "_product", broken)
             assert not has_eight_bit_linears()
         has_eight_bit_linears.cache_clear()
+        eight_bit.largest_weight.cache_clear()
