@@ -10,7 +10,6 @@ it is, so a chunk can be used before this pass, and the pass can stop anywhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -36,11 +35,8 @@ from .writer import BackgroundWriter
 
 __all__ = ["Preprocessor"]
 
-_CHUNKS_TO_WRITE = 2
-"""Chunks that may wait to be written, each with its KV and what replaces it."""
-
-_SHIFTS_TO_WRITE = 12
-"""The same of shifts, which are compressed before they wait and take an eighth of that."""
+_CHUNKS_TO_WRITE = 8
+"""Chunks whose sidecars may wait to be written."""
 
 WORTH_EIGHT_BITS_TOKENS = 8192
 """Tokens of a pass for which the model's weights are rounded: that takes a fraction of the time that it saves then."""
@@ -166,26 +162,25 @@ class Preprocessor:
         owner = self._after_first_passes(stopped)
         prefill = ContextPrefill(self._loaded, self._store, self._prefix, owner, plan.token_ids, stopped)
 
-        def write(item: tuple[PendingChunk, Callable[[], dict[str, Tensor]]]) -> None:
+        def write(item: tuple[PendingChunk, dict[str, Tensor]]) -> None:
             chunk, side = item
-            nbytes = self._write(chunk.key, side())
+            nbytes = self._write(chunk.key, side)
             if nbytes is not None:
                 self._plans.graph.preprocessed(chunk.key, plan.neighbours[chunk.key])
                 written(chunk, nbytes)
 
-        # The next batch is computed while what was computed is compressed and written.
-        writer = BackgroundWriter(write, _CHUNKS_TO_WRITE if self.replaces else _SHIFTS_TO_WRITE)
+        # The next batch is computed while what was computed is written.
+        writer = BackgroundWriter(write, _CHUNKS_TO_WRITE)
         try:
             if self.replaces:
                 for chunk, kv in prefill.behind(plan.chunks, is_batch=plan.is_batch):
-                    writer.submit((chunk, partial(self._replacement, kv)))
+                    writer.submit((chunk, self._replacement(kv)))
                 return prefill.neighbour_tokens
             linears = self._linears(plan, owner, stopped)
             shifts = ShiftPrefill(self._loaded, self._prefix, owner, self._planner, self._times, linears)
             for group in shifts.run(plan, prefill.plain, stopped):
                 for chunk, fit in group:
-                    side = _shift(fit)
-                    writer.submit((chunk, lambda side=side: side))
+                    writer.submit((chunk, _shift(fit)))
                 # It is let go before the next one is computed.
                 del group
             return shifts.neighbour_tokens
