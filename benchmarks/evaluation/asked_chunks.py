@@ -56,7 +56,8 @@ def preprocess_asked(engine: FusedKVEngine, corpus: Iterable[str], asked: Iterab
     wanted = {key for key in keys if not engine.store.sidecars.has(key, name)}
     owner, times = engine.corpus._owner, engine.config.preprocessing_prompts
     prefill = ContextPrefill(parts.loaded, parts.store, parts.prefix, owner, plan.token_ids, _never)
-    shifts, count = ShiftPrefill(parts.loaded, parts.prefix, owner, planner, times), 0
+    linears, count = preprocessor._linears(plan, owner, _never), 0
+    shifts = ShiftPrefill(parts.loaded, parts.prefix, owner, planner, times, linears)
     for group in shifts.run(plan, prefill.plain, _never, wanted):
         for chunk, fit in group:
             engine.store.sidecars.put(chunk.key, name, context_shift(*fit.shift()), by_rows=True)
