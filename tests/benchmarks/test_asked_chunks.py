@@ -12,6 +12,7 @@ from models import smollm2_tokenizer, tiny_model
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.context_shift import shift_name
 from fused_kv_llm.demo import handbook_passages
+from fused_kv_llm.offline import preprocess
 
 CORPUS = handbook_passages()[:24]
 ASKED = CORPUS[3:20:4]
@@ -19,7 +20,9 @@ ASKED = CORPUS[3:20:4]
 
 def opened(folder: Path, **options: object) -> FusedKVEngine:
     options = {"preprocessing": "similar", "store_misses": False, **options}
-    return FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=folder, **options)  # type: ignore[arg-type]
+    # None of its layers is too small for eight bits.
+    model = tiny_model(hidden_size=192, intermediate_size=256)
+    return FusedKVEngine(model, tokenizer=smollm2_tokenizer(), kv_dir=folder, **options)  # type: ignore[arg-type]
 
 
 def shift_of(engine: FusedKVEngine, text: str) -> list[torch.Tensor]:
@@ -29,8 +32,13 @@ def shift_of(engine: FusedKVEngine, text: str) -> list[torch.Tensor]:
     return [side[part] * side[f"{part}_scale"] for part in ("keys", "values")]
 
 
-@pytest.mark.parametrize("prompts", [1, 2])
-def test_asked_chunks_get_the_shifts_of_the_whole_corpus(tmp_path: Path, prompts: int) -> None:
+@pytest.mark.parametrize(("prompts", "is_long"), [(1, False), (2, False), (2, True)])
+def test_asked_chunks_get_the_shifts_of_the_whole_corpus(
+    tmp_path: Path, prompts: int, is_long: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In eight bits, too, where the pass is long."""
+    if is_long:
+        monkeypatch.setattr(preprocess, "WORTH_EIGHT_BITS_TOKENS", 1)
     with opened(tmp_path / "whole", preprocessing_prompts=prompts) as engine:
         engine.build_kv_cache(CORPUS, preprocess="wait", progress=False)
         want = {text: shift_of(engine, text) for text in ASKED}
