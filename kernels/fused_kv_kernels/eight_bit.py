@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .dispatch import UnsupportedOperandsError
 from .native import native_quantize_rows, takes_rows
 
 __all__ = ["EightBitWeights", "eight_bit_linears", "eight_bit_weights", "has_eight_bit_linears", "quantize_rows"]
@@ -59,7 +60,16 @@ def eight_bit_weights(layers: Sequence[tuple[Tensor, Tensor | None]], largest: T
         Weights ``[O, I]``, and a bias ``[O]`` or none.
     largest : Tensor
         ``[I]``: the largest magnitudes that inputs usually have.
+
+    Raises
+    ------
+    UnsupportedOperandsError
+        If there are no eight-bit products here, see :func:`has_eight_bit_linears`.
     """
+    largest_weight = _largest_weight()
+    if not largest_weight:
+        msg = "eight-bit weights need torch's oneDNN operators for integers; compute these layers in their dtype"
+        raise UnsupportedOperandsError(msg)
     weight = torch.cat([one.detach().float() for one, _ in layers])
     largest = largest.float()
     usual = largest.clamp_min(float(largest.mean())).clamp_min(_SMALLEST)
@@ -67,7 +77,7 @@ def eight_bit_weights(layers: Sequence[tuple[Tensor, Tensor | None]], largest: T
     # Multiplying by powers of two is exact: where `largest` differs in the last bits, what is rounded does not.
     factors = torch.exp2((0.5 * torch.log2(ratios)).round())
     weight = weight / factors
-    scales = (weight.abs().amax(1) / largest_weight()).clamp_min(1e-30)
+    scales = (weight.abs().amax(1) / largest_weight).clamp_min(1e-30)
     whole = (weight / scales[:, None]).round().to(torch.int8)
     packed = torch.ops.onednn.qlinear_prepack(whole, None)
     return EightBitWeights(
@@ -90,7 +100,7 @@ def eight_bit_linears(x: Tensor, weights: EightBitWeights) -> list[Tensor]:
         ``[..., O]`` in the dtype of `x`. A row of `x` that is not finite gives outputs that are not.
     """
     rows, scales = quantize_rows(x, weights.factors)
-    # Of one dtype, the product is scaled twice as fast; it is off by more than the last bits of a scale already.
+    # Tensors of one dtype are multiplied twice as fast. Rounding the scales costs less than the eight bits do.
     product = _product(rows, weights.packed, weights.scales, x.dtype).mul_(scales.to(x.dtype)[:, None])
     sizes = list(weights.sizes)
     parts = torch.split(product.view(*x.shape[:-1], sum(sizes)), sizes, dim=-1)
@@ -139,7 +149,7 @@ def _product(rows: Tensor, packed: Tensor, scales: Tensor, dtype: torch.dtype) -
     return product
 
 
-@functools.lru_cache(maxsize=2)
+@functools.cache
 def has_eight_bit_linears(dtype: torch.dtype = torch.float32) -> bool:
     """Return whether torch has these operators (internal to its compiler) and they sum exactly on this machine.
 
@@ -148,16 +158,17 @@ def has_eight_bit_linears(dtype: torch.dtype = torch.float32) -> bool:
     dtype : torch.dtype
         Of inputs and outputs.
     """
-    return largest_weight() > 0 and _sums_exactly(largest_weight(), dtype)
+    return _largest_weight() > 0 and _sums_exactly(_largest_weight(), dtype)
 
 
-@functools.lru_cache(maxsize=1)
-def largest_weight() -> int:
+@functools.cache
+def _largest_weight() -> int:
     """Return the largest magnitude of a rounded weight with which sums are exact here: 127 or 63, or 0 if none is."""
     return next((largest for largest in _LARGEST_WEIGHTS if _sums_exactly(largest, torch.float32)), 0)
 
 
 def _sums_exactly(largest: int, dtype: torch.dtype) -> bool:
+    """Return whether products of such weights are right, but for rounding the result to a dtype."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(1, 256, (7, 96), generator=generator, dtype=torch.uint8)
     rows[0] = 255

@@ -37,8 +37,7 @@ def test_asked_chunks_get_the_shifts_of_the_whole_corpus(
     tmp_path: Path, prompts: int, is_long: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In eight bits, too, where the pass is long."""
-    if is_long:
-        monkeypatch.setattr(preprocess, "WORTH_EIGHT_BITS_TOKENS", 1)
+    monkeypatch.setattr(preprocess, "WORTH_EIGHT_BITS_TOKENS", 1 if is_long else 10**9)
     with opened(tmp_path / "whole", preprocessing_prompts=prompts) as engine:
         engine.build_kv_cache(CORPUS, preprocess="wait", progress=False)
         want = {text: shift_of(engine, text) for text in ASKED}

@@ -395,26 +395,30 @@ def test_the_second_pass_beside_the_first() -> None:
         for dtype, ratios in of["total_over_first"].items()
     }
     single, half = factors["float32"], factors["bfloat16"]
-    now = record("second_pass_eight_bit_cpu.json")
-    eight, full = (
-        {prompts: f"{ratio:.2f}" for prompts, ratio in now["total_over_first"][way].items()}
-        for way in ("float32", "float32 in full")
+    one, vnni = (record(f"second_pass_{name}_cpu.json") for name in ("eight_bit", "vnni"))
+    ways = (one, "float32"), (vnni, "float32"), (vnni, "bfloat16")
+    in_eight, in_full = (
+        {
+            prompts: [f"{of['total_over_first'][f'{dtype}{kind}'][prompts]:.2f}" for of, dtype in ways]
+            for prompts in ("1", "2")
+        }
+        for kind in ("", " in full")
     )
-    missing = "not measured"
-    want = [["1", eight["1"], missing], ["2", eight["2"], half[2]], ["4", missing, half[4]]]
+    want = [[prompts, *cells] for prompts, cells in in_eight.items()]
     assert table("docs/ingestion.md", "`preprocessing_prompts`") == want
-    want = [[prompts, eight[prompts], full[prompts]] for prompts in ("1", "2")]
+    want = [[*row, *in_full[row[0]]] for row in want]
     assert table("docs/methods.md", "`preprocessing_prompts`, both passes over the first") == want
     readme, methods = (" ".join((ROOT / page).read_text(encoding="utf-8").split()) for page in (
         "README.md", "docs/methods.md"
     ))  # fmt: skip
-    (chunks,) = {run["chunks"] for run in of["runs"]}
-    assert f"ingesting {chunks} passages takes {half[2]} times as long as without it" in readme
-    assert f"In float32 it is {eight['2']} times, with `preprocessing_prompts=1` {eight['1']} times" in readme
-    ingestion = " ".join((ROOT / "docs" / "ingestion.md").read_text(encoding="utf-8").split())
-    assert f"without that it was {full['1']} and {full['2']} times in the same run" in ingestion
-    firsts = [run["first_pass_s"] for run in now["runs"]]
-    assert f"the first pass took {min(firsts):.0f} to {max(firsts):.0f} s in them" in methods
+    (chunks,) = {run["chunks"] for run in vnni["runs"]}
+    slow, single_now, half_now = in_eight["2"]
+    assert f"ingesting {chunks} passages takes {half_now} times as long as without it in bfloat16" in readme
+    assert f"and {single_now} times in float32" in readme
+    assert f"on a processor without VNNI {slow} times in float32" in readme
+    for of, dtype in ways:
+        firsts = [run["first_pass_s"] for run in of["runs"] if run["dtype"] == dtype]
+        assert f"{min(firsts):.0f} to {max(firsts):.0f} s" in methods
     assert f"takes {half[1]}, {half[2]} and {half[4]} times as long as a plain one in bfloat16" in methods
     assert f"{single[1]}, {single[2]} and {single[4]} times in float32" in methods
     before = record("second_pass_bfloat16_cpu.json")["total_over_first"]

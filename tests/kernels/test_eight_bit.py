@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import linear
 
-from fused_kv_kernels import eight_bit, eight_bit_linears, eight_bit_weights, has_eight_bit_linears, quantize_rows
+from fused_kv_kernels import (
+    UnsupportedOperandsError,
+    eight_bit,
+    eight_bit_linears,
+    eight_bit_weights,
+    has_eight_bit_linears,
+    quantize_rows,
+)
 
 SIZES = st.sampled_from([1, 3, 8, 33, 64, 576])
 
@@ -80,11 +87,34 @@ def test_products_of_bfloat16_are_those_of_float32_rounded() -> None:
 
 def test_weights_are_as_large_as_sums_stay_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     for exact, want in (({127, 63}, 127), ({63}, 63), (set[int](), 0)):
-        eight_bit.largest_weight.cache_clear()
+        eight_bit._largest_weight.cache_clear()
         with monkeypatch.context() as patched:
             patched.setattr(eight_bit, "_sums_exactly", lambda largest, _, exact=exact: largest in exact)
-            assert eight_bit.largest_weight() == want
-    eight_bit.largest_weight.cache_clear()
+            assert eight_bit._largest_weight() == want
+            assert has_eight_bit_linears.__wrapped__() == (want > 0)
+    eight_bit._largest_weight.cache_clear()
+
+
+@needs_onednn
+@pytest.mark.parametrize("largest", [127, 63])
+def test_weights_take_all_of_the_range(largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eight_bit, "_largest_weight", lambda: largest)
+    weight = random(8, 64)
+    weights = eight_bit_weights([(weight, None)], torch.ones(64))
+    scaled = weight / weights.factors
+    torch.testing.assert_close(weights.scales, scaled.abs().amax(1) / largest)
+
+
+def test_there_are_no_weights_without_operators_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eight_bit, "_largest_weight", lambda: 0)
+    with pytest.raises(UnsupportedOperandsError, match="oneDNN"):
+        eight_bit_weights([(random(8, 64), None)], torch.ones(64))
+
+
+def test_each_dtype_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eight_bit, "_largest_weight", lambda: 127)
+    monkeypatch.setattr(eight_bit, "_sums_exactly", lambda _, dtype: dtype == torch.float32)
+    assert [has_eight_bit_linears.__wrapped__(dtype) for dtype in (torch.float32, torch.bfloat16)] == [True, False]
 
 
 @needs_onednn
@@ -155,9 +185,9 @@ def test_operators_that_torch_has_no_more_are_not_used(monkeypatch: pytest.Monke
 
     for broken in (gone, wrong):
         has_eight_bit_linears.cache_clear()
-        eight_bit.largest_weight.cache_clear()
+        eight_bit._largest_weight.cache_clear()
         with monkeypatch.context() as patched:
             patched.setattr(eight_bit, "_product", broken)
             assert not has_eight_bit_linears()
         has_eight_bit_linears.cache_clear()
-        eight_bit.largest_weight.cache_clear()
+        eight_bit._largest_weight.cache_clear()

@@ -74,8 +74,10 @@ class _FusedLayer(PassLayer):
         rows = forward_pass.rows
         if written is not None:
             rows, key_states, value_states = rows[written], key_states[:, :, written], value_states[:, :, written]
-        self.keys.index_copy_(2, rows, key_states.to(self.keys.dtype))
-        self.values.index_copy_(2, rows, value_states.to(self.values.dtype))
+        if forward_pass.kv_dtype is not None:
+            key_states, value_states = key_states.to(forward_pass.kv_dtype), value_states.to(forward_pass.kv_dtype)
+        self.keys.index_copy_(2, rows, key_states)
+        self.values.index_copy_(2, rows, value_states)
         seen = forward_pass.seen(self.keys), forward_pass.seen(self.values)
         return seen[::-1] if self.swaps else seen
 

@@ -85,7 +85,8 @@ def eight_bit_of(loaded: LoadedModel, owner: ModelOwner, stopped: Callable[[], b
     if len(ids) < 2:
         return None
     recording = owner.run(lambda: _recorded(loaded, ids), len(ids), stopped)
-    return EightBitLinears(_rounded(loaded, recording, stopped))
+    weights = _rounded(loaded, recording, stopped)
+    return EightBitLinears(weights) if weights else None
 
 
 class _Recording:

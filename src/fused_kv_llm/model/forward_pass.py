@@ -40,7 +40,14 @@ class ForwardPass(LayerPass):
         rows there, so it is not computed.
     key_positions : Tensor or None
         int64 ``[N]``, ascending: positions of the visible keys where they are not their places in the cache.
+
+    Attributes
+    ----------
+    kv_dtype : torch.dtype or None
+        The cache's dtype where it is not the model's: fresh rows are rounded to it. None rounds nothing.
     """
+
+    kv_dtype: torch.dtype | None = None
 
     def __init__(
         self,

@@ -26,6 +26,9 @@ __all__ = ["PromptPrefill"]
 
 _PIECE_TOKENS = 1024
 
+_KEPT_BYTES = 2**27
+"""Most memory that is kept from prompt to prompt on a CPU. Larger prompts hardly notice it."""
+
 
 class PromptPrefill:
     """Prefills prompts, one after another, in pieces between those of requests.
@@ -37,14 +40,16 @@ class PromptPrefill:
         Computes the pieces.
     linears : EightBitLinears or None
         Computes the linear layers, if not the model itself. Attention is then computed in bfloat16 where the processor
-        multiplies that, also in a float32 model: it is off by less than they are, and takes half the time.
+        multiplies that, also in a float32 model: it is off by less than they are, and takes half the time. A model that
+        expands what it caches (latent attention) keeps its dtype.
     """
 
     def __init__(self, loaded: LoadedModel, owner: ModelOwner, linears: EightBitLinears | None = None) -> None:
         self._loaded, self._owner, self._linears = loaded, owner, linears
-        coarse = linears is not None and why_not_native(torch.bfloat16) is None
-        # Of one prompt after another: mapping fresh pages takes as long as computing some of its tokens.
-        self._pool = CachePool(torch.bfloat16 if coarse else loaded.dtype, loaded.device)
+        is_coarse = linears is not None and loaded.geometry.attends_cache and why_not_native(torch.bfloat16) is None
+        self._kv_dtype = torch.bfloat16 if is_coarse else loaded.dtype
+        # Prompts take one another's memory: mapping fresh pages takes as long as computing some of their tokens.
+        self._pool = CachePool(self._kv_dtype, loaded.device, _KEPT_BYTES if loaded.device.type == "cpu" else 0)
 
     def true_kv(
         self,
@@ -83,10 +88,10 @@ class PromptPrefill:
         """
         loaded = self._loaded
         cache = FusedCache(loaded.geometry, len(ids), self._pool)
-        # A layer of smaller heads than others leaves room that is stored with its KV.
-        for room in (cache.keys, cache.values):
-            room.zero_()
         try:
+            # A layer of smaller heads than others leaves room that is stored with its KV.
+            for room in (cache.keys, cache.values):
+                room.zero_()
             left = torch.ones(len(ids), dtype=torch.bool, device=loaded.device)
             for segment, kv in known:
                 place = slice(segment.start, segment.stop)
@@ -117,7 +122,7 @@ class PromptPrefill:
     def _forward(self, ids: Tensor, rows: Tensor, cache: FusedCache) -> None:
         self._loaded.check_unchanged()
         forward_pass = _PromptPass(rows, int(rows[-1]) + 1, self._loaded.geometry.num_layers - 1)
-        forward_pass.linears = self._linears
+        forward_pass.linears, forward_pass.kv_dtype = self._linears, self._kv_dtype
         with torch.inference_mode():
             forward_kv(self._loaded, ids[rows][None], rows, cache, forward_pass)
 
@@ -131,7 +136,7 @@ class _PromptPass(KVPass):
 
 
 def _moved(keys: Tensor, by: int, loaded: LoadedModel) -> Tensor:
-    """Return the keys of all layers, float32 ``[L, Hkv, T, D]``, moved by a number of positions."""
+    """Return the keys of all layers ``[L, Hkv, T, D]`` in float32, moved by a number of positions."""
     tables = loaded.geometry.tables(torch.tensor([by]), loaded.device)
     if all(table is tables[0] for table in tables):
         return rerotate_keys(keys, tables[0])
