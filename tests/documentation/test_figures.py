@@ -216,7 +216,7 @@ def test_four_prompts_instead_of_two() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_runs_of_one_prompt(dtype: str) -> None:
     methods = ("full_reuse", "similar", 0.0), ("sink_attention", "similar", 0.15)
-    kinds = ("_float32_one_prompt", "_float32") if dtype == "float32" else ("_runs", "_in_full")
+    kinds = ("_float32_one_prompt", "_float32_in_full") if dtype == "float32" else ("_runs", "_in_full")
     want, lost = [], []
     for frame in ("plain", "short"):
         one, two = (
@@ -285,12 +285,14 @@ def test_two_divisions_of_groups() -> None:
 
 def test_a_stronger_pull_and_a_stored_first_chunk() -> None:
     assert table("docs/methods.md", "wording and ratio, now") == list(_kl_rows("_in_full", "_two_divisions"))
-    want = list(_kl_rows("_float32", "_float32_two_divisions"))
+    want = list(_kl_rows("_float32_in_full", "_float32_two_divisions"))
     assert table("docs/methods.md", "wording and ratio, now, float32") == want
 
 
-def test_eight_bits_instead_of_bfloat16() -> None:
-    assert table("docs/methods.md", "wording and ratio, eight bits") == list(_kl_rows("", "_in_full"))
+@pytest.mark.parametrize(("dtype", "kind"), [("bfloat16", ""), ("float32", "_float32")])
+def test_the_second_pass_in_eight_bits(dtype: str, kind: str) -> None:
+    want = list(_kl_rows(kind, f"{kind}_in_full"))
+    assert table("docs/methods.md", f"wording and ratio, eight bits, {dtype}") == want
 
 
 def test_one_prompt_instead_of_two() -> None:
