@@ -235,11 +235,11 @@ def test_runs_of_one_prompt(dtype: str) -> None:
 
 
 def test_one_prompt_and_for_some_a_second() -> None:
-    """On the questions that were asked; full reuse without preprocessing is that of two prompts."""
+    """On the questions that were asked."""
     want, lost = [], []
     for frame in ("plain", "short"):
         again, two = (records_of(f"quality_ten_{frame}_float32{kind}_cpu.records.jsonl") for kind in ("_again", ""))
-        for name, one, of_all in zip(quality("quality_ten_plain_cpu.json"), again.values(), two.values(), strict=False):
+        for name, one, of_all in zip(quality("quality_ten_plain_cpu.json"), again.values(), two.values(), strict=True):
             asked = {row["question"] for row in one}
             other = [row for row in of_all if row["question"] in asked]
             assert len(asked) == 20
@@ -252,7 +252,7 @@ def test_one_prompt_and_for_some_a_second() -> None:
             want.append(cells)
     assert table("docs/methods.md", "set and wording, one prompt and for some a second, float32") == want
     text = " ".join((ROOT / "docs" / "methods.md").read_text(encoding="utf-8").split())
-    assert f"At 0.15 that is {mean(lost):.1f} points less on average. squad10" in text
+    assert f"At 0.15 that is {mean(lost):.1f} points less on average. In bfloat16" in text
 
 
 def _kl_rows(*kinds: str) -> Iterator[list[str]]:
