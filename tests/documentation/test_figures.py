@@ -234,25 +234,27 @@ def test_runs_of_one_prompt(dtype: str) -> None:
     assert f"{sum(lost) / len(lost):.1f} points less on average in {dtype}" in text
 
 
-def test_one_prompt_and_for_some_a_second() -> None:
+@pytest.mark.parametrize(("dtype", "kind", "questions"), [("float32", "_float32", 20), ("bfloat16", "", 40)])
+def test_one_prompt_and_for_some_a_second(dtype: str, kind: str, questions: int) -> None:
     """On the questions that were asked."""
     want, lost = [], []
     for frame in ("plain", "short"):
-        again, two = (records_of(f"quality_ten_{frame}_float32{kind}_cpu.records.jsonl") for kind in ("_again", ""))
+        again, two = (records_of(f"quality_ten_{frame}{kind}{way}_cpu.records.jsonl") for way in ("_again", ""))
         for name, one, of_all in zip(quality("quality_ten_plain_cpu.json"), again.values(), two.values(), strict=True):
             asked = {row["question"] for row in one}
             other = [row for row in of_all if row["question"] in asked]
-            assert len(asked) == 20
-            whole = _total(other, "full_reuse/none/0", 20)
+            assert len(asked) == questions
+            whole = _total(other, "full_reuse/none/0", questions)
             cells = [f"{name}, `{frame}`"]
             for method in ("full_reuse/similar/0", "sink_attention/similar/0.15"):
-                share, of_two = (100 - 100 * _total(rows, method, 20) / whole for rows in (one, other))
+                share, of_two = (100 - 100 * _total(rows, method, questions) / whole for rows in (one, other))
                 cells += [f"{share:.1f} %", f"{of_two - share:.1f}"]
             lost.append(of_two - share)
             want.append(cells)
-    assert table("docs/methods.md", "set and wording, one prompt and for some a second, float32") == want
+    assert table("docs/methods.md", f"set and wording, one prompt and for some a second, {dtype}") == want
     text = " ".join((ROOT / "docs" / "methods.md").read_text(encoding="utf-8").split())
-    assert f"At 0.15 the two are {abs(mean(lost)):.1f} points apart on average" in text
+    way = "less" if mean(lost) > 0 else "more"
+    assert f"{abs(mean(lost)):.1f} points {way} at 0.15 on average in {dtype}" in text
 
 
 def _kl_rows(*kinds: str) -> Iterator[list[str]]:
