@@ -69,6 +69,7 @@ class ShiftFit:
         weight : float
             Of its place there (:func:`place_weight`).
         """
+        # The first prompt's become the sums: as many zeros would have to be written before.
         changes = (after.float() - before.float() for after, before in zip((keys, values), self._plain, strict=True))
         if self._sums is None:
             self._sums = tuple(change.mul_(weight) for change in changes)

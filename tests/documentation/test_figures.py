@@ -295,6 +295,20 @@ def test_a_stronger_pull_and_a_stored_first_chunk() -> None:
 def test_the_second_pass_in_eight_bits(dtype: str, kind: str) -> None:
     want = list(_kl_rows(kind, f"{kind}_in_full"))
     assert table("docs/methods.md", f"wording and ratio, eight bits, {dtype}") == want
+    default, lost = ("sink_attention", "similar", 0.15), list[float]()
+    for frame in ("plain", "short"):
+        eight, full = (
+            [
+                _rows(of)[default]["recovered"]
+                for of in records_of(f"quality_ten_{frame}{way}_cpu.records.jsonl").values()
+            ]
+            for way in (kind, f"{kind}_in_full")
+        )
+        lost += [100 * (b - a) for a, b in zip(eight, full, strict=True)]
+    text = " ".join((ROOT / "docs" / "methods.md").read_text(encoding="utf-8").split())
+    place = "in float32, set by set" if dtype == "float32" else "in bfloat16, where rounding"
+    points = "points " if dtype == "float32" else ""
+    assert f"{min(lost):.1f} to {max(lost):.1f} {points}{place}" in text
 
 
 def test_one_prompt_instead_of_two() -> None:

@@ -1,4 +1,4 @@
-"""The KV that the chunks of a prompt have there, which stored KV is compared with."""
+"""Prefilling prompts of chunks: the KV that a chunk has in a prompt, with which its stored KV is compared."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["PromptPrefill"]
 _PIECE_TOKENS = 1024
 
 _KEPT_BYTES = 2**27
-"""Most memory that is kept from prompt to prompt on a CPU. Larger prompts hardly notice it."""
+"""Most memory that is kept from prompt to prompt on a CPU. A larger prompt spends little of its time on fresh pages."""
 
 
 class PromptPrefill:
@@ -40,15 +40,15 @@ class PromptPrefill:
         Computes the pieces.
     linears : EightBitLinears or None
         Computes the linear layers, if not the model itself. Attention is then computed in bfloat16 where the processor
-        multiplies that, also in a float32 model: it is off by less than they are, and takes half the time. A model that
-        expands what it caches (latent attention) keeps its dtype.
+        has instructions for it, also in a float32 model: that is faster, and its error is smaller than that of eight
+        bits. A model that expands what it caches (latent attention) keeps its dtype.
     """
 
     def __init__(self, loaded: LoadedModel, owner: ModelOwner, linears: EightBitLinears | None = None) -> None:
         self._loaded, self._owner, self._linears = loaded, owner, linears
         is_coarse = linears is not None and loaded.geometry.attends_cache and why_not_native(torch.bfloat16) is None
         self._kv_dtype = torch.bfloat16 if is_coarse else loaded.dtype
-        # Prompts take one another's memory: mapping fresh pages takes as long as computing some of their tokens.
+        # One prompt after another uses the same memory: mapping fresh pages would take a part of its time.
         self._pool = CachePool(self._kv_dtype, loaded.device, _KEPT_BYTES if loaded.device.type == "cpu" else 0)
 
     def true_kv(
@@ -128,7 +128,7 @@ class PromptPrefill:
 
 
 class _PromptPass(KVPass):
-    """Attends in the cache's dtype."""
+    """A pass whose attention is computed in the cache's dtype, whatever the model's is."""
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         """Return the attention output in the queries' dtype, or end the forward."""
