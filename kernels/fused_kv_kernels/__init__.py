@@ -16,6 +16,7 @@ from .decoder_stack import LayerWeights, decode_layers
 from .dispatch import UnsupportedOperandsError
 from .eight_bit import EightBitWeights, eight_bit_linears, eight_bit_weights, has_eight_bit_linears, quantize_rows
 from .elementwise import gated_silu, rms_norm, rotate_rows_
+from .kv_change import add_change, compress_rows
 from .kv_deviation import kv_deviation
 from .linears import few_row_linears
 from .native import why_not_native
@@ -47,7 +48,9 @@ __all__ = [
     "ShiftStack",
     "TransferPlan",
     "UnsupportedOperandsError",
+    "add_change",
     "batched_row_attention",
+    "compress_rows",
     "decode_attention",
     "decode_layers",
     "decode_views",

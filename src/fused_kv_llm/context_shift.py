@@ -13,18 +13,20 @@ Much of what one prompt changes is particular to it, and of that a shift fitted 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+from fused_kv_kernels import RotationTable, add_change, compress_rows
 
 __all__ = ["CONTEXT_SHIFT", "ShiftFit", "context_shift", "place_weight", "shift_name"]
 
 CONTEXT_SHIFT = "shift-int8"
 """How the names of all context shifts begin."""
 
-_LARGEST = 127
 _PULL = 0.15
 """Weight of the assumption that nothing changes, in squared weights of places; measured in docs/methods.md."""
-_SMALLEST_SCALE = 1e-30
 
 
 def shift_name(num_neighbours: int, prompts: int) -> str:
@@ -56,32 +58,34 @@ class ShiftFit:
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self._plain = keys, values
-        self._sums: tuple[Tensor, ...] | None = None
+        self._sums: tuple[Tensor | None, Tensor | None] = None, None
         self._power = _PULL
 
-    def add(self, keys: Tensor, values: Tensor, weight: float) -> None:
+    def add(self, keys: Tensor, values: Tensor, weight: float, tables: Sequence[RotationTable] = ()) -> None:
         """Take a prompt into account.
 
         Parameters
         ----------
         keys, values : Tensor
-            ``[L, Hkv, T, D]`` of the chunk there, with the rotation of the same positions.
+            ``[L, Hkv, T, D]`` of the chunk there.
         weight : float
             Of its place there (:func:`place_weight`).
+        tables : sequence of RotationTable
+            By what the keys of each layer are moved to the positions of the plain ones, if they stand elsewhere.
         """
-        # The first prompt's become the sums: as many zeros would have to be written before.
-        changes = (after.float() - before.float() for after, before in zip((keys, values), self._plain, strict=True))
-        if self._sums is None:
-            self._sums = tuple(change.mul_(weight) for change in changes)
-        else:
-            for total, change in zip(self._sums, changes, strict=True):
-                total.add_(change, alpha=weight)
+        (plain_keys, plain_values), (key_sums, value_sums) = self._plain, self._sums
+        self._sums = (
+            add_change(key_sums, keys, plain_keys, weight, tables),
+            add_change(value_sums, values, plain_values, weight),
+        )
         self._power += weight**2
 
     def shift(self) -> tuple[Tensor, Tensor]:
         """Return the shift of keys and values, float32 ``[L, Hkv, T, D]``."""
-        sums = self._sums or (torch.zeros_like(part, dtype=torch.float32) for part in self._plain)
-        keys, values = (total / self._power for total in sums)
+        keys, values = (
+            torch.zeros_like(plain, dtype=torch.float32) if total is None else total / self._power
+            for total, plain in zip(self._sums, self._plain, strict=True)
+        )
         return keys, values
 
 
@@ -101,8 +105,7 @@ def context_shift(keys: Tensor, values: Tensor) -> dict[str, Tensor]:
     """
     side = {}
     for name, difference in (("keys", keys), ("values", values)):
-        scale = (difference.abs().amax(-1, keepdim=True) / _LARGEST).clamp_min(_SMALLEST_SCALE)
-        side[name], side[f"{name}_scale"] = (difference / scale).round().to(torch.int8), scale
+        side[name], side[f"{name}_scale"] = compress_rows(difference)
     return side
 
 

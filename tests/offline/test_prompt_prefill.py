@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -25,8 +26,23 @@ needs_eight_bits = pytest.mark.skipif(
 )
 
 
+HOME = 2
+
+
 def never() -> bool:
     return False
+
+
+def true_kv(
+    prefill: PromptPrefill, ids: list[int], segments: list[Segment], known: Sequence[tuple[Segment, ChunkKV]] = ()
+) -> list[ChunkKV]:
+    """The KV of a prompt's chunks, kept, with keys that are moved to one position."""
+    found, geometry = list[ChunkKV](), prefill._loaded.geometry
+    for kv in prefill.true_kv(ids, segments, known, never):
+        tables = geometry.tables(torch.tensor([HOME - kv.position]))
+        keys = torch.stack([rerotate_keys(layer, table) for layer, table in zip(kv.keys, tables, strict=True)])
+        found.append(ChunkKV(keys, kv.values.clone(), kv.token_ids, HOME))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +54,13 @@ def loaded() -> LoadedModel:
 def test_true_kv_is_what_the_model_computes(loaded: LoadedModel, pieces: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if pieces:
         monkeypatch.setattr("fused_kv_llm.offline.prompt_prefill._PIECE_TOKENS", 7)
-    ids, home = list(range(20, 34)), 2
+    ids = list(range(20, 34))
     segments = [Segment(2, 6, "one"), Segment(8, 13, "two")]
-    found = PromptPrefill(loaded, loop_of(loaded.model)).true_kv(ids, segments, home, (), never)
+    found = true_kv(PromptPrefill(loaded, loop_of(loaded.model)), ids, segments)
     with torch.inference_mode():
         layers = loaded.model(torch.tensor([ids]), use_cache=True).past_key_values.layers
     for kv, segment in zip(found, segments, strict=True):
-        tables = loaded.geometry.tables(torch.tensor([segment.start - home]))
+        tables = loaded.geometry.tables(torch.tensor([segment.start - HOME]))
         assert kv.token_ids == tuple(ids[segment.start : segment.stop])
         for number, layer in enumerate(layers):
             place = slice(segment.start, segment.stop)
@@ -60,15 +76,15 @@ def test_known_chunks_stand_where_they_are_put_and_are_not_computed(
 ) -> None:
     """Given the KV that full prefill has there, from wherever, all others are full prefill's."""
     monkeypatch.setattr("fused_kv_llm.offline.prompt_prefill._PIECE_TOKENS", pieces)
-    ids, home = list(range(20, 34)), 2
+    ids = list(range(20, 34))
     first, second = Segment(3, 6, "one"), Segment(8, 13, "two")
     prefill = PromptPrefill(loaded, loop_of(loaded.model))
-    one, two = prefill.true_kv(ids, [first, second], home, (), never)
-    (behind,) = prefill.true_kv(ids, [second], home, [(first, one)], never)
+    one, two = true_kv(prefill, ids, [first, second])
+    (behind,) = true_kv(prefill, ids, [second], [(first, one)])
     torch.testing.assert_close(behind.keys, two.keys, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(behind.values, two.values, rtol=1e-4, atol=1e-4)
     other = ChunkKV(one.keys + 1, one.values, one.token_ids, one.position)
-    (changed,) = prefill.true_kv(ids, [second], home, [(first, other)], never)
+    (changed,) = true_kv(prefill, ids, [second], [(first, other)])
     assert not torch.allclose(changed.values, two.values, rtol=1e-2, atol=1e-2)
 
 
@@ -82,13 +98,13 @@ def test_what_one_prompt_leaves_in_memory_does_not_reach_the_next(kind: str) -> 
     loaded, segment = load(kind), Segment(2, 9, "one")
     owner = loop_of(loaded.model)
     used = PromptPrefill(loaded, owner)
-    used.true_kv(list(range(60, 90)), [Segment(0, 30, "other")], 2, (), never)
+    true_kv(used, list(range(60, 90)), [Segment(0, 30, "other")])
     buffer = used._pool._kept[0]
     buffer.fill_(float("nan"))
     ids = list(range(20, 32))
-    (got,) = used.true_kv(ids, [segment], 2, (), never)
+    (got,) = true_kv(used, ids, [segment])
     assert used._pool._kept[0] is buffer
-    (want,) = PromptPrefill(loaded, owner).true_kv(ids, [segment], 2, (), never)
+    (want,) = true_kv(PromptPrefill(loaded, owner), ids, [segment])
     assert torch.equal(got.keys, want.keys)
     assert torch.equal(got.values, want.values)
 
@@ -97,7 +113,7 @@ def test_little_memory_is_kept_from_prompt_to_prompt(loaded: LoadedModel, monkey
     monkeypatch.setattr(prompt_prefill, "_KEPT_BYTES", 2**17)
     prefill, kept = PromptPrefill(loaded, loop_of(loaded.model)), list[int]()
     for tokens in range(20, 400, 20):
-        prefill.true_kv(list(range(20, 20 + tokens)), [Segment(2, 9, "one")], 2, (), never)
+        true_kv(prefill, list(range(20, 20 + tokens)), [Segment(2, 9, "one")])
         kept.append(prefill._pool.kept_nbytes())
     assert 0 < max(kept) <= 2**17
 
@@ -109,12 +125,12 @@ def test_a_prompt_that_is_stopped_or_not_finite_gives_its_memory_back(
     prefill, ids, segments = PromptPrefill(loaded, loop_of(loaded.model)), list(range(20, 34)), [Segment(2, 9, "one")]
     asked = iter([False])
     with pytest.raises(StoppedError):
-        prefill.true_kv(ids, segments, 2, (), lambda: next(asked, True))
+        list(prefill.true_kv(ids, segments, (), lambda: next(asked, True)))
     assert len(prefill._pool._kept) == 1
-    (plain,) = prefill.true_kv(ids, segments, 2, (), never)
+    (plain,) = true_kv(prefill, ids, segments)
     broken = ChunkKV(plain.keys * float("inf"), plain.values, plain.token_ids, plain.position)
     with pytest.raises(UnsupportedModelError, match="layer 0"):
-        prefill.true_kv(ids, segments, 2, [(Segment(2, 9, "other"), broken)], never)
+        true_kv(prefill, ids, segments, [(Segment(2, 9, "other"), broken)])
     assert len(prefill._pool._kept) == 1
 
 
@@ -122,7 +138,7 @@ def test_keys_of_layers_that_rotate_differently_are_moved_by_their_own_angles() 
     loaded = load("gemma3_text")
     assert len({id(table) for table in loaded.geometry.tables(torch.tensor([1]))}) > 1
     ids, segment = list(range(20, 34)), Segment(5, 9, "one")
-    (got,) = PromptPrefill(loaded, loop_of(loaded.model)).true_kv(ids, [segment], 2, (), never)
+    (got,) = true_kv(PromptPrefill(loaded, loop_of(loaded.model)), ids, [segment])
     with torch.inference_mode():
         layers = loaded.model(torch.tensor([ids]), use_cache=True).past_key_values.layers
     for keys, table, layer in zip(got.keys, loaded.geometry.tables(torch.tensor([3])), layers, strict=True):
@@ -143,8 +159,8 @@ def test_every_family_is_prefilled_with_eight_bit_layers(kind: str, monkeypatch:
     loaded = load(kind)
     owner, ids, segment = loop_of(loaded.model), list(range(20, 60)), Segment(8, 40, "one")
     linears = eight_bit_of(loaded, owner, never)
-    (got,) = PromptPrefill(loaded, owner, linears).true_kv(ids, [segment], 2, (), never)
-    (want,) = PromptPrefill(loaded, owner).true_kv(ids, [segment], 2, (), never)
+    (got,) = true_kv(PromptPrefill(loaded, owner, linears), ids, [segment])
+    (want,) = true_kv(PromptPrefill(loaded, owner), ids, [segment])
     is_coarse = loaded.geometry.attends_cache and why_not_native() is None
     assert got.values.dtype == (torch.bfloat16 if is_coarse else torch.float32)
     for one, other in ((got.keys, want.keys), (got.values, want.values)):
@@ -169,10 +185,10 @@ def test_with_eight_bit_layers_attention_is_in_bfloat16_where_it_is_fast(
     monkeypatch.setattr(KVPass, "attend", noting)
     coarse = PromptPrefill(loaded, owner, eight_bit_of(loaded, owner, never))
     seen.clear()
-    (got,) = coarse.true_kv(ids, [segment], 2, (), never)
+    (got,) = true_kv(coarse, ids, [segment])
     assert seen == {torch.float32 if why_not_native() else torch.bfloat16}
     seen.clear()
-    (want,) = PromptPrefill(loaded, owner).true_kv(ids, [segment], 2, (), never)
+    (want,) = true_kv(PromptPrefill(loaded, owner), ids, [segment])
     assert seen == {torch.float32}
     for one, other in ((got.keys, want.keys), (got.values, want.values)):
         assert 0 < float((one.float() - other).norm() / other.norm()) < 0.2
@@ -190,5 +206,5 @@ def test_pieces_in_eight_bits_do_not_teach_how_long_others_take(monkeypatch: pyt
 
     monkeypatch.setattr(owner, "run", noting)
     for way in (None, linears):
-        PromptPrefill(loaded, owner, way).true_kv(list(range(20, 34)), [Segment(2, 9, "one")], 2, (), never)
+        true_kv(PromptPrefill(loaded, owner, way), list(range(20, 34)), [Segment(2, 9, "one")])
     assert measured == [14, 0]

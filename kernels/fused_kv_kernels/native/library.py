@@ -34,6 +34,8 @@ _ARGUMENTS = {
     "fkv_place_chunks": [_POINTER, _NUMBER, _NUMBER, *[_POINTER] * 5],
     "fkv_place_int8_chunks": [_POINTER, _NUMBER, _NUMBER, *[_POINTER] * 5],
     "fkv_shift_chunks": [_POINTER, _NUMBER, _NUMBER, *[_POINTER] * 6],
+    "fkv_add_change": [*[_POINTER] * 6, _REAL, _THREADS, _THREADS],
+    "fkv_compress_rows": [*[_POINTER] * 3, _NUMBER, _NUMBER, _REAL, _THREADS],
     "fkv_rms_norm": [*[_POINTER] * 3, _NUMBER, _NUMBER, _REAL, _THREADS],
     "fkv_gated_silu": [*[_POINTER] * 3, *[_NUMBER] * 4, _THREADS],
     "fkv_quantize_rows": [*[_POINTER] * 4, _NUMBER, _NUMBER, _THREADS],

@@ -20,6 +20,8 @@ __all__ = [
     "Table",
     "chunk_table",
     "int8_chunk_table",
+    "native_add_change",
+    "native_compress_rows",
     "native_place_chunks",
     "native_shift_chunks",
     "native_transfer",
@@ -134,3 +136,32 @@ def native_shift_chunks(
         table.sin.data_ptr(),
         *_layer(layer_keys, layer_values, table),
     )
+
+
+def native_add_change(
+    sums: Tensor, after: Tensor, before: Tensor, weight: float, table: RotationTable | None, *, is_first: bool
+) -> None:
+    """Do what :func:`fused_kv_kernels.add_change` does, for layers that rotate alike; rows are dense."""
+    layers, heads, rows, dim = after.shape
+    half, interleaved = (0, False) if table is None else (table.half, table.interleaved)
+    shape = layers, heads, rows, dim, *after.stride()[:2], *before.stride()[:2], half, int(interleaved)
+    loaded_library(after.dtype).fkv_add_change(
+        after.data_ptr(),
+        before.data_ptr(),
+        sums.data_ptr(),
+        *((None, None) if table is None else (table.cos.data_ptr(), table.sin.data_ptr())),
+        int64_array(*shape),
+        weight,
+        int(is_first),
+        num_threads(),
+    )
+
+
+def native_compress_rows(x: Tensor, smallest_scale: float) -> tuple[Tensor, Tensor]:
+    """Return :func:`fused_kv_kernels.compress_rows` of dense rows."""
+    dim = x.shape[-1]
+    out, scales = torch.empty(x.shape, dtype=torch.int8), torch.empty(*x.shape[:-1], 1)
+    loaded_library(x.dtype).fkv_compress_rows(
+        x.data_ptr(), out.data_ptr(), scales.data_ptr(), x.numel() // dim, dim, smallest_scale, num_threads()
+    )
+    return out, scales

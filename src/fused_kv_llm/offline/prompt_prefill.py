@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -55,11 +55,10 @@ class PromptPrefill:
         self,
         ids: Sequence[int],
         segments: Sequence[Segment],
-        home: int,
         known: Sequence[tuple[Segment, ChunkKV]],
         stopped: Callable[[], bool],
-    ) -> list[ChunkKV]:
-        """Return the KV that chunks have in a prompt.
+    ) -> Iterator[ChunkKV]:
+        """Yield the KV that chunks have in a prompt, where they stand in it.
 
         Parameters
         ----------
@@ -67,17 +66,15 @@ class PromptPrefill:
             The prompt's, ``N`` tokens.
         segments : sequence of Segment
             Its chunks.
-        home : int
-            Position to which their keys are moved.
         known : sequence of tuple of Segment and ChunkKV
             Other chunks of the prompt, which are not computed, and the KV that is used for them, from any position.
         stopped : callable
             Asked before every piece.
 
-        Returns
-        -------
-        list of ChunkKV
-            At position `home`: keys in float32, values in the dtype of attention.
+        Yields
+        ------
+        ChunkKV
+            In the dtype of attention. The next prompt is computed in its memory.
 
         Raises
         ------
@@ -99,12 +96,10 @@ class PromptPrefill:
                 cache.keys[:, 0, :, place] = _moved(kv.keys, segment.start - kv.position, loaded)
                 cache.values[:, 0, :, place] = kv.values
             self._compute(torch.tensor(ids, device=loaded.device), left.nonzero()[:, 0], cache, stopped)
-            found = []
             for segment in segments:
-                keys, values = (part[:, 0, :, segment.start : segment.stop] for part in (cache.keys, cache.values))
-                moved = _moved(keys, home - segment.start, loaded)
-                found.append(ChunkKV(moved, values.clone(), tuple(ids[segment.start : segment.stop]), home))
-            return found
+                place = slice(segment.start, segment.stop)
+                keys, values = (part[:, 0, :, place] for part in (cache.keys, cache.values))
+                yield ChunkKV(keys, values, tuple(ids[place]), segment.start)
         finally:
             cache.release()
 
@@ -116,8 +111,8 @@ class PromptPrefill:
             # How fast eight bits are says nothing about other pieces.
             measured = len(rows) if self._linears is None else 0
             self._owner.run(lambda rows=rows: self._forward(ids, rows, cache), measured, stopped)  # type: ignore[misc]
-        check_numbers(list(zip(cache.keys, cache.values, strict=True)), self._loaded.model_id, self._loaded.dtype,
-                      torch.arange(len(ids), device=ids.device))  # fmt: skip
+        computed = [(keys[:, :, : len(ids)], values[:, :, : len(ids)]) for keys, values in zip(cache.keys, cache.values, strict=True)]
+        check_numbers(computed, self._loaded.model_id, self._loaded.dtype)
 
     def _forward(self, ids: Tensor, rows: Tensor, cache: FusedCache) -> None:
         self._loaded.check_unchanged()

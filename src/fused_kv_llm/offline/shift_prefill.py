@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 
+import torch
+
 from fused_kv_llm.chunk import ChunkKV
 from fused_kv_llm.context_shift import ShiftFit, place_weight
 from fused_kv_llm.model import EightBitLinears, LoadedModel, ModelOwner, PrefixKV
+from fused_kv_llm.prompt import Segment
 
 from .batches import PendingChunk
 from .corpus import CorpusPlanner
@@ -53,7 +56,8 @@ class ShiftPrefill:
         times: int,
         linears: EightBitLinears | None = None,
     ) -> None:
-        self._prefix, self._prefill = prefix, PromptPrefill(loaded, owner, linears)
+        self._prefix, self._geometry = prefix, loaded.geometry
+        self._prefill = PromptPrefill(loaded, owner, linears)
         self._group_tokens = group_tokens(planner.max_tokens, loaded.geometry.kv_bytes_per_token(loaded.dtype))
         before, between = (planner.chunk(words).token_ids for words in (BEFORE_CHUNKS, BETWEEN_CHUNKS))
         self._shape = PromptShape(
@@ -97,8 +101,8 @@ class ShiftPrefill:
             before = plain([*asked, *(str(prompt.segments[0].key) for prompt in prompts)])
             fits = {key: ShiftFit(before[key].keys, before[key].values) for key in asked}
             for prompt in prompts:
-                for key, kv, weight in self._seen(prompt, asked, before, stopped):
-                    fits[key].add(kv.keys, kv.values, weight)
+                for kv, place in self._seen(prompt, asked, before, stopped):
+                    self._add(fits[str(place.key)], kv, place)
             yield [(chunk, fits[key]) for key, chunk in asked.items()]
 
     def _groups(self, plan: PreprocessingPlan) -> list[list[PendingChunk]]:
@@ -110,8 +114,8 @@ class ShiftPrefill:
         wanted: Container[str],
         plain: Mapping[str, ChunkKV],
         stopped: Callable[[], bool],
-    ) -> Iterator[tuple[str, ChunkKV, float]]:
-        """Yield the keys of the wanted chunks of a prompt, their KV in it and the weights of their places.
+    ) -> Iterator[tuple[ChunkKV, Segment]]:
+        """Yield the KV of the wanted chunks of a prompt, and where they stand in it.
 
         The first chunk is left out. It stands behind an instruction only, which changes next to nothing, so its plain
         KV is used and it is not computed.
@@ -119,8 +123,10 @@ class ShiftPrefill:
         first, *others = prompt.segments
         places = [place for place in others if place.key in wanted]
         self.neighbour_tokens += sum(place.num_tokens for place in others if place.key not in wanted)
-        ids, home = prompt.ids[: places[-1].stop], len(self._prefix.token_ids)
         known = [(first, plain[str(first.key)])]
-        found = self._prefill.true_kv(ids, places, home, known, stopped)
-        for place, kv in zip(places, found, strict=True):
-            yield str(place.key), kv, place_weight(place.start - home, place.num_tokens)
+        yield from zip(self._prefill.true_kv(prompt.ids[: places[-1].stop], places, known, stopped), places, strict=True)
+
+    def _add(self, fit: ShiftFit, kv: ChunkKV, place: Segment) -> None:
+        home = len(self._prefix.token_ids)
+        tables = self._geometry.tables(torch.tensor([home - place.start]), kv.keys.device)
+        fit.add(kv.keys, kv.values, place_weight(place.start - home, place.num_tokens), tables)

@@ -1,0 +1,86 @@
+// What a prompt changes in a chunk's KV: summed up over prompts with weights, then kept in eight bits.
+#include "rotation.h"
+
+namespace {
+
+using namespace fkv;
+
+// Ten numbers: layers, heads, rows, columns, elements from layer to layer and from head to head after the change and
+// before it, pairs of columns that are turned, and whether they are interleaved. Rows are dense, and so are the sums.
+struct Shape {
+    int64_t layers, heads, rows, dim, after_layer, after_head, before_layer, before_head, half, interleaved;
+
+    explicit Shape(const int64_t *numbers) { std::memcpy(this, numbers, sizeof *this); }
+};
+
+template <bool Interleaved, bool First>
+void add_rows(const Element *after, const Element *before, float *sums, int64_t rows, const Angles &angles,
+              float weight) {
+    for (int64_t row = 0; row < rows; ++row, after += angles.dim, before += angles.dim, sums += angles.dim)
+        turn<Interleaved>(
+            angles, [=](int64_t column, int64_t count) { return load(after + column, first_lanes(count)); },
+            [=](int64_t column, int64_t count, Lanes value) {
+                const Mask here = first_lanes(count);
+                const Lanes sum = First ? Lanes{} : load_floats(sums + column, here);
+                const Lanes change = value - load(before + column, here);
+                store_floats(sums + column, here, multiply_add(splat(weight), change, sum));
+            });
+}
+
+inline Lanes absolute(Lanes value) { return (Lanes)((WholeLanes)value & 0x7fffffff); }
+
+// The largest magnitude of a row; not a number if one of its elements is none.
+float largest_of(const float *row, int64_t dim) {
+    Lanes most{}, sums{};
+    for (int64_t column = 0; column < dim; column += kLanes) {
+        const Lanes value = absolute(load_floats(row + column, first_lanes(dim - column)));
+        most = larger(most, value); // forgets what it has when it meets what is not a number
+        sums += value;
+    }
+    float parts[kLanes], largest = 0.0f;
+    store_floats(parts, most);
+    for (const float part : parts) largest = std::max(largest, part);
+    const float total = sum_lanes(sums);
+    return total == total ? largest : total;
+}
+
+} // namespace
+
+extern "C" {
+
+// sums += weight (after, turned - before), or, if they are the first, sums = that. cosines and sines: float32 [half],
+// one angle for all rows.
+void fkv_add_change(const Element *after, const Element *before, float *sums, const float *cosines,
+                    const float *sines, const int64_t *shape, float weight, int first, int threads) {
+    const Shape s(shape);
+    const Angles angles(cosines, sines, s.half, s.dim);
+    const auto add = first ? (s.interleaved ? add_rows<true, true> : add_rows<false, true>)
+                           : (s.interleaved ? add_rows<true, false> : add_rows<false, false>);
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t task = 0; task < s.layers * s.heads; ++task) {
+        const int64_t layer = task / s.heads, head = task % s.heads;
+        add(after + layer * s.after_layer + head * s.after_head, before + layer * s.before_layer + head * s.before_head,
+            sums + task * s.rows * s.dim, s.rows, angles, weight);
+    }
+}
+
+// x and out [rows, dim], scales [rows], all dense: scales = max |x| / 127 of a row, or `smallest` if that is more, and
+// out = round(x / scales).
+void fkv_compress_rows(const float *x, int8_t *out, float *scales, int64_t rows, int64_t dim, float smallest,
+                       int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t row = 0; row < rows; ++row) {
+        const float *source = x + row * dim;
+        const float largest = largest_of(source, dim) / 127.0f, scale = largest < smallest ? smallest : largest;
+        scales[row] = scale;
+        for (int64_t column = 0; column < dim; column += kLanes) {
+            int32_t whole[kLanes];
+            const Lanes value = load_floats(source + column, first_lanes(dim - column)) / splat(scale);
+            *reinterpret_cast<LooseWholeLanes *>(whole) = whole_part(value + kRounding);
+            const int64_t count = std::min<int64_t>(dim - column, kLanes);
+            int8_t *const target = out + row * dim + column;
+            for (int64_t lane = 0; lane < count; ++lane) target[lane] = static_cast<int8_t>(whole[lane]);
+        }
+    }
+}
+}
