@@ -16,7 +16,6 @@ from fused_kv_llm.offline.batches import PendingChunk
 from fused_kv_llm.offline.context_prefill import ContextPrefill
 from fused_kv_llm.offline.neighbour_index import NeighbourIndex
 from fused_kv_llm.offline.preprocessing_plan import PreprocessingPlan
-from fused_kv_llm.offline.shift_prefill import ShiftPrefill
 from fused_kv_llm.report import IngestReport
 
 __all__ = ["preprocess_asked"]
@@ -54,11 +53,9 @@ def preprocess_asked(engine: FusedKVEngine, corpus: Iterable[str], asked: Iterab
         msg = f"{len(strangers)} of {len(keys)} chunks that are asked about are not in the corpus"
         raise ValueError(msg)
     wanted = {key for key in keys if not engine.store.sidecars.has(key, name)}
-    owner, times = engine.corpus._owner, engine.config.preprocessing_prompts
+    owner, count = engine.corpus._owner, 0
     prefill = ContextPrefill(parts.loaded, parts.store, parts.prefix, owner, plan.token_ids, _never)
-    linears, count = preprocessor._linears(plan, owner, _never), 0
-    shifts = ShiftPrefill(parts.loaded, parts.prefix, owner, planner, times, linears)
-    for group in shifts.run(plan, prefill.plain, _never, wanted):
+    for group in preprocessor.shift_prefill(plan, owner, _never).run(plan, prefill.plain, _never, wanted):
         for chunk, fit in group:
             engine.store.sidecars.put(chunk.key, name, context_shift(*fit.shift()), by_rows=True)
         count += len(group)

@@ -81,7 +81,9 @@ def test_without_native_operators_it_is_the_same(monkeypatch: pytest.MonkeyPatch
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
-@given(rows=st.integers(0, 30), dim=st.sampled_from([1, 3, 16, 33, 64]), size=st.floats(1e-6, 1e6), seed=st.integers(0, 9))
+@given(
+    rows=st.integers(0, 30), dim=st.sampled_from([1, 3, 16, 33, 64]), size=st.floats(1e-6, 1e6), seed=st.integers(0, 9)
+)
 def test_rows_keep_half_a_step(rows: int, dim: int, size: float, seed: int) -> None:
     x = size * random(2, rows, dim, seed=seed)
     x[:, : rows // 3] = 0

@@ -17,7 +17,7 @@ from torch import Tensor
 from fused_kv_llm.chunk import ChunkKV
 from fused_kv_llm.context_shift import ShiftFit, context_shift
 from fused_kv_llm.errors import ConfigError
-from fused_kv_llm.model import EightBitLinears, LoadedModel, ModelOwner, PrefixKV, eight_bit_of
+from fused_kv_llm.model import EightBitLinears, LoadedModel, ModelOwner, PrefixKV, common_keys, eight_bit_of
 from fused_kv_llm.prompt import Segment
 from fused_kv_llm.store import KVStore, replacement_tensors
 
@@ -29,6 +29,7 @@ from .fixed_pieces import FixedPieces
 from .neighbour_graph import Similarity
 from .neighbours import GivenNeighbours, given_neighbours
 from .preprocessing_plan import PreprocessingPlan, PreprocessingPlanner
+from .prompt_prefill import PromptPrefill
 from .shift_prefill import ShiftPrefill
 from .variant_builder import PromptChunks
 from .writer import BackgroundWriter
@@ -79,6 +80,7 @@ class Preprocessor:
         self._planner = planner
         self._owner = owner
         self._times = similarity.prompts
+        self._common: Tensor | None = None
         self.replaces = similarity.replaces
         self._plans = PreprocessingPlanner(store, planner.catalog, planner.identity, planner.max_tokens, similarity)
 
@@ -176,8 +178,7 @@ class Preprocessor:
                 for chunk, kv in prefill.behind(plan.chunks, is_batch=plan.is_batch):
                     writer.submit((chunk, self._replacement(kv)))
                 return prefill.neighbour_tokens
-            linears = self._linears(plan, owner, stopped)
-            shifts = ShiftPrefill(self._loaded, self._prefix, owner, self._planner, self._times, linears)
+            shifts = self.shift_prefill(plan, owner, stopped)
             for group in shifts.run(plan, prefill.plain, stopped):
                 for chunk, fit in group:
                     writer.submit((chunk, _shift(fit)))
@@ -187,6 +188,22 @@ class Preprocessor:
         finally:
             # What has been computed is written, also after a stop, so the next run goes on from there.
             writer.close()
+
+    def shift_prefill(self, plan: PreprocessingPlan, owner: ModelOwner, stopped: Callable[[], bool]) -> ShiftPrefill:
+        """Return what computes the prompts of a plan; raises as :meth:`run`.
+
+        Parameters
+        ----------
+        plan : PreprocessingPlan
+        owner : ModelOwner
+            Computes the pieces.
+        stopped : callable
+            Asked before every forward that is needed first.
+        """
+        prefill = PromptPrefill(self._loaded, owner, self._linears(plan, owner, stopped))
+        if self._common is None:
+            self._common = common_keys(self._loaded, owner, stopped)
+        return ShiftPrefill(self._loaded, self._prefix, self._planner, self._times, prefill, self._common)
 
     def prompts(self, plan: PreprocessingPlan, contexts: int) -> Iterator[PromptChunks]:
         """Yield every chunk of a plan behind its first contexts, as prompts that leave variants.

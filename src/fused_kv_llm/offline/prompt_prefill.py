@@ -111,7 +111,10 @@ class PromptPrefill:
             # How fast eight bits are says nothing about other pieces.
             measured = len(rows) if self._linears is None else 0
             self._owner.run(lambda rows=rows: self._forward(ids, rows, cache), measured, stopped)  # type: ignore[misc]
-        computed = [(keys[:, :, : len(ids)], values[:, :, : len(ids)]) for keys, values in zip(cache.keys, cache.values, strict=True)]
+        computed = [
+            (keys[:, :, : len(ids)], values[:, :, : len(ids)])
+            for keys, values in zip(cache.keys, cache.values, strict=True)
+        ]
         check_numbers(computed, self._loaded.model_id, self._loaded.dtype)
 
     def _forward(self, ids: Tensor, rows: Tensor, cache: FusedCache) -> None:
