@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fused_kv_kernels import rerotate_keys, rotation_table
 from fused_kv_llm.context_shift import ShiftFit, context_shift, place_weight
 
 
@@ -66,6 +67,27 @@ def test_small_changes_of_large_bfloat16_numbers_are_not_rounded() -> None:
     after = tuple(part.new_full(part.shape, 2.015625) for part in plain)
     keys, _ = fitted((plain[0], plain[1]), [((after[0], after[1]), 1.0)])
     torch.testing.assert_close(keys, torch.full_like(keys, (2.015625 - 256) / 1.15))
+
+
+def test_the_discount_is_taken_from_the_keys_alone() -> None:
+    plain, one, discount = chunk(), chunk(), torch.randn(2, 3, 5, 8)
+    keys, values = fitted(plain, [(one, 0.8)])
+    fit = ShiftFit(*plain, discount)
+    fit.add(*one, 0.8)
+    lower, same = fit.shift()
+    torch.testing.assert_close(lower, keys - discount)
+    assert torch.equal(same, values)
+
+
+def test_keys_that_stand_elsewhere_are_moved_first() -> None:
+    plain, one = chunk(), chunk()
+    table = rotation_table(torch.tensor([77]), 1.0 / 100.0 ** (torch.arange(0, 8, 2) / 8))
+    fit = ShiftFit(*plain)
+    fit.add(*one, 0.8, [table] * 2)
+    got = fit.shift()
+    want = fitted(plain, [((rerotate_keys(one[0], table), one[1]), 0.8)])
+    for part, other in zip(got, want, strict=True):
+        torch.testing.assert_close(part, other)
 
 
 def test_the_first_place_gets_nothing_and_later_ones_more() -> None:

@@ -28,6 +28,13 @@ CONTEXT_SHIFT = "shift-int8"
 _PULL = 0.15
 """Weight of the assumption that nothing changes, in squared weights of places; measured in docs/methods.md."""
 
+DISCOUNT = 0.05
+"""By how much a shift lowers the scores of a chunk's keys, where it has all its weight; measured in docs/methods.md.
+
+Keys that are not recomputed are off by something that differs from token to token. In a softmax, errors up and down do
+not cancel: such keys get more attention than they should, at the cost of those that are right.
+"""
+
 
 def shift_name(num_neighbours: int, prompts: int) -> str:
     """Return the name of the sidecar with a chunk's context shift.
@@ -41,14 +48,6 @@ def shift_name(num_neighbours: int, prompts: int) -> str:
     """
     way = f"{prompts}-prompts" if prompts > 1 else "1-prompt-and-again"
     return f"{CONTEXT_SHIFT}-{way}-{num_neighbours}-pull-{round(100 * _PULL)}-discount-{round(100 * DISCOUNT)}"
-
-
-DISCOUNT = 0.05
-"""By how much a shift lowers the scores of a chunk's keys, where it has all its weight; measured in docs/methods.md.
-
-Keys that are not recomputed are off by something that differs from token to token. In a softmax, errors up and down do
-not cancel: such keys get more attention than they should, at the cost of those that are right.
-"""
 
 
 class ShiftFit:
