@@ -69,16 +69,6 @@ def test_small_changes_of_large_bfloat16_numbers_are_not_rounded() -> None:
     torch.testing.assert_close(keys, torch.full_like(keys, (2.015625 - 256) / 1.15))
 
 
-def test_the_discount_is_taken_from_the_keys_alone() -> None:
-    plain, one, discount = chunk(), chunk(), torch.randn(2, 3, 5, 8)
-    keys, values = fitted(plain, [(one, 0.8)])
-    fit = ShiftFit(*plain, discount)
-    fit.add(*one, 0.8)
-    lower, same = fit.shift()
-    torch.testing.assert_close(lower, keys - discount)
-    assert torch.equal(same, values)
-
-
 def test_keys_that_stand_elsewhere_are_moved_first() -> None:
     plain, one = chunk(), chunk()
     table = rotation_table(torch.tensor([77]), 1.0 / 100.0 ** (torch.arange(0, 8, 2) / 8))

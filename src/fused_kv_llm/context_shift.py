@@ -20,20 +20,13 @@ from torch import Tensor
 
 from fused_kv_kernels import RotationTable, add_change, compress_rows
 
-__all__ = ["CONTEXT_SHIFT", "DISCOUNT", "ShiftFit", "context_shift", "place_weight", "shift_name"]
+__all__ = ["CONTEXT_SHIFT", "ShiftFit", "context_shift", "place_weight", "shift_name"]
 
 CONTEXT_SHIFT = "shift-int8"
 """How the names of all context shifts begin."""
 
 _PULL = 0.15
 """Weight of the assumption that nothing changes, in squared weights of places; measured in docs/methods.md."""
-
-DISCOUNT = 0.05
-"""By how much a shift lowers the scores of a chunk's keys, where it has all its weight; measured in docs/methods.md.
-
-Keys that are not recomputed are off by something that differs from token to token. In a softmax, errors up and down do
-not cancel: such keys get more attention than they should, at the cost of those that are right.
-"""
 
 
 def shift_name(num_neighbours: int, prompts: int) -> str:
@@ -47,7 +40,7 @@ def shift_name(num_neighbours: int, prompts: int) -> str:
         That each chunk was put into. Shifts that were made in another way have another name and are not used.
     """
     way = f"{prompts}-prompts" if prompts > 1 else "1-prompt-and-again"
-    return f"{CONTEXT_SHIFT}-{way}-{num_neighbours}-pull-{round(100 * _PULL)}-discount-{round(100 * DISCOUNT)}"
+    return f"{CONTEXT_SHIFT}-{way}-{num_neighbours}-pull-{round(100 * _PULL)}"
 
 
 class ShiftFit:
@@ -61,12 +54,10 @@ class ShiftFit:
     ----------
     keys, values : Tensor
         ``[L, Hkv, T, D]`` of the chunk with nothing before it but the header.
-    discount : Tensor or None
-        ``[L, Hkv, T, D]``: is taken from the keys' shift, see :data:`DISCOUNT`.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor, discount: Tensor | None = None) -> None:
-        self._plain, self._discount = (keys, values), discount
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self._plain = keys, values
         self._sums: tuple[Tensor | None, Tensor | None] = None, None
         self._power = _PULL
 
@@ -95,7 +86,7 @@ class ShiftFit:
             torch.zeros_like(plain, dtype=torch.float32) if total is None else total / self._power
             for total, plain in zip(self._sums, self._plain, strict=True)
         )
-        return keys if self._discount is None else keys.sub_(self._discount), values
+        return keys, values
 
 
 def context_shift(keys: Tensor, values: Tensor) -> dict[str, Tensor]:

@@ -7,7 +7,6 @@ from .attention_rule import AttentionRule
 from .attention_weights import attention_weights
 from .cache import BatchCache, FusedCache
 from .cache_pool import CachePool
-from .common_key import common_keys
 from .decoder_stack import may_pause
 from .eight_bit import EightBitLinears, eight_bit_of
 from .embedded import EMBEDDED_MODELS, embedded_model_folder
@@ -59,7 +58,6 @@ __all__ = [
     "check_numbers",
     "choose_device",
     "choose_dtype",
-    "common_keys",
     "compare_reference",
     "compute_prefix",
     "compute_reference",

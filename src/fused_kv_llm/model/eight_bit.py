@@ -21,14 +21,23 @@ from fused_kv_kernels import (
 )
 from fused_kv_llm.model.cache import FusedCache
 from fused_kv_llm.model.cache_pool import CachePool
+from fused_kv_llm.model.context_length import context_length
 from fused_kv_llm.model.forward import forward_kv
 from fused_kv_llm.model.forward_pass import KVPass
 from fused_kv_llm.model.loading import LoadedModel
 from fused_kv_llm.model.owner import ModelOwner, StoppedError
-from fused_kv_llm.model.sample import sample_ids
 
 __all__ = ["EightBitLinears", "eight_bit_of"]
 
+_SAMPLE = """On 14 March 2019 the harbour board met to discuss the new ferry. "We have 3 bids," said its chair, who had
+held the office since 1998, "and the lowest is 42.5 million euros." The river, which is 310 km long, rises in the north
+and reaches the sea near the old mill. Its first bridge was built in 1887; the second one was never finished.
+
+Step 1: open the valve slowly. Step 2: read the pressure (p = F / A) and compare it with table 7. If it is above
+2.4 bar, call the operator; otherwise go on. See also: maintenance, safety rules, error codes E10 to E27.
+
+The album was released in the United States by a small label. Critics praised its second half, and it won two awards."""
+_SAMPLE_TOKENS = 256
 # Below it, rounding takes longer than it saves.
 _LEAST_SIZE = 64
 
@@ -72,7 +81,7 @@ def eight_bit_of(loaded: LoadedModel, owner: ModelOwner, stopped: Callable[[], b
     dtype = loaded.dtype
     if loaded.device.type != "cpu" or why_not_native(dtype) is not None or not has_eight_bit_linears(dtype):
         return None
-    ids = sample_ids(loaded)
+    ids = _sample_ids(loaded)
     if len(ids) < 2:
         return None
     recording = owner.run(lambda: _recorded(loaded, ids), len(ids), stopped)
@@ -111,6 +120,13 @@ def _routers(model: Any) -> set[Any]:
     """Return what chooses experts: another choice would be no small error."""
     named = model.named_modules()
     return {module for name, module in named if "router" in name or name.endswith(".gate")}
+
+
+def _sample_ids(loaded: LoadedModel) -> list[int]:
+    """Return the sample's ids that the model knows, as many as it takes."""
+    vocabulary = loaded.model.get_input_embeddings().weight.shape[0]
+    ids = [one for one in loaded.tokenizer(_SAMPLE)["input_ids"] if 0 <= one < vocabulary]
+    return ids[: min(_SAMPLE_TOKENS, context_length(loaded.model.config.get_text_config(), loaded.model_id))]
 
 
 def _recorded(loaded: LoadedModel, ids: Sequence[int]) -> _Recording:

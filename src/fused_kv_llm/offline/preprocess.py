@@ -17,7 +17,7 @@ from torch import Tensor
 from fused_kv_llm.chunk import ChunkKV
 from fused_kv_llm.context_shift import ShiftFit, context_shift
 from fused_kv_llm.errors import ConfigError
-from fused_kv_llm.model import EightBitLinears, LoadedModel, ModelOwner, PrefixKV, common_keys, eight_bit_of
+from fused_kv_llm.model import EightBitLinears, LoadedModel, ModelOwner, PrefixKV, eight_bit_of
 from fused_kv_llm.prompt import Segment
 from fused_kv_llm.store import KVStore, replacement_tensors
 
@@ -80,7 +80,6 @@ class Preprocessor:
         self._planner = planner
         self._owner = owner
         self._times = similarity.prompts
-        self._common: Tensor | None = None
         self.replaces = similarity.replaces
         self._plans = PreprocessingPlanner(store, planner.catalog, planner.identity, planner.max_tokens, similarity)
 
@@ -201,9 +200,7 @@ class Preprocessor:
             Asked before every forward that is needed first.
         """
         prefill = PromptPrefill(self._loaded, owner, self._linears(plan, owner, stopped))
-        if self._common is None:
-            self._common = common_keys(self._loaded, owner, stopped)
-        return ShiftPrefill(self._loaded, self._prefix, self._planner, self._times, prefill, self._common)
+        return ShiftPrefill(self._loaded, self._prefix, self._planner, self._times, prefill)
 
     def prompts(self, plan: PreprocessingPlan, contexts: int) -> Iterator[PromptChunks]:
         """Yield every chunk of a plan behind its first contexts, as prompts that leave variants.

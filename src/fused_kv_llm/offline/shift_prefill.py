@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 
 import torch
-from torch import Tensor
 
-from fused_kv_kernels import rerotate_keys
 from fused_kv_llm.chunk import ChunkKV
-from fused_kv_llm.context_shift import DISCOUNT, ShiftFit, place_weight
+from fused_kv_llm.context_shift import ShiftFit, place_weight
 from fused_kv_llm.model import LoadedModel, PrefixKV
 from fused_kv_llm.prompt import Segment
 
@@ -40,8 +38,6 @@ class ShiftPrefill:
         Prompts that each chunk is put into.
     prefill : PromptPrefill
         Computes the prompts.
-    common : Tensor
-        The key that queries have in common, :func:`.common_keys`.
 
     Attributes
     ----------
@@ -56,10 +52,8 @@ class ShiftPrefill:
         planner: CorpusPlanner,
         times: int,
         prefill: PromptPrefill,
-        common: Tensor,
     ) -> None:
-        self._geometry, self._prefix, self._prefill, self._common = loaded.geometry, prefix, prefill, common
-        self._discount = common.new_zeros(0)
+        self._geometry, self._prefix, self._prefill = loaded.geometry, prefix, prefill
         self._group_tokens = group_tokens(planner.max_tokens, loaded.geometry.kv_bytes_per_token(loaded.dtype))
         before, between = (planner.chunk(words).token_ids for words in (BEFORE_CHUNKS, BETWEEN_CHUNKS))
         self._shape = PromptShape(
@@ -91,7 +85,6 @@ class ShiftPrefill:
         StoppedError
             If it was stopped; the group under way is computed again by the next run.
         """
-        self._discount = self._discount_of(max((len(chunk.token_ids) for chunk in plan.chunks), default=0))
         for group in [plan.chunks] if plan.is_batch else self._groups(plan):
             asked = {chunk.key: chunk for chunk in group if wanted is None or chunk.key in wanted}
             prompts = [
@@ -102,7 +95,7 @@ class ShiftPrefill:
             if not prompts:
                 continue
             before = plain([*asked, *(str(prompt.segments[0].key) for prompt in prompts)])
-            fits = {key: self._fit(before[key]) for key in asked}
+            fits = {key: ShiftFit(before[key].keys, before[key].values) for key in asked}
             for prompt in prompts:
                 for kv, place in self._seen(prompt, asked, before, stopped):
                     self._add(fits[str(place.key)], kv, place)
@@ -127,21 +120,8 @@ class ShiftPrefill:
         places = [place for place in others if place.key in wanted]
         self.neighbour_tokens += sum(place.num_tokens for place in others if place.key not in wanted)
         known = [(first, plain[str(first.key)])]
-        yield from zip(
-            self._prefill.true_kv(prompt.ids[: places[-1].stop], places, known, stopped), places, strict=True
-        )
-
-    def _discount_of(self, tokens: int) -> Tensor:
-        """Return what is taken from the keys' shifts, ``[L, Hkv, tokens, D]``: all chunks are at home in one place."""
-        home = len(self._prefix.token_ids)
-        tables = self._geometry.tables(torch.arange(home, home + tokens), self._common.device)
-        return torch.stack([
-            rerotate_keys(DISCOUNT * layer[:, None].expand(-1, tokens, -1), table)
-            for layer, table in zip(self._common, tables, strict=True)
-        ])  # fmt: skip
-
-    def _fit(self, plain: ChunkKV) -> ShiftFit:
-        return ShiftFit(plain.keys, plain.values, self._discount[:, :, : plain.keys.shape[2]])
+        found = self._prefill.true_kv(prompt.ids[: places[-1].stop], places, known, stopped)
+        yield from zip(found, places, strict=True)
 
     def _add(self, fit: ShiftFit, kv: ChunkKV, place: Segment) -> None:
         home = len(self._prefix.token_ids)
