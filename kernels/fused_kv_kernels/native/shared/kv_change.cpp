@@ -27,23 +27,6 @@ void add_rows(const Element *after, const Element *before, float *sums, int64_t 
             });
 }
 
-inline Lanes absolute(Lanes value) { return (Lanes)((WholeLanes)value & 0x7fffffff); }
-
-// The largest magnitude of a row; not a number if one of its elements is none.
-float largest_of(const float *row, int64_t dim) {
-    Lanes most{}, sums{};
-    for (int64_t column = 0; column < dim; column += kLanes) {
-        const Lanes value = absolute(load_floats(row + column, first_lanes(dim - column)));
-        most = larger(most, value); // forgets what it has when it meets what is not a number
-        sums += value;
-    }
-    float parts[kLanes], largest = 0.0f;
-    store_floats(parts, most);
-    for (const float part : parts) largest = std::max(largest, part);
-    const float total = sum_lanes(sums);
-    return total == total ? largest : total;
-}
-
 } // namespace
 
 extern "C" {
@@ -71,12 +54,12 @@ void fkv_compress_rows(const float *x, int8_t *out, float *scales, int64_t rows,
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t row = 0; row < rows; ++row) {
         const float *source = x + row * dim;
-        const float largest = largest_of(source, dim) / 127.0f, scale = largest < smallest ? smallest : largest;
+        const auto read = [&](int64_t column) { return load_floats(source + column, first_lanes(dim - column)); };
+        const float largest = largest_magnitude(dim, read) / 127.0f, scale = largest < smallest ? smallest : largest;
         scales[row] = scale;
         for (int64_t column = 0; column < dim; column += kLanes) {
             int32_t whole[kLanes];
-            const Lanes value = load_floats(source + column, first_lanes(dim - column)) / splat(scale);
-            *reinterpret_cast<LooseWholeLanes *>(whole) = whole_part(value + kRounding);
+            *reinterpret_cast<LooseWholeLanes *>(whole) = whole_part(read(column) / splat(scale) + kRounding);
             const int64_t count = std::min<int64_t>(dim - column, kLanes);
             int8_t *const target = out + row * dim + column;
             for (int64_t lane = 0; lane < count; ++lane) target[lane] = static_cast<int8_t>(whole[lane]);

@@ -6,8 +6,6 @@ using namespace fkv;
 
 constexpr float kLargest = 127.0f;
 
-inline Lanes absolute(Lanes value) { return (Lanes)((WholeLanes)value & 0x7fffffff); }
-
 // The elements of a row times their factors.
 inline Lanes scaled(const Element *row, const float *factors, int64_t column, int64_t dim) {
     const Mask here = first_lanes(dim - column);
@@ -24,20 +22,13 @@ void fkv_quantize_rows(const Element *x, const float *factors, uint8_t *out, flo
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t row = 0; row < rows; ++row) {
         const Element *source = x + row * dim;
-        Lanes most = splat(1e-30f), sums{};
-        for (int64_t column = 0; column < dim; column += kLanes) {
-            const Lanes value = absolute(scaled(source, factors, column, dim));
-            most = larger(most, value); // forgets what it has when it meets what is not a number
-            sums += value;
-        }
-        float parts[kLanes], largest = 0.0f;
-        store_floats(parts, most);
-        for (const float part : parts) largest = std::max(largest, part);
-        const float total = sum_lanes(sums), factor = kLargest / largest;
-        scales[row] = largest / kLargest + (total - total);
+        const auto read = [&](int64_t column) { return scaled(source, factors, column, dim); };
+        const float found = largest_magnitude(dim, read), largest = found < 1e-30f ? 1e-30f : found;
+        const float factor = kLargest / largest;
+        scales[row] = largest / kLargest;
         for (int64_t column = 0; column < dim; column += kLanes) {
             int32_t whole[kLanes];
-            const Lanes shifted = multiply_add(scaled(source, factors, column, dim), splat(factor), splat(kRounding));
+            const Lanes shifted = multiply_add(read(column), splat(factor), splat(kRounding));
             *reinterpret_cast<LooseWholeLanes *>(whole) = whole_part(shifted) + 128;
             const int64_t count = std::min<int64_t>(dim - column, kLanes);
             uint8_t *const target = out + row * dim + column;

@@ -106,6 +106,24 @@ inline float sum_lanes(Lanes value) {
     return sums[0];
 }
 
+inline Lanes absolute(Lanes value) { return (Lanes)((WholeLanes)value & 0x7fffffff); }
+
+// The largest magnitude of `dim` numbers that read(column) gives by lanes, and zero behind them; not a number if one of
+// them is not finite.
+template <typename Read> inline float largest_magnitude(int64_t dim, const Read &read) {
+    Lanes most{}, sums{};
+    for (int64_t column = 0; column < dim; column += kLanes) {
+        const Lanes value = absolute(read(column));
+        most = larger(most, value); // forgets what it has when it meets what is not a number
+        sums += value;
+    }
+    float parts[kLanes], largest = 0.0f;
+    store_floats(parts, most);
+    for (const float part : parts) largest = std::max(largest, part);
+    const float total = sum_lanes(sums);
+    return largest + (total - total);
+}
+
 // 2^whole for whole numbers of -127 (zero) to 127.
 inline Lanes power_of_two(WholeLanes whole) { return (Lanes)((whole + 127) << 23); }
 
