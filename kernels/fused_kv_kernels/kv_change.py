@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .dispatch import use_triton
 from .native import native_add_change, native_compress_rows, supports, takes_rows
-from .rotate import RotationTable, rotate_in_torch
+from .rotate import RotationTable, rerotate_keys
 
 __all__ = ["add_change", "compress_rows"]
 
@@ -40,37 +41,43 @@ def add_change(
     Raises
     ------
     ValueError
-        If the shapes do not fit together.
+        If the tensors do not fit together.
+    UnsupportedOperandsError
+        If no kernel takes the keys on their device.
     """
-    layers = after.shape[0]
-    fits = after.dim() == 4 and after.shape == before.shape and len(tables) in (0, layers)
-    fits = fits and (sums is None or (sums.shape == after.shape and sums.is_contiguous()))
-    if not fits or any(len(table) != 1 or 2 * table.half > after.shape[3] for table in tables):
-        msg = (
-            f"KV before {list(before.shape)} and after {list(after.shape)}, their sums and {len(tables)} rotation "
-            "tables of one angle each do not fit together"
-        )
-        raise ValueError(msg)
+    _check(sums, after, before, tables)
     is_first = sums is None
     total = torch.empty(after.shape, dtype=torch.float32, device=after.device) if sums is None else sums
-    # Both in float32 where one of them is: nothing is rounded.
-    after = after if after.dtype == before.dtype else after.to(torch.promote_types(after.dtype, before.dtype))
-    before = before.to(after.dtype)
     alike = all(table is tables[0] for table in tables)
-    for span in (slice(None),) if alike else [slice(at, at + 1) for at in range(layers)]:
+    for span in (slice(None),) if alike else [slice(at, at + 1) for at in range(len(tables))]:
         table = tables[span.start or 0] if tables else None
         _add(total[span], after[span], before[span], weight, table, is_first)
     return total
+
+
+def _check(sums: Tensor | None, after: Tensor, before: Tensor, tables: Sequence[RotationTable]) -> None:
+    fits = after.dim() == 4 and after.shape == before.shape and len(tables) in (0, after.shape[0])
+    if sums is not None:
+        fits = fits and sums.shape == after.shape and sums.dtype == torch.float32 and sums.is_contiguous()
+    fits = fits and all(len(table) == 1 and 2 * table.half <= after.shape[3] for table in tables)
+    others = [before, *tables, *(() if sums is None else (sums,))]
+    if not fits or any(other.device != after.device for other in others):
+        msg = (
+            f"KV before {list(before.shape)} and after {list(after.shape)}, their sums in float32 and {len(tables)} "
+            "rotation tables of one angle each, all on one device, do not fit together"
+        )
+        raise ValueError(msg)
 
 
 def _add(
     total: Tensor, after: Tensor, before: Tensor, weight: float, table: RotationTable | None, is_first: bool
 ) -> None:
     dense = all(part.stride(2) == part.shape[3] for part in (after, before))
-    if total.numel() and dense and total.is_cpu and supports(after, before):
+    native = dense and before.dtype in (after.dtype, torch.float32) and supports(after) and supports(before)
+    if total.numel() and native and not use_triton("change of KV", after=after):
         native_add_change(total, after, before, weight, table, is_first=is_first)
         return
-    turned = after.float() if table is None else rotate_in_torch(after, table.cos, table.sin, table.interleaved)
+    turned = after.float() if table is None else rerotate_keys(after, table)
     change = turned - before.float()
     if is_first:
         torch.mul(change, weight, out=total)
@@ -84,7 +91,7 @@ def compress_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     Parameters
     ----------
     x : Tensor
-        float32 ``[..., D]``.
+        Floating ``[..., D]``, of one dimension at least.
 
     Returns
     -------
@@ -93,7 +100,8 @@ def compress_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     scales : Tensor
         float32 ``[..., 1]``, by which they are multiplied.
     """
-    if x.numel() and x.is_contiguous() and x.dtype == torch.float32 and takes_rows(x):
-        return native_compress_rows(x, _SMALLEST_SCALE)
-    scales = (x.abs().amax(-1, keepdim=True) / _LARGEST).clamp_min(_SMALLEST_SCALE)
-    return (x / scales).round().to(torch.int8), scales
+    wide = x.float().contiguous()
+    if wide.numel() and takes_rows(wide):
+        return native_compress_rows(wide, _SMALLEST_SCALE)
+    scales = (wide.abs().amax(-1, keepdim=True) / _LARGEST).clamp_min(_SMALLEST_SCALE)
+    return (wide / scales).round().to(torch.int8), scales

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fused_kv_kernels import RotationTable, add_change, compress_rows, rotation_table
+from fused_kv_kernels import RotationTable, add_change, compress_rows, kv_change, rotation_table, why_not_native
 from fused_kv_kernels.reference import rerotate_keys_reference
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
@@ -58,6 +60,52 @@ def test_the_changes_of_prompts_are_summed_up(
     assert got is not None
     assert got.dtype == torch.float32
     torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("layout", ["every other row", "part of wider rows", "part of wider rows before"])
+def test_rows_that_are_not_dense(layout: str) -> None:
+    after, before = random(2, 3, 7, 32, seed=1), random(2, 3, 7, 32, seed=2)
+    if layout == "every other row":
+        after = random(2, 3, 14, 32, seed=1)[:, :, ::2]
+    elif layout == "part of wider rows":
+        after = random(2, 3, 7, 64, seed=1)[..., :32]
+    else:
+        before = random(2, 3, 7, 64, seed=2)[..., :32]
+    torch.testing.assert_close(add_change(None, after, before, 0.5), 0.5 * (after - before))
+
+
+@pytest.mark.parametrize("after_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_kv_of_either_dtype_is_added_by_the_native_operator(
+    after_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain KV in float32 too, beside KV of a pass whose attention is in bfloat16."""
+    if why_not_native(after_dtype) is not None or why_not_native(torch.float32) is not None:
+        pytest.skip("no native operators here")
+    calls = list[torch.dtype]()
+    for name in ("native_add_change", "native_compress_rows"):
+        real = getattr(kv_change, name)
+
+        def noting(x: torch.Tensor, *rest: Any, real: Any = real, **options: Any) -> Any:
+            calls.append(x.dtype)
+            return real(x, *rest, **options)
+
+        monkeypatch.setattr(kv_change, name, noting)
+    before, after = random(2, 3, 70, 48, seed=1), random(2, 3, 70, 48, seed=2).to(after_dtype)
+    for plain in (before, before.to(after_dtype)):
+        got = add_change(None, after, plain, 0.5)
+        torch.testing.assert_close(got, 0.5 * (after.float() - plain.float()))
+    assert calls == [torch.float32] * 2
+    compress_rows(got)
+    assert len(calls) == 3
+
+
+def test_rows_of_another_dtype_or_layout_are_compressed_too() -> None:
+    x = random(5, 64, seed=4)
+    for rows in (x[:, :32], x[::2], x.bfloat16(), x.double()):
+        whole, scales = compress_rows(rows)
+        want = rows.float()
+        step = want.abs().amax(-1, keepdim=True) / 127
+        assert bool(((whole * scales.float() - want).abs() <= 0.52 * step).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -112,6 +160,10 @@ def test_what_does_not_fit_together_is_refused() -> None:
         (None, part[0], part[0], ()),
         (part[:, :2], part, part, ()),
         (part.mT.contiguous().mT, part, part, ()),
+        (part.bfloat16(), part, part, ()),
+        (None, part[0, 0, 0, 0], part[0, 0, 0, 0], ()),
+        (None, part, part.to("meta"), ()),
+        (None, part, part, [table.to("meta")] * 2),
         (None, part, part, [table]),
         (None, part, part, [rows] * 2),
         (None, part, part, [wide] * 2),

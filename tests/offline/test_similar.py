@@ -11,6 +11,7 @@ import pytest
 import torch
 from corpus import SHORT, rag_prompt
 from models import smollm2_tokenizer, tiny_model
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fused_kv_kernels import has_eight_bit_linears, why_not_native
 from fused_kv_kernels.reference import rerotate_keys_reference
@@ -18,7 +19,8 @@ from fused_kv_llm import FusedKVEngine, IngestReport
 from fused_kv_llm.config import DEFAULT_PREPROCESSING_PROMPTS
 from fused_kv_llm.context_shift import place_weight, shift_name
 from fused_kv_llm.errors import ConfigError
-from fused_kv_llm.offline import SentenceEmbedder, preprocess, shift_prefill, shift_prompts
+from fused_kv_llm.model import FusedCache
+from fused_kv_llm.offline import SentenceEmbedder, preprocess, prompt_prefill, shift_prefill, shift_prompts
 from fused_kv_llm.offline.neighbours import find_neighbours
 from fused_kv_llm.offline.plain_kv import PlainKVCache
 from fused_kv_llm.offline.prompt_prefill import PromptPrefill
@@ -423,6 +425,26 @@ def test_a_graph_that_answers_with_something_else_is_refused(tmp_path: Path) -> 
         for graph in ({SHORT[0]: SHORT[1]}, lambda text: [3]):
             with pytest.raises(ConfigError, match="give a list of texts"):
                 engine.build_kv_cache(SHORT[:2], neighbours=graph, progress=False)  # type: ignore[arg-type]
+
+
+def test_one_prompts_memory_is_let_go_before_the_next_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where none is kept for the next: two prompts' would be gigabytes with a large model."""
+    monkeypatch.setattr(prompt_prefill, "_KEPT_BYTES", 0)
+    made, alive, real = list[StorageWeakRef](), list[int](), prompt_prefill.FusedCache
+
+    def noted(*arguments: Any) -> FusedCache:
+        alive.append(sum(not one.expired() for one in made))
+        cache = real(*arguments)
+        made.append(StorageWeakRef(cache.keys.untyped_storage()))
+        return cache
+
+    monkeypatch.setattr(prompt_prefill, "FusedCache", noted)
+    with make_engine(tmp_path, preprocessing_prompts=4) as engine:
+        ingest(engine, SHORT)
+    assert len(alive) > 3
+    assert not any(alive)
 
 
 def test_contexts_are_cut_to_what_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from .attention import native_row_attention, native_token_scores, row_attention_scratch
 from .decoder_stack import native_decode_layers
 from .decoding import cache_table, decode_attention_scratch, native_decode_attention
-from .elementwise import native_gated_silu, native_quantize_rows, native_rms_norm, native_rotate_rows, takes_rows
+from .elementwise import (
+    native_compress_rows,
+    native_gated_silu,
+    native_quantize_rows,
+    native_rms_norm,
+    native_rotate_rows,
+    takes_rows,
+)
 from .library import native_library, why_not_native
 from .linears import (
     is_dense_as,
@@ -20,7 +27,6 @@ from .moving import (
     chunk_table,
     int8_chunk_table,
     native_add_change,
-    native_compress_rows,
     native_place_chunks,
     native_shift_chunks,
     native_transfer,

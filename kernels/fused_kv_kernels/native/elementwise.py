@@ -7,7 +7,14 @@ from torch import Tensor
 
 from .library import int64_array, loaded_library, native_library, num_threads
 
-__all__ = ["native_gated_silu", "native_quantize_rows", "native_rms_norm", "native_rotate_rows", "takes_rows"]
+__all__ = [
+    "native_compress_rows",
+    "native_gated_silu",
+    "native_quantize_rows",
+    "native_rms_norm",
+    "native_rotate_rows",
+    "takes_rows",
+]
 
 
 def takes_rows(*tensors: Tensor) -> bool:
@@ -43,6 +50,16 @@ def native_quantize_rows(x: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
     out, scales = torch.empty(rows, dim, dtype=torch.uint8), torch.empty(rows)
     loaded_library(x.dtype).fkv_quantize_rows(
         x.data_ptr(), factors.data_ptr(), out.data_ptr(), scales.data_ptr(), rows, dim, num_threads()
+    )
+    return out, scales
+
+
+def native_compress_rows(x: Tensor, smallest_scale: float) -> tuple[Tensor, Tensor]:
+    """Return :func:`fused_kv_kernels.compress_rows` of dense rows."""
+    dim = x.shape[-1]
+    out, scales = torch.empty(x.shape, dtype=torch.int8), torch.empty(*x.shape[:-1], 1)
+    loaded_library(x.dtype).fkv_compress_rows(
+        x.data_ptr(), out.data_ptr(), scales.data_ptr(), x.numel() // dim, dim, smallest_scale, num_threads()
     )
     return out, scales
 

@@ -22,6 +22,7 @@ from .processor import processor_features
 __all__ = ["int64_array", "kept_array", "loaded_library", "native_library", "num_threads", "opened", "why_not_native"]
 
 _POINTER, _NUMBER, _REAL, _THREADS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+_FLAG = ctypes.c_int
 _ARGUMENTS = {
     "fkv_row_attention_scratch": [_POINTER, _THREADS],
     "fkv_row_attention": [*[_POINTER] * 10, _REAL, _REAL, _THREADS],
@@ -34,7 +35,7 @@ _ARGUMENTS = {
     "fkv_place_chunks": [_POINTER, _NUMBER, _NUMBER, *[_POINTER] * 5],
     "fkv_place_int8_chunks": [_POINTER, _NUMBER, _NUMBER, *[_POINTER] * 5],
     "fkv_shift_chunks": [_POINTER, _NUMBER, _NUMBER, *[_POINTER] * 6],
-    "fkv_add_change": [*[_POINTER] * 6, _REAL, _THREADS, _THREADS],
+    "fkv_add_change": [*[_POINTER] * 6, _REAL, _FLAG, _FLAG, _THREADS],
     "fkv_compress_rows": [*[_POINTER] * 3, _NUMBER, _NUMBER, _REAL, _THREADS],
     "fkv_rms_norm": [*[_POINTER] * 3, _NUMBER, _NUMBER, _REAL, _THREADS],
     "fkv_gated_silu": [*[_POINTER] * 3, *[_NUMBER] * 4, _THREADS],

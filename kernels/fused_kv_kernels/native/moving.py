@@ -21,7 +21,6 @@ __all__ = [
     "chunk_table",
     "int8_chunk_table",
     "native_add_change",
-    "native_compress_rows",
     "native_place_chunks",
     "native_shift_chunks",
     "native_transfer",
@@ -152,16 +151,7 @@ def native_add_change(
         *((None, None) if table is None else (table.cos.data_ptr(), table.sin.data_ptr())),
         int64_array(*shape),
         weight,
+        int(before.dtype == torch.float32),
         int(is_first),
         num_threads(),
     )
-
-
-def native_compress_rows(x: Tensor, smallest_scale: float) -> tuple[Tensor, Tensor]:
-    """Return :func:`fused_kv_kernels.compress_rows` of dense rows."""
-    dim = x.shape[-1]
-    out, scales = torch.empty(x.shape, dtype=torch.int8), torch.empty(*x.shape[:-1], 1)
-    loaded_library(x.dtype).fkv_compress_rows(
-        x.data_ptr(), out.data_ptr(), scales.data_ptr(), x.numel() // dim, dim, smallest_scale, num_threads()
-    )
-    return out, scales

@@ -144,7 +144,8 @@ class FusedCache(Cache):
         """Give the memory back; the cache must not be used afterwards. Calling it again does nothing."""
         if self._buffer is not None:
             buffer, self._buffer = self._buffer, None
-            self.keys = self.values = buffer[:0]
+            # Not a view, which would keep the memory as long as the cache, whose layers refer to it.
+            self.keys = self.values = buffer.new_empty(0)
             for layer in self.layers:
                 layer.keys = layer.values = self.keys
             self._pool.give_back(buffer)

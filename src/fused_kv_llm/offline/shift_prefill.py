@@ -9,7 +9,6 @@ import torch
 from fused_kv_llm.chunk import ChunkKV
 from fused_kv_llm.context_shift import ShiftFit, place_weight
 from fused_kv_llm.model import LoadedModel, PrefixKV
-from fused_kv_llm.prompt import Segment
 
 from .batches import PendingChunk
 from .corpus import CorpusPlanner
@@ -97,33 +96,29 @@ class ShiftPrefill:
             before = plain([*asked, *(str(prompt.segments[0].key) for prompt in prompts)])
             fits = {key: ShiftFit(before[key].keys, before[key].values) for key in asked}
             for prompt in prompts:
-                for kv, place in self._seen(prompt, asked, before, stopped):
-                    self._add(fits[str(place.key)], kv, place)
+                self._add(prompt, fits, before, stopped)
             yield [(chunk, fits[key]) for key, chunk in asked.items()]
 
     def _groups(self, plan: PreprocessingPlan) -> list[list[PendingChunk]]:
         return similar_groups(plan.chunks, self._group_tokens, len(self._shape.separator))
 
-    def _seen(
+    def _add(
         self,
         prompt: PromptChunks,
-        wanted: Container[str],
+        fits: Mapping[str, ShiftFit],
         plain: Mapping[str, ChunkKV],
         stopped: Callable[[], bool],
-    ) -> Iterator[tuple[ChunkKV, Segment]]:
-        """Yield the KV of the wanted chunks of a prompt, and where they stand in it.
+    ) -> None:
+        """Add what a prompt changes in those of its chunks that have a fit.
 
         The first chunk is left out. It stands behind an instruction only, which changes next to nothing, so its plain
         KV is used and it is not computed.
         """
         first, *others = prompt.segments
-        places = [place for place in others if place.key in wanted]
-        self.neighbour_tokens += sum(place.num_tokens for place in others if place.key not in wanted)
-        known = [(first, plain[str(first.key)])]
+        places = [place for place in others if place.key in fits]
+        self.neighbour_tokens += sum(place.num_tokens for place in others if place.key not in fits)
+        known, home = [(first, plain[str(first.key)])], len(self._prefix.token_ids)
         found = self._prefill.true_kv(prompt.ids[: places[-1].stop], places, known, stopped)
-        yield from zip(found, places, strict=True)
-
-    def _add(self, fit: ShiftFit, kv: ChunkKV, place: Segment) -> None:
-        home = len(self._prefix.token_ids)
-        tables = self._geometry.tables(torch.tensor([home - place.start]), kv.keys.device)
-        fit.add(kv.keys, kv.values, place_weight(place.start - home, place.num_tokens), tables)
+        for kv, place in zip(found, places, strict=True):
+            tables = self._geometry.tables(torch.tensor([home - place.start]), kv.keys.device)
+            fits[str(place.key)].add(kv.keys, kv.values, place_weight(place.start - home, place.num_tokens), tables)

@@ -13,18 +13,42 @@ struct Shape {
     explicit Shape(const int64_t *numbers) { std::memcpy(this, numbers, sizeof *this); }
 };
 
-template <bool Interleaved, bool First>
-void add_rows(const Element *after, const Element *before, float *sums, int64_t rows, const Angles &angles,
-              float weight) {
+constexpr int64_t kBlock = 64; // rows of a task
+
+// KV before the change may be float32 beside KV of another dtype after it.
+inline Lanes load_plain(const Element *from, Mask here) { return load(from, here); }
+struct Wide {
+    float value;
+};
+inline Lanes load_plain(const Wide *from, Mask here) { return load_floats(&from->value, here); }
+
+template <bool Interleaved, typename Plain>
+void add_rows(const Element *after, const Plain *before, float *sums, int64_t rows, const Angles &angles, float weight,
+              bool first) {
     for (int64_t row = 0; row < rows; ++row, after += angles.dim, before += angles.dim, sums += angles.dim)
         turn<Interleaved>(
             angles, [=](int64_t column, int64_t count) { return load(after + column, first_lanes(count)); },
             [=](int64_t column, int64_t count, Lanes value) {
                 const Mask here = first_lanes(count);
-                const Lanes sum = First ? Lanes{} : load_floats(sums + column, here);
-                const Lanes change = value - load(before + column, here);
+                const Lanes sum = first ? Lanes{} : load_floats(sums + column, here);
+                const Lanes change = value - load_plain(before + column, here);
                 store_floats(sums + column, here, multiply_add(splat(weight), change, sum));
             });
+}
+
+template <typename Plain>
+void add_change(const Element *after, const Plain *before, float *sums, const Angles &angles, const Shape &s,
+                float weight, bool first, int threads) {
+    const int64_t blocks = (s.rows + kBlock - 1) / kBlock;
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t task = 0; task < s.layers * s.heads * blocks; ++task) {
+        const int64_t part = task / blocks, layer = part / s.heads, head = part % s.heads;
+        const int64_t row = task % blocks * kBlock, count = std::min(kBlock, s.rows - row);
+        (s.interleaved ? add_rows<true, Plain> : add_rows<false, Plain>)(
+            after + layer * s.after_layer + head * s.after_head + row * s.dim,
+            before + layer * s.before_layer + head * s.before_head + row * s.dim,
+            sums + (part * s.rows + row) * s.dim, count, angles, weight, first);
+    }
 }
 
 } // namespace
@@ -32,19 +56,15 @@ void add_rows(const Element *after, const Element *before, float *sums, int64_t 
 extern "C" {
 
 // sums += weight (after, turned - before), or, if they are the first, sums = that. cosines and sines: float32 [half],
-// one angle for all rows.
-void fkv_add_change(const Element *after, const Element *before, float *sums, const float *cosines,
-                    const float *sines, const int64_t *shape, float weight, int first, int threads) {
+// one angle for all rows. `wide` says that `before` is float32, whatever `after` is.
+void fkv_add_change(const Element *after, const void *before, float *sums, const float *cosines, const float *sines,
+                    const int64_t *shape, float weight, int wide, int first, int threads) {
     const Shape s(shape);
     const Angles angles(cosines, sines, s.half, s.dim);
-    const auto add = first ? (s.interleaved ? add_rows<true, true> : add_rows<false, true>)
-                           : (s.interleaved ? add_rows<true, false> : add_rows<false, false>);
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t task = 0; task < s.layers * s.heads; ++task) {
-        const int64_t layer = task / s.heads, head = task % s.heads;
-        add(after + layer * s.after_layer + head * s.after_head, before + layer * s.before_layer + head * s.before_head,
-            sums + task * s.rows * s.dim, s.rows, angles, weight);
-    }
+    if (wide)
+        add_change(after, static_cast<const Wide *>(before), sums, angles, s, weight, first, threads);
+    else
+        add_change(after, static_cast<const Element *>(before), sums, angles, s, weight, first, threads);
 }
 
 // x and out [rows, dim], scales [rows], all dense: scales = max |x| / 127 of a row, or `smallest` if that is more, and
