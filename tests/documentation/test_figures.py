@@ -766,7 +766,12 @@ def test_vllm_with_a_store() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "column"), [("adaptive_cpu.json", "way"), ("adaptive_float32_cpu.json", "way, two divisions")]
+    ("name", "column"),
+    [
+        ("adaptive_cpu.json", "way"),
+        ("adaptive_float32_cpu.json", "way, two divisions"),
+        ("adaptive_eight_bit_cpu.json", "way, eight bits"),
+    ],
 )
 def test_ways_of_recomputing(name: str, column: str) -> None:
     rows = {(row["way"], row["along"]): row for row in record(name)["rows"]}
@@ -816,6 +821,16 @@ def test_adaptive_with_shifts_of_two_divisions() -> None:
     assert f"p95 is {told_nearer(listed)} below" in text
     assert f"worst three, it was {told_nearer(summarise_ways(first))}" in text
     assert round(rows["adaptive 0.008", "answer"]["mean_share"], 2) == 0.15
+    assert rows["adaptive, all to 0.15", "answer"]["rank_correlation"] > 0.6
+
+
+def test_adaptive_with_shifts_in_eight_bits() -> None:
+    listed = record("adaptive_eight_bit_cpu.json")["rows"]
+    rows = {(row["way"], row["along"]): row for row in listed}
+    assert {row["questions"] for row in listed} == {60}
+    text = " ".join((ROOT / "docs" / "methods.md").read_text(encoding="utf-8").split())
+    assert f"which rests on the worst three here, is {told_nearer(listed)} lower" in text
+    assert 0.12 < rows["adaptive 0.01", "answer"]["mean_share"] < 0.15
     assert rows["adaptive, all to 0.15", "answer"]["rank_correlation"] > 0.6
 
 
