@@ -49,6 +49,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=60.0, help="no question is begun after them")
     parser.add_argument("--part", choices=PARTS, default="held")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    # The same on every machine, so that a run on another one goes on with the same table.
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="float32")
     parser.add_argument("--rules", nargs="+", default=all_rules(), help="all of them without it")
     parser.add_argument("--cells", type=int, default=None, help="only the first so many")
     parser.add_argument("--questions", type=int, default=None, help="at most so many of a cell")
@@ -83,7 +85,7 @@ class Run:
         todo = missing(out, questions, methods)
         if not todo:
             return False
-        self._log.note_settings(cell, digest)
+        self._log.note_settings(cell, digest, self._args.dtype)
         self._ingest(cell, bench, path, [question for question, _ in todo])
         bench.measure(questions, methods, cell.setting, out, self.until_s)
         return True
@@ -113,13 +115,14 @@ class Run:
         for name, report in bench.ingest(path, corpus, others, selectors).items():
             if chunks := report.chunks_new or report.chunks_preprocessed:
                 seconds = report.seconds if name == "none" else report.seconds + report.preprocessing_seconds
-                self._log.append({"kind": "ingestion", "model": cell.model, "preprocessing": name, "chunks": chunks,
-                                  "seconds": seconds, "bytes": report.bytes_written})  # fmt: skip
+                self._log.append({"kind": "ingestion", "model": cell.model, "dtype": bench.engine.dtype,
+                                  "preprocessing": name, "chunks": chunks, "seconds": seconds,
+                                  "bytes": report.bytes_written})  # fmt: skip
 
     def _bench_of(self, model: str) -> Bench:
         if self._bench is None or self._bench[0] != model:
             self._stack.close()
-            loaded = load_model(model_source(model))
+            loaded = load_model(model_source(model), dtype=self._args.dtype)
             bench = open_bench(self._stack, loaded, self._args.kv_dir, self._preprocessings)
             self._bench = model, bench
         return self._bench[1]

@@ -47,12 +47,12 @@ class CellLog:
         lines = [json.loads(line) for line in self._path.read_text(encoding="utf-8").splitlines()]
         return [line for line in lines if line["kind"] == kind]
 
-    def note_settings(self, cell: Cell, digest: str) -> None:
+    def note_settings(self, cell: Cell, digest: str, dtype: str) -> None:
         """Remember what a digest stands for."""
         known = {line["digest"] for line in self.read("settings")}
         if digest not in known:
             self.append({"kind": "settings", "digest": digest, "name": cell.name, "model": cell.model,
-                         "data": cell.data, **asdict(cell.setting)})  # fmt: skip
+                         "dtype": dtype, "data": cell.data, **asdict(cell.setting)})  # fmt: skip
 
 
 def summary(out: Path, wanted: Sequence[Cell], rules: Collection[str]) -> dict[str, Any]:
@@ -77,20 +77,27 @@ def summary(out: Path, wanted: Sequence[Cell], rules: Collection[str]) -> dict[s
                 at = {key: value for key, value in place.items() if key not in ("kind", "digest")}
                 slim = [{key: row[key] for key in _OF_A_CELL if key in row} for row in rows]
                 found.append({**at, "ratio": ratio, "questions": rows[0]["questions"], "rows": slim})
-        for model, kind in sorted({(p["model"], _kind(p)) for p in places.values()}):
-            mine = [tables[d] for d, p in places.items() if (p["model"], _kind(p)) == (model, kind) and tables[d]]
+        for table in sorted({_table_of(place) for place in places.values()}):
+            mine = [tables[digest] for digest, place in places.items() if _table_of(place) == table and tables[digest]]
             records_of_all = pool(mine)
             if rows := summarise(records_of_all, _questions(records_of_all)):
-                pooled.append({"model": model, "kind": kind, "ratio": ratio, "cells": len(mine), "rows": rows})
-    done = {(place["name"], place["ratio"]): place["questions"] for place in found}
+                model, dtype, kind = table
+                pooled.append({"model": model, "dtype": dtype, "kind": kind, "ratio": ratio, "cells": len(mine),
+                               "rows": rows})  # fmt: skip
+    done: dict[tuple[str, float], int] = {}
+    for place in found:
+        at = place["name"], place["ratio"]
+        done[at] = max(done.get(at, 0), place["questions"])
     names = dict.fromkeys((cell.name, cell.ratio) for cell in wanted)
     counts = [{"cell": name, "ratio": ratio, "questions": done.get((name, ratio), 0)} for name, ratio in names]
     return {"pooled": pooled, "ingestion": _ingestion(log), "failures": log.read("failure"), "counts": counts,
             "cells": found}  # fmt: skip
 
 
-def _kind(place: Mapping[str, Any]) -> str:
-    return "RULER" if str(place["data"]).startswith("ruler_") else "sets"
+def _table_of(place: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Return which pooled table a place is part of: model, dtype, and what is asked."""
+    kind = "RULER" if str(place["data"]).startswith("ruler_") else "sets"
+    return str(place["model"]), str(place["dtype"]), kind
 
 
 def _questions(records: Mapping[tuple[str, str], Any]) -> list[str]:
@@ -98,16 +105,16 @@ def _questions(records: Mapping[tuple[str, str], Any]) -> list[str]:
 
 
 def _ingestion(log: CellLog) -> list[dict[str, Any]]:
-    """Return seconds and bytes a chunk by model and preprocessing: what it adds to storing the chunk's own KV."""
-    sums: dict[tuple[str, str], list[float]] = {}
+    """Return seconds and bytes a chunk by model, dtype and preprocessing: what it adds to storing the chunk's own KV."""
+    sums: dict[tuple[str, str, str], list[float]] = {}
     for line in log.read("ingestion"):
-        total = sums.setdefault((line["model"], line["preprocessing"]), [0.0, 0.0, 0.0])
+        total = sums.setdefault((line["model"], line["dtype"], line["preprocessing"]), [0.0, 0.0, 0.0])
         for place, name in enumerate(("chunks", "seconds", "bytes")):
             total[place] += line[name]
     return [
-        {"model": model, "preprocessing": name, "chunks": int(chunks), "seconds_per_chunk": seconds / chunks,
-         "bytes_per_chunk": size / chunks}
-        for (model, name), (chunks, seconds, size) in sums.items()
+        {"model": model, "dtype": dtype, "preprocessing": name, "chunks": int(chunks),
+         "seconds_per_chunk": seconds / chunks, "bytes_per_chunk": size / chunks}
+        for (model, dtype, name), (chunks, seconds, size) in sums.items()
     ]  # fmt: skip
 
 
@@ -117,12 +124,12 @@ def markdown(result: Mapping[str, Any]) -> str:
     for table in result["pooled"]:
         count = table["rows"][0]["questions"]
         rows = [{name: value for name, value in row.items() if name not in _WITHOUT_SIGNAL} for row in table["rows"]]
-        head = f"{table['model']}, {table['kind']}, ratio {table['ratio']:g}"
+        head = f"{table['model']}, {table['dtype']}, {table['kind']}, ratio {table['ratio']:g}"
         parts.append(f"## {head}: {count} questions in {table['cells']} cells\n\n{markdown_table(rows)}\n")
     parts.append("## Storing chunks\n\nWhat a preprocessing adds to `none`, a chunk.\n")
-    parts.append("| model | preprocessing | chunks | s | bytes |\n|---|---|--:|--:|--:|")
+    parts.append("| model | dtype | preprocessing | chunks | s | bytes |\n|---|---|---|--:|--:|--:|")
     parts += [
-        f"| {line['model']} | {line['preprocessing']} | {line['chunks']} | {line['seconds_per_chunk']:.2f} | "
+        f"| {line['model']} | {line['dtype']} | {line['preprocessing']} | {line['chunks']} | {line['seconds_per_chunk']:.2f} | "
         f"{line['bytes_per_chunk']:,.0f} |"
         for line in result["ingestion"]
     ]

@@ -15,6 +15,7 @@ from .decoder_layer import few_row_heads, few_row_mlp
 from .decoder_stack import LayerWeights, decode_layers
 from .dispatch import UnsupportedOperandsError
 from .eight_bit import EightBitWeights, eight_bit_linears, eight_bit_weights, has_eight_bit_linears, quantize_rows
+from .eight_bit_attention import eight_bit_row_attention, has_eight_bit_attention
 from .elementwise import gated_silu, rms_norm, rotate_rows_
 from .kv_change import add_change, compress_rows
 from .kv_deviation import kv_deviation
@@ -56,11 +57,13 @@ __all__ = [
     "decode_views",
     "deviation_vectors",
     "eight_bit_linears",
+    "eight_bit_row_attention",
     "eight_bit_weights",
     "few_row_heads",
     "few_row_linears",
     "few_row_mlp",
     "gated_silu",
+    "has_eight_bit_attention",
     "has_eight_bit_linears",
     "kv_deviation",
     "paged_row_attention",

@@ -15,7 +15,7 @@ from .row_plan import RowPlan
 from .rows_in_torch import attend_in_torch
 from .scoring import Scoring
 
-__all__ = ["row_attention"]
+__all__ = ["check_operands", "row_attention"]
 
 # With fewer rows a key head, packing the keys of bfloat16 would cost more than the products, and registers of float32
 # would be mostly empty.
@@ -70,7 +70,8 @@ def row_attention(
     of a group into the rows.
     """
     scoring = Scoring(scale, softcap, sinks)
-    _check(q, k, v, plan, scoring)
+    check_operands(q, k, v, plan)
+    scoring.check(q.shape[1], q.device)
     if plan.num_rows == 0:
         return q.new_empty(*q.shape[:3], v.shape[3])
     if use_triton("row attention", plan.q_positions, q=q, k=k, v=v):
@@ -83,8 +84,8 @@ def row_attention(
     return attend_in_torch(q, k, v, plan, scoring)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, plan: RowPlan, scoring: Scoring) -> None:
-    # What runs then reads memory by these shapes.
+def check_operands(q: Tensor, k: Tensor, v: Tensor, plan: RowPlan) -> None:
+    """Refuse shapes that do not fit together or not the plan, with ValueError: operators read memory by them."""
     batch, q_heads, _, dim = q.shape
     fits = k.shape[:3] == v.shape[:3] and (k.shape[0], k.shape[3]) == (batch, dim)
     fits = fits and k.shape[1] > 0 and q_heads % k.shape[1] == 0
@@ -97,7 +98,6 @@ def _check(q: Tensor, k: Tensor, v: Tensor, plan: RowPlan, scoring: Scoring) -> 
             f"{plan.num_rows} rows and {plan.num_keys} keys"
         )
         raise ValueError(msg)
-    scoring.check(q_heads, q.device)
 
 
 def _is_for_native(q: Tensor, k: Tensor) -> bool:

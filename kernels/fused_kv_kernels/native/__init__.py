@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from .attention import native_row_attention, native_token_scores, row_attention_scratch
+from .attention import (
+    eight_bit_attention_scratch,
+    native_eight_bit_attention,
+    native_row_attention,
+    native_token_scores,
+    row_attention_scratch,
+)
 from .decoder_stack import native_decode_layers
 from .decoding import cache_table, decode_attention_scratch, native_decode_attention
 from .elementwise import (
@@ -41,6 +47,7 @@ __all__ = [
     "cache_table",
     "chunk_table",
     "decode_attention_scratch",
+    "eight_bit_attention_scratch",
     "int8_chunk_table",
     "is_dense_as",
     "most_linear_rows",
@@ -49,6 +56,7 @@ __all__ = [
     "native_decode_attention",
     "native_decode_layers",
     "native_decode_views",
+    "native_eight_bit_attention",
     "native_gated_mlp",
     "native_gated_silu",
     "native_heads",

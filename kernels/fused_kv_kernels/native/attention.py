@@ -14,7 +14,13 @@ if TYPE_CHECKING:
     from fused_kv_kernels.row_plan import RowPlan
     from fused_kv_kernels.scoring import Scoring
 
-__all__ = ["native_row_attention", "native_token_scores", "row_attention_scratch"]
+__all__ = [
+    "eight_bit_attention_scratch",
+    "native_eight_bit_attention",
+    "native_row_attention",
+    "native_token_scores",
+    "row_attention_scratch",
+]
 
 
 def native_row_attention(q: Tensor, k: Tensor, v: Tensor, plan: RowPlan, scoring: Scoring, scratch: Tensor) -> Tensor:
@@ -83,6 +89,46 @@ def _scratch_nbytes(dtype: torch.dtype, shape: tuple[int, ...], threads: int) ->
 def _attention_shape(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
     batch, q_heads, rows, dim = q.shape
     return batch, q_heads, k.shape[1], rows, k.shape[2], dim, v.shape[3]
+
+
+def native_eight_bit_attention(q: Tensor, k: Tensor, v: Tensor, plan: RowPlan, scale: float, scratch: Tensor) -> Tensor:
+    """Return about what :func:`native_row_attention` does, for scores without a cap and without sinks.
+
+    Parameters
+    ----------
+    q, k, v, plan
+        As there.
+    scale : float
+        Multiplies the scores.
+    scratch : Tensor
+        Working memory of at least :func:`eight_bit_attention_scratch` bytes.
+    """
+    batch, q_heads, rows, _ = q.shape
+    out = torch.empty(batch, rows, q_heads, v.shape[3], dtype=q.dtype).transpose(1, 2)
+    loaded_library(q.dtype).fkv_eight_bit_attention(
+        q.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        out.data_ptr(),
+        _address(plan.q_positions),
+        _address(plan.first_keys),
+        scratch.data_ptr(),
+        kept_array(_attention_shape(q, k, v)),
+        kept_array((*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3])),
+        scale,
+        num_threads(),
+    )
+    return out
+
+
+def eight_bit_attention_scratch(q: Tensor, k: Tensor, v: Tensor) -> int:
+    """Return the bytes of working memory that :func:`native_eight_bit_attention` needs, or -1 where it cannot run."""
+    return _eight_bit_scratch_nbytes(q.dtype, _attention_shape(q, k, v))
+
+
+@functools.lru_cache(maxsize=64)
+def _eight_bit_scratch_nbytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    return int(loaded_library(dtype).fkv_eight_bit_attention_scratch(kept_array(shape)))
 
 
 def native_token_scores(

@@ -26,6 +26,8 @@ _FLAG = ctypes.c_int
 _ARGUMENTS = {
     "fkv_row_attention_scratch": [_POINTER, _THREADS],
     "fkv_row_attention": [*[_POINTER] * 10, _REAL, _REAL, _THREADS],
+    "fkv_eight_bit_attention_scratch": [_POINTER],
+    "fkv_eight_bit_attention": [*[_POINTER] * 9, _REAL, _THREADS],
     "fkv_decode_attention_scratch": [_POINTER, _POINTER],
     "fkv_decode_attention": [*[_POINTER] * 5, _NUMBER, *[_POINTER] * 5, _REAL, _REAL, _THREADS],
     "fkv_span_sizes": [_POINTER],

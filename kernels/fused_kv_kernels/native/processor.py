@@ -25,17 +25,21 @@ class Level:
 _SSE = frozenset({"cx16", "lahf_lm", "pni", "popcnt", "sse4_1", "sse4_2", "ssse3"})
 _V3 = _SSE | {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsave"}
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-_BFLOAT16 = _V4 | {"avx512_bf16"}
+_EIGHT_BIT = _V4 | {"avx512_vnni", "avx512vbmi"}
+_BFLOAT16 = _EIGHT_BIT | {"avx512_bf16"}
+_V4_FLAG, _EIGHT_BIT_FLAGS = "-march=x86-64-v4", ("-mavx512vnni", "-mavx512vbmi")
 _AVX2 = Level("avx2", ("-march=x86-64-v3",), _V3)
-_AVX512 = Level("avx512", ("-march=x86-64-v4",), _V4)
-_AVX512_BF16 = Level("avx512_bf16", ("-march=x86-64-v4", "-mavx512bf16"), _BFLOAT16)
+_AVX512 = Level("avx512", (_V4_FLAG,), _V4)
+_AVX512_VNNI = Level("avx512_vnni", (_V4_FLAG, *_EIGHT_BIT_FLAGS), _EIGHT_BIT)
+# The one generation of processors that has these instructions without VBMI compiles its own library.
+_AVX512_BF16 = Level("avx512_bf16", (_V4_FLAG, *_EIGHT_BIT_FLAGS, "-mavx512bf16"), _BFLOAT16)
 _AMX = Level(
     "amx",
-    ("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+    (_V4_FLAG, *_EIGHT_BIT_FLAGS, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
     _BFLOAT16 | {"amx_tile", "amx_bf16"},
 )
 
-LEVELS = {"bfloat16": (_AMX, _AVX512_BF16), "float32": (_AVX512, _AVX2)}
+LEVELS = {"bfloat16": (_AMX, _AVX512_BF16), "float32": (_AVX512_VNNI, _AVX512, _AVX2)}
 """The levels for which each folder of sources is compiled into the wheel, best first."""
 
 

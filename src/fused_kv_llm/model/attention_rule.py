@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fused_kv_kernels import RowPlan, row_attention, token_scores
+from fused_kv_kernels import RowPlan, eight_bit_row_attention, row_attention, token_scores
 from fused_kv_llm.model.mask import CAUSAL, MaskRule
 
 __all__ = ["AttentionRule"]
@@ -26,16 +26,20 @@ class AttentionRule:
         Scores are bounded by this: ``softcap * tanh(score / softcap)`` (Gemma 2).
     sinks : Tensor or None
         ``[Hq]``: a score of each head that takes part in the softmax and has no value (gpt-oss).
+    eight_bit : bool
+        Whether about the right output will do, where it is there sooner.
     """
 
     scale: float
     mask: MaskRule = CAUSAL
     softcap: float | None = None
     sinks: Tensor | None = None
+    eight_bit: bool = False
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, plan: RowPlan) -> Tensor:
         """Return the attention output ``[B, Hq, R, Dv]`` of a plan's rows: :func:`fused_kv_kernels.row_attention`."""
-        return row_attention(q, k, v, plan, self.scale, softcap=self.softcap, sinks=self.sinks)
+        attend = eight_bit_row_attention if self.eight_bit else row_attention
+        return attend(q, k, v, plan, self.scale, softcap=self.softcap, sinks=self.sinks)
 
     def scores(self, q: Tensor, k: Tensor, positions: Tensor, first_keys: Tensor | None) -> Tensor:
         """Return the attention that keys receive, float32 ``[N]``: :func:`fused_kv_kernels.token_scores`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -39,9 +40,9 @@ class PromptPrefill:
     owner : ModelOwner
         Computes the pieces.
     linears : EightBitLinears or None
-        Computes the linear layers, if not the model itself. Attention is then computed in bfloat16 where the processor
-        has instructions for it, also in a float32 model: that is faster, and its error is smaller than that of eight
-        bits. A model that expands what it caches (latent attention) keeps its dtype.
+        Computes the linear layers, if not the model itself. Attention is then computed in eight bits too where the
+        processor has instructions for it. Where it has some for bfloat16, the KV of a float32 model is in bfloat16
+        meanwhile, unless the model expands what it caches (latent attention).
     """
 
     def __init__(self, loaded: LoadedModel, owner: ModelOwner, linears: EightBitLinears | None = None) -> None:
@@ -124,10 +125,11 @@ class PromptPrefill:
 
 
 class _PromptPass(KVPass):
-    """A pass whose attention is computed in the cache's dtype, whatever the model's is."""
+    """A pass whose attention is computed in the cache's dtype, whatever the model's is, or in eight bits."""
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         """Return the attention output in the queries' dtype, or end the forward."""
+        rule = replace(rule, eight_bit=self.linears is not None)
         return super().attend(layer_idx, q.to(k.dtype), k, v, rule).to(q.dtype)
 
 
