@@ -24,6 +24,7 @@ from evaluation.questions import read_corpus, read_questions
 from serving_systems import of_engine
 
 from fused_kv_llm import FusedKVEngine
+from fused_kv_llm.model import PieceSpeed
 from fused_kv_llm.serving.ingestion_pieces import IngestionPieces
 
 _AT_ONCE = 16
@@ -32,7 +33,7 @@ _AT_ONCE = 16
 class QuietPieces(IngestionPieces):
     """The rule of before: whole batches, once there was no request for a moment."""
 
-    def piece_tokens(self, most: int) -> int:
+    def piece_tokens(self, most: int, speed: PieceSpeed | None = None) -> int:
         """Return `most`."""
         return most
 

@@ -129,8 +129,8 @@ def markdown(result: Mapping[str, Any]) -> str:
     parts.append("## Storing chunks\n\nWhat a preprocessing adds to `none`, a chunk.\n")
     parts.append("| model | dtype | preprocessing | chunks | s | bytes |\n|---|---|---|--:|--:|--:|")
     parts += [
-        f"| {line['model']} | {line['dtype']} | {line['preprocessing']} | {line['chunks']} | {line['seconds_per_chunk']:.2f} | "
-        f"{line['bytes_per_chunk']:,.0f} |"
+        f"| {line['model']} | {line['dtype']} | {line['preprocessing']} | {line['chunks']} | "
+        f"{line['seconds_per_chunk']:.2f} | {line['bytes_per_chunk']:,.0f} |"
         for line in result["ingestion"]
     ]
     parts.append("\n## Questions asked\n\nOf each cell, by ratio. The JSON has every cell's table.\n")

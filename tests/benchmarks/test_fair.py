@@ -65,14 +65,12 @@ def test_the_summary_says_how_many_questions_each_cell_has(tmp_path: Path) -> No
     out = tmp_path / "fair.json"
     asked, other = (Cell("m", data, Setting(), 0.15, 20) for data in ("squad10", "hotpotqa"))
     log = CellLog(out)
-    log.note_settings(asked, "d")
-    log.note_settings(asked, "d")
-    log.append(
-        {"kind": "ingestion", "model": "m", "preprocessing": "similar", "chunks": 4, "seconds": 2.0, "bytes": 40}
-    )
-    log.append(
-        {"kind": "ingestion", "model": "m", "preprocessing": "similar", "chunks": 1, "seconds": 3.0, "bytes": 10}
-    )
+    log.note_settings(asked, "d", "float32")
+    log.note_settings(asked, "d", "float32")
+    line = {"kind": "ingestion", "model": "m", "dtype": "float32", "preprocessing": "similar"}
+    log.append({**line, "chunks": 4, "seconds": 2.0, "bytes": 40})
+    log.append({**line, "chunks": 1, "seconds": 3.0, "bytes": 10})
+    log.append({**line, "dtype": "bfloat16", "chunks": 1, "seconds": 9.0, "bytes": 5})
     log.append({"kind": "failure", "cell": "x", "ratio": 0.15, "error": "no room"})
     file = RecordFile(out, "d", (0, 1))
     for question in (f"q{i}" for i in range(12)):
@@ -92,3 +90,18 @@ def test_the_summary_says_how_many_questions_each_cell_has(tmp_path: Path) -> No
     assert "12 questions in 1 cells" in text
     assert "| m, hotpotqa, plain, 5 chunks | 0 |" in text
     assert "Failed: x: no room" in text
+
+
+def test_a_table_has_one_dtype(tmp_path: Path) -> None:
+    out, cell = tmp_path / "fair.json", Cell("m", "squad10", Setting(), 0.15, 20)
+    for dtype, questions in (("float32", 3), ("bfloat16", 2)):
+        CellLog(out).note_settings(cell, dtype, dtype)
+        file = RecordFile(out, dtype, (0, 1))
+        for question in (f"q{i}" for i in range(questions)):
+            records = _records({question: 1.0})
+            timed = {key: {"kl": r["kl"], "ttft_s": 1.0, "probe_s": 0.1} for (_, key), r in records.items()}
+            file.append(question, timed)
+    result = summary(out, [cell], ["random", "sink_attention"])
+    tables = {table["dtype"]: table["rows"][0]["questions"] for table in result["pooled"]}
+    assert tables == {"bfloat16": 2, "float32": 3}
+    assert result["counts"][0]["questions"] == 3

@@ -60,7 +60,8 @@ def test_a_level_names_every_instruction_set_that_its_flags_allow(level: Level) 
     """Linux' name of each set that the compiler may use; those that all 64-bit processors have stand under none."""
     names = {
         "__AVX512F__": "avx512f", "__AVX512BW__": "avx512bw", "__AVX512CD__": "avx512cd", "__AVX512DQ__": "avx512dq",
-        "__AVX512VL__": "avx512vl", "__AVX512VNNI__": "avx512_vnni", "__AVX512VBMI__": "avx512vbmi", "__AVX512BF16__": "avx512_bf16", "__AMX_TILE__": "amx_tile",
+        "__AVX512VL__": "avx512vl", "__AVX512VNNI__": "avx512_vnni", "__AVX512VBMI__": "avx512vbmi",
+        "__AVX512BF16__": "avx512_bf16", "__AMX_TILE__": "amx_tile",
         "__AMX_BF16__": "amx_bf16", "__AVX__": "avx", "__AVX2__": "avx2", "__BMI__": "bmi1", "__BMI2__": "bmi2",
         "__F16C__": "f16c", "__FMA__": "fma", "__LZCNT__": "abm", "__MOVBE__": "movbe", "__XSAVE__": "xsave",
         "__SSE3__": "pni", "__SSSE3__": "ssse3", "__SSE4_1__": "sse4_1", "__SSE4_2__": "sse4_2",

@@ -147,7 +147,7 @@ def test_a_piece_is_as_large_as_may_be_after_the_wait(one: FusedKVEngine) -> Non
     passes, sizes = first_passes_of(one.model), []
 
     class Owner:
-        def piece_tokens(self, most: int) -> int:
+        def piece_tokens(self, most: int, speed: object) -> int:
             sizes.append(passes.are_under_way)
             return most
 

@@ -21,7 +21,7 @@ from waiting import exit_status, wait_until
 
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.errors import EngineClosedError
-from fused_kv_llm.model import ModelLock
+from fused_kv_llm.model import ModelLock, PieceSpeed
 from fused_kv_llm.offline import prefill
 from fused_kv_llm.serving import StepLoop, ingestion_pieces
 from fused_kv_llm.serving.ingestion_pieces import IngestionPieces, Piece
@@ -335,13 +335,13 @@ class Clock:
         """Return the time."""
         return self.now_s
 
-    def piece(self, seconds: float, num_tokens: int = 0) -> Piece[None]:
+    def piece(self, seconds: float, num_tokens: int = 0, speed: PieceSpeed | None = None) -> Piece[None]:
         """Return a piece that takes so long."""
 
         def work() -> None:
             self.now_s += seconds
 
-        return Piece(work, num_tokens)
+        return Piece(work, num_tokens, speed)
 
 
 @pytest.fixture
@@ -413,6 +413,17 @@ def test_pieces_are_short_while_requests_are_about_and_full_otherwise(clock: Clo
         pieces.add(clock.piece(0.01, 1000))
         pieces.compute_next()
     assert pieces.piece_tokens(2048) == 2048
+
+
+def test_pieces_of_a_kind_have_a_speed_of_their_own(clock: Clock) -> None:
+    pieces, fast = IngestionPieces(), PieceSpeed()
+    pieces.add(clock.piece(0.2, 200))
+    pieces.compute_next()
+    assert pieces.piece_tokens(2048, fast) == pytest.approx(500, abs=2), "not known yet: as the others"
+    pieces.add(clock.piece(0.2, 400, fast))
+    pieces.compute_next()
+    assert pieces.piece_tokens(2048, fast) == pytest.approx(1000, abs=2)
+    assert pieces.piece_tokens(2048) == pytest.approx(500, abs=2)
 
 
 def test_after_an_answer_the_next_question_may_come_first(clock: Clock) -> None:

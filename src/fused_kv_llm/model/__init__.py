@@ -18,7 +18,7 @@ from .lock import ModelLock, lock_of
 from .narrowing import NarrowingPass
 from .numbers import check_numbers
 from .of_model import OfModel
-from .owner import ModelOwner, StoppedError
+from .owner import ModelOwner, PieceSpeed, StoppedError
 from .packed import PackedChunk, prefill_packed
 from .pass_context import StopForwardError
 from .pausing import PausedError
@@ -47,6 +47,7 @@ __all__ = [
     "OfModel",
     "PackedChunk",
     "PausedError",
+    "PieceSpeed",
     "PrefixKV",
     "RaggedError",
     "RaggedPart",

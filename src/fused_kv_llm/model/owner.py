@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-__all__ = ["ModelOwner", "StoppedError"]
+__all__ = ["ModelOwner", "PieceSpeed", "StoppedError"]
 
 T = TypeVar("T")
 
@@ -14,10 +14,33 @@ class StoppedError(Exception):
     """Background work was told to stop, or what it had planned has changed; it may be begun again."""
 
 
+class PieceSpeed:
+    """How fast pieces of one kind are computed.
+
+    Attributes
+    ----------
+    token_s : float or None
+        Seconds that a token of the last pieces took; None before the first piece.
+    """
+
+    token_s: float | None = None
+
+    def note(self, seconds: float, num_tokens: int) -> None:
+        """Note a piece; the later ones count more."""
+        token_s = seconds / num_tokens
+        self.token_s = token_s if self.token_s is None else (self.token_s + token_s) / 2
+
+
 class ModelOwner(Protocol):
     """Takes forwards of ingestion and computes them when requests leave time for it."""
 
-    def run(self, work: Callable[[], T], num_tokens: int = 0, stopped: Callable[[], bool] = ...) -> T:
+    def run(
+        self,
+        work: Callable[[], T],
+        num_tokens: int = 0,
+        stopped: Callable[[], bool] = ...,
+        speed: PieceSpeed | None = None,
+    ) -> T:
         """Wait until it is ingestion's turn, have the thread that owns the model compute, and return the result.
 
         Parameters
@@ -28,6 +51,8 @@ class ModelOwner(Protocol):
             Tokens that it computes, for the measurement of the machine's speed; 0 if that says nothing.
         stopped : callable
             Says whether to give up waiting.
+        speed : PieceSpeed or None
+            Of pieces that are computed in another way than others, and so in another time.
 
         Raises
         ------
@@ -35,5 +60,5 @@ class ModelOwner(Protocol):
             If it does.
         """
 
-    def piece_tokens(self, most: int) -> int:
-        """Return how many tokens a piece may compute now, at most `most`: few while requests are about."""
+    def piece_tokens(self, most: int, speed: PieceSpeed | None = None) -> int:
+        """Return how many tokens a piece of a speed may compute now, at most `most`: few while requests are about."""

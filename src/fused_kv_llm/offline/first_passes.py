@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from fused_kv_llm.model import ModelOwner, OfModel, StoppedError
+from fused_kv_llm.model import ModelOwner, OfModel, PieceSpeed, StoppedError
 from fused_kv_llm.thread_pool import release_openmp_workers
 
 __all__ = ["AfterFirstPasses", "FirstPasses", "first_passes_of"]
@@ -79,16 +79,22 @@ class AfterFirstPasses:
     def __init__(self, owner: ModelOwner, passes: FirstPasses, stopped: Callable[[], bool]) -> None:
         self._owner, self._passes, self._stopped = owner, passes, stopped
 
-    def run(self, work: Callable[[], T], num_tokens: int = 0, stopped: Callable[[], bool] = lambda: False) -> T:
+    def run(
+        self,
+        work: Callable[[], T],
+        num_tokens: int = 0,
+        stopped: Callable[[], bool] = lambda: False,
+        speed: PieceSpeed | None = None,
+    ) -> T:
         """Wait for the owner's turn and compute; as the owner does."""
         self._passes.wait(lambda: stopped() or self._stopped())
-        return self._owner.run(work, num_tokens, stopped)
+        return self._owner.run(work, num_tokens, stopped, speed)
 
-    def piece_tokens(self, most: int) -> int:
+    def piece_tokens(self, most: int, speed: PieceSpeed | None = None) -> int:
         """Return how many tokens a piece may compute once no first pass is under way, at most `most`."""
         # Requests may have come meanwhile, which a large piece would hold up.
         self._passes.wait(self._stopped)
-        return self._owner.piece_tokens(most)
+        return self._owner.piece_tokens(most, speed)
 
 
 _passes = OfModel(lambda model: FirstPasses())

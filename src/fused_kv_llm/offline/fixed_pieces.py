@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from fused_kv_llm.model import ModelOwner
+from fused_kv_llm.model import ModelOwner, PieceSpeed
 
 __all__ = ["FixedPieces"]
 
@@ -29,10 +29,16 @@ class FixedPieces:
     def __init__(self, owner: ModelOwner, tokens: int) -> None:
         self._owner, self._tokens = owner, tokens
 
-    def run(self, work: Callable[[], T], num_tokens: int = 0, stopped: Callable[[], bool] = lambda: False) -> T:
+    def run(
+        self,
+        work: Callable[[], T],
+        num_tokens: int = 0,
+        stopped: Callable[[], bool] = lambda: False,
+        speed: PieceSpeed | None = None,
+    ) -> T:
         """Wait for the owner's turn and compute; as the owner does."""
-        return self._owner.run(work, num_tokens, stopped)
+        return self._owner.run(work, num_tokens, stopped, speed)
 
-    def piece_tokens(self, most: int) -> int:
+    def piece_tokens(self, most: int, speed: PieceSpeed | None = None) -> int:
         """Return how many tokens a piece may compute: at most `most`, whatever the time."""
         return min(most, self._tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from fused_kv_llm.model import (
     KVPass,
     LoadedModel,
     ModelOwner,
+    PieceSpeed,
     check_numbers,
     forward_kv,
 )
@@ -49,6 +51,8 @@ class PromptPrefill:
         self._loaded, self._owner, self._linears = loaded, owner, linears
         is_coarse = linears is not None and loaded.geometry.attends_cache and why_not_native(torch.bfloat16) is None
         self._kv_dtype = torch.bfloat16 if is_coarse else loaded.dtype
+        # How fast eight bits are says nothing about other pieces.
+        self._speed = None if linears is None else PieceSpeed()
         # One prompt after another uses the same memory: mapping fresh pages would take a part of its time.
         self._pool = CachePool(self._kv_dtype, loaded.device, _KEPT_BYTES if loaded.device.type == "cpu" else 0)
 
@@ -108,11 +112,10 @@ class PromptPrefill:
     def _compute(self, ids: Tensor, left: Tensor, cache: FusedCache, stopped: Callable[[], bool]) -> None:
         """Compute the tokens at positions `left`, which are ascending, and check the KV of all."""
         while len(left):
-            tokens = self._owner.piece_tokens(_PIECE_TOKENS)
+            tokens = self._owner.piece_tokens(_PIECE_TOKENS, self._speed)
             rows, left = left[:tokens], left[tokens:]
-            # How fast eight bits are says nothing about other pieces.
-            measured = len(rows) if self._linears is None else 0
-            self._owner.run(lambda rows=rows: self._forward(ids, rows, cache), measured, stopped)  # type: ignore[misc]
+            forward = partial(self._forward, ids, rows, cache)
+            self._owner.run(forward, len(rows), stopped, self._speed)
         layers = list(zip(cache.keys, cache.values, strict=True))
         check_numbers(layers, self._loaded.model_id, self._loaded.dtype)
 

@@ -15,7 +15,7 @@ from concurrent.futures import CancelledError, Future, wait
 from typing import Any, Generic, TypeVar
 
 from fused_kv_llm.errors import EngineClosedError
-from fused_kv_llm.model import StoppedError
+from fused_kv_llm.model import PieceSpeed, StoppedError
 
 __all__ = ["IngestionPieces", "Piece"]
 
@@ -46,11 +46,13 @@ class Piece(Generic[T]):
         Computes it; called by the thread that owns the model.
     num_tokens : int
         Tokens that it computes; 0 leaves it out of the measurement of the machine's speed.
+    speed : PieceSpeed or None
+        Of its kind; None is the usual one.
     """
 
-    def __init__(self, work: Callable[[], T], num_tokens: int) -> None:
+    def __init__(self, work: Callable[[], T], num_tokens: int, speed: PieceSpeed | None = None) -> None:
         self._work, self._future = work, Future[T]()
-        self.num_tokens = num_tokens
+        self.num_tokens, self.speed = num_tokens, speed
 
     @property
     def is_wanted(self) -> bool:
@@ -116,19 +118,21 @@ class IngestionPieces:
         self._clock = clock or time.perf_counter
         self.is_over = False
         self._waiting: deque[Piece[Any]] = deque()
-        self._token_s: float | None = None
+        self._speed = PieceSpeed()
         self._owed_s, self._is_beside = 0.0, False
         self._request_s, self._loading_s, self._wanted_s = float("-inf"), float("inf"), float("-inf")
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def piece_tokens(self, most: int) -> int:
-        """Return how many tokens the next piece may compute, at most `most`; any thread may ask."""
-        if self._token_s is None:
+    def piece_tokens(self, most: int, speed: PieceSpeed | None = None) -> int:
+        """Return how many tokens the next piece of a speed may compute, at most `most`; any thread may ask."""
+        # Before the first piece of its kind, the usual speed is the best guess.
+        token_s = (speed.token_s if speed else None) or self._speed.token_s
+        if token_s is None:
             return min(most, _FIRST_TOKENS)
         about = self._clock() - self._request_s < _ABOUT_S
-        return max(1, min(most, int((_BESIDE_S if about else _ALONE_S) / self._token_s)))
+        return max(1, min(most, int((_BESIDE_S if about else _ALONE_S) / token_s)))
 
     def add(self, piece: Piece[Any]) -> None:
         """Take a piece."""
@@ -185,5 +189,4 @@ class IngestionPieces:
         seconds = self._clock() - started_s
         self._owed_s = self._owed_s - seconds if self._is_beside else 0.0
         if piece.num_tokens:
-            speed = seconds / piece.num_tokens
-            self._token_s = speed if self._token_s is None else (self._token_s + speed) / 2
+            (piece.speed or self._speed).note(seconds, piece.num_tokens)

@@ -18,7 +18,7 @@ from fused_kv_llm.errors import (
     QueueFullError,
     RequestCancelledError,
 )
-from fused_kv_llm.model import ModelLock, StoppedError
+from fused_kv_llm.model import ModelLock, PieceSpeed, StoppedError
 from fused_kv_llm.thread_pool import release_openmp_workers
 
 from .handle import RequestHandle
@@ -202,7 +202,13 @@ class StepLoop:
             self._thread = threading.Thread(target=self._run, name="fused-kv-steps", daemon=True)
             self._thread.start()
 
-    def run(self, work: Callable[[], T], num_tokens: int = 0, stopped: Callable[[], bool] = lambda: False) -> T:
+    def run(
+        self,
+        work: Callable[[], T],
+        num_tokens: int = 0,
+        stopped: Callable[[], bool] = lambda: False,
+        speed: PieceSpeed | None = None,
+    ) -> T:
         """Have a piece of ingestion computed between the steps, and return what comes of it; see :class:`.ModelOwner`.
 
         Raises
@@ -219,15 +225,15 @@ class StepLoop:
         if stopped():
             raise StoppedError
         release_openmp_workers()
-        piece = Piece(work, num_tokens)
+        piece = Piece(work, num_tokens, speed)
         with self._guard:
             self._start()
             self._inbox.put(partial(self._pieces.add, piece))
         return piece.result(stopped)
 
-    def piece_tokens(self, most: int) -> int:
+    def piece_tokens(self, most: int, speed: PieceSpeed | None = None) -> int:
         """Return how many tokens a piece of ingestion may compute now, at most `most`."""
-        return self._pieces.piece_tokens(most)
+        return self._pieces.piece_tokens(most, speed)
 
     def cancel(self, request: ServedRequest) -> None:
         """Give a request up at the next step."""
