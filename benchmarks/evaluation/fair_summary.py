@@ -105,7 +105,7 @@ def _questions(records: Mapping[tuple[str, str], Any]) -> list[str]:
 
 
 def _ingestion(log: CellLog) -> list[dict[str, Any]]:
-    """Return seconds and bytes a chunk by model, dtype and preprocessing: what it adds to storing the chunk's own KV."""
+    """Return seconds and bytes a chunk by model, dtype and preprocessing: what it adds to storing the KV itself."""
     sums: dict[tuple[str, str, str], list[float]] = {}
     for line in log.read("ingestion"):
         total = sums.setdefault((line["model"], line["dtype"], line["preprocessing"]), [0.0, 0.0, 0.0])

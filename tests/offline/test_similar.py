@@ -522,3 +522,10 @@ def test_the_default_embedder_knows_what_is_similar() -> None:
     ]
     found = find_neighbours(texts, texts, 1, SentenceEmbedder(), None)
     assert [texts.index(found[text][0]) for text in texts] == [1, 0, 3, 2]
+
+
+def test_the_second_pass_leaves_the_memory_of_requests_alone(tmp_path: Path) -> None:
+    with make_engine(tmp_path) as engine:
+        engine.build_kv_cache(SHORT, preprocess="later", progress=False)
+        assert ingest(engine, SHORT).chunks_preprocessed == len(SHORT)
+        assert engine.store.stats().memory_chunks == 0

@@ -45,6 +45,20 @@ def test_chunk_is_promoted_when_all_layers_were_read_and_not_copied(store, make_
     assert torch.equal(values, chunk.kv.values)
 
 
+def test_memory_does_not_keep_what_is_read_in_passing(store, make_chunk):
+    passing, held = make_chunk(), make_chunk(seed=1)
+    for chunk in (passing, held):
+        chunk.put(store)
+    held.open(store).read_layers(0, 3)
+    for chunk, tier in ((passing, "disk"), (passing, "disk"), (held, "memory")):
+        with store.open(chunk.key, chunk.kv.token_ids, kept=False) as stored:
+            assert stored.tier == tier
+            keys, values = stored.read_layers(0, 3)
+        assert torch.equal(keys, chunk.kv.keys)
+        assert torch.equal(values, chunk.kv.values)
+    assert store.stats().memory_chunks == 1
+
+
 def test_memory_hit_opens_no_file(store, make_chunk, monkeypatch):
     chunk = make_chunk()
     chunk.put(store)

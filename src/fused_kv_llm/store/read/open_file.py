@@ -128,7 +128,7 @@ class OpenFile:
         if not self._stream:
             self.load(start, stop)
             return {name: tensor[start:stop] for name, tensor in self._tensors.items()}
-        tensors, memory = _carve(self._buffers, self.header.parts, stop - start, briefly=True)
+        tensors, memory = _carve(self._buffers, self.header.parts, stop - start, briefly=self.header.name is not None)
         with self._changed:
             self._begin_read()
         try:

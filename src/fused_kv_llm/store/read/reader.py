@@ -56,7 +56,9 @@ class FileReader:
         # Verified headers, the least recently used first.
         self._known: dict[str, KnownFile] = {}
 
-    def find(self, key: str, name: str | None = None, *, whole: bool = False) -> ResidentFile | OpenFile | None:
+    def find(
+        self, key: str, name: str | None = None, *, whole: bool = False, kept: bool = True
+    ) -> ResidentFile | OpenFile | None:
         """Return a file that this process has verified before, if it has not changed since; the caller releases it.
 
         Whoever deletes or evicts a chunk deletes its file before its row, so such a file can be used without asking the
@@ -70,6 +72,8 @@ class FileReader:
             The sidecar's; None is the chunk itself.
         whole : bool
             Whether all of a sidecar will be read, so that it is worth keeping.
+        kept : bool
+            Whether memory keeps a chunk that is read completely.
 
         Raises
         ------
@@ -91,14 +95,16 @@ class FileReader:
             if joined is not None and joined.version == version and joined.retain():
                 return joined
             known = self._known.get(file)
-        return self._open(key, name, whole) if known is not None and known.version == version else None
+        return self._open(key, name, whole, kept) if known is not None and known.version == version else None
 
-    def acquire(self, key: str, name: str | None = None, *, whole: bool = False) -> ResidentFile | OpenFile:
+    def acquire(
+        self, key: str, name: str | None = None, *, whole: bool = False, kept: bool = True
+    ) -> ResidentFile | OpenFile:
         """Return a file from memory, from whoever is reading it, or from the disk; the caller releases it.
 
         Parameters
         ----------
-        key, name, whole
+        key, name, whole, kept
             As ``find``.
 
         Raises
@@ -108,16 +114,17 @@ class FileReader:
         OSError
             There is no such file (FileNotFoundError), or it cannot be opened.
         """
-        return self.find(key, name, whole=whole) or self._open(key, name, whole)
+        return self.find(key, name, whole=whole, kept=kept) or self._open(key, name, whole, kept)
 
-    def _open(self, key: str, name: str | None, whole: bool) -> OpenFile:
+    def _open(self, key: str, name: str | None, whole: bool, kept: bool) -> OpenFile:
         fd = self._folder.open_file(key, name)
         try:
             known, is_new = self._identify(fd, key, name)
             # A chunk is kept when it is first read, a sidecar when it is read again: it is needed for a moment only,
             # and a request that reads it once should not hold all of it.
             fits = 0 < known.header.nbytes <= self._memory.budget_nbytes
-            stream = name is not None and known.header.is_by_rows and not whole and (is_new or not fits)
+            is_passing = name is not None and known.header.is_by_rows and not whole and (is_new or not fits)
+            stream = is_passing or not kept
             file = OpenFile(
                 fd,
                 known,
