@@ -1,8 +1,8 @@
 """Row attention in eight bits, for results that only correct others.
 
 Queries, keys, weights and values are rounded to eight bits and multiplied as integers, as in SageAttention (Zhang et
-al. 2024): keys after their mean is subtracted (section 4.2), which changes no softmax. Unlike there, weights are
-rounded too, relative to the highest of their row among 64 keys, so that an attention sink leaves something of the rest.
+al. 2024): keys after their mean is subtracted, which changes no softmax. Unlike there, weights are rounded too,
+relative to the highest of their row among 64 keys, so that an attention sink leaves something of the rest.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .native import eight_bit_attention_scratch, native_eight_bit_attention, supports
+from .native import eight_bit_attention_scratch, native_eight_bit_attention, processor_features, supports
 from .row_attention import check_operands, row_attention
 from .row_plan import RowPlan
 
@@ -51,18 +51,21 @@ def eight_bit_row_attention(
         As :func:`row_attention`.
     """
     is_plain = softcap is None and sinks is None
-    if is_plain and plan.num_rows * (q.shape[1] // k.shape[1]) >= _LEAST_ROWS and supports(q, k, v):
+    if is_plain and has_eight_bit_attention(q.dtype):
         check_operands(q, k, v, plan)
-        nbytes = eight_bit_attention_scratch(q, k, v)
-        if nbytes >= 0:
-            return native_eight_bit_attention(q, k, v, plan, scale, plan.scratch(nbytes, torch.uint8))
+        if plan.num_rows * (q.shape[1] // k.shape[1]) >= _LEAST_ROWS and supports(q, k, v):
+            scratch = plan.scratch(eight_bit_attention_scratch(q, k, v), torch.uint8)
+            return native_eight_bit_attention(q, k, v, plan, scale, scratch)
     return row_attention(q, k, v, plan, scale, softcap=softcap, sinks=sinks)
 
 
 def has_eight_bit_attention(dtype: torch.dtype) -> bool:
     """Return whether :func:`eight_bit_row_attention` has an operator of its own for a dtype here.
 
-    The processor has to have AVX512-VNNI and AVX512-VBMI.
+    The processor has to have AVX512-VNNI and AVX512-VBMI, and no AMX for the dtype, whose matrix products take less
+    time than VNNI's.
     """
+    if dtype == torch.bfloat16 and "amx_bf16" in processor_features():
+        return False
     one = torch.empty(1, 1, 1, 2, dtype=dtype)
     return supports(one) and eight_bit_attention_scratch(one, one, one) >= 0

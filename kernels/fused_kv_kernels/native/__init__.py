@@ -39,6 +39,7 @@ from .moving import (
     shift_table,
 )
 from .operands import supports, supports_int8_rows, supports_rows
+from .processor import processor_features
 from .views import ViewTables, native_decode_views, view_tables
 
 __all__ = [
@@ -70,6 +71,7 @@ __all__ = [
     "native_shift_chunks",
     "native_token_scores",
     "native_transfer",
+    "processor_features",
     "row_attention_scratch",
     "shift_table",
     "supports",

@@ -2,7 +2,7 @@
 // correct others.
 //
 // Queries are rounded by row, keys by key after their mean is subtracted, which changes no softmax and takes away what
-// all keys of a head share (SageAttention, Zhang et al. 2024, section 4.2). Weights are relative to the highest of their
+// all keys of a head share (SageAttention, Zhang et al. 2024). Weights are relative to the highest of their
 // row in a panel of 64 keys: relative to the row's highest, an attention sink would leave nothing of the others. Values
 // are rounded by column and panel. Sums are whole numbers within a panel, and float32 from panel to panel.
 #include "element.h"
