@@ -54,7 +54,7 @@ def preprocess_asked(engine: FusedKVEngine, corpus: Iterable[str], asked: Iterab
         raise ValueError(msg)
     wanted = {key for key in keys if not engine.store.sidecars.has(key, name)}
     owner, count = engine.corpus._owner, 0
-    prefill = ContextPrefill(parts.loaded, parts.store, parts.prefix, owner, plan.token_ids, _never, reads_again=False)
+    prefill = ContextPrefill(parts.loaded, parts.store, parts.prefix, owner, plan.token_ids, _never)
     for group in preprocessor.shift_prefill(plan, owner, _never).run(plan, prefill.plain, _never, wanted):
         for chunk, fit in group:
             engine.store.sidecars.put(chunk.key, name, context_shift(*fit.shift()), by_rows=True)

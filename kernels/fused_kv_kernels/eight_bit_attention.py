@@ -32,8 +32,10 @@ def eight_bit_row_attention(
 ) -> Tensor:
     """Return about what :func:`row_attention` returns, in less time where :func:`has_eight_bit_attention`.
 
-    Elsewhere, with fewer than 16 rows of a key head, with a cap or with sinks, it is :func:`row_attention`. A query,
-    key or value that is not finite makes all outputs that depend on it not finite, and maybe others of its head.
+    Elsewhere, with fewer than 16 rows of a key head, with a cap, with sinks or with a scale that is not positive, it is
+    :func:`row_attention`. Keys and values are rounded 64 at a time, and all keys have one mean: a row's output depends
+    a little on keys that it does not see. A query, key or value that is not finite makes all outputs that depend on it
+    not finite, and maybe others of its head.
 
     Parameters
     ----------
@@ -43,14 +45,14 @@ def eight_bit_row_attention(
     Returns
     -------
     Tensor
-        ``[B, Hq, R, Dv]`` in the dtype of `q`. The error is one or two hundredths of the output's magnitude.
+        ``[B, Hq, R, Dv]`` in the dtype of `q`. The error is about two hundredths of the output's magnitude.
 
     Raises
     ------
     ValueError, UnsupportedOperandsError
         As :func:`row_attention`.
     """
-    is_plain = softcap is None and sinks is None
+    is_plain = softcap is None and sinks is None and scale > 0
     if is_plain and has_eight_bit_attention(q.dtype):
         check_operands(q, k, v, plan)
         if plan.num_rows * (q.shape[1] // k.shape[1]) >= _LEAST_ROWS and supports(q, k, v):

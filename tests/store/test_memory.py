@@ -45,18 +45,41 @@ def test_chunk_is_promoted_when_all_layers_were_read_and_not_copied(store, make_
     assert torch.equal(values, chunk.kv.values)
 
 
-def test_memory_does_not_keep_what_is_read_in_passing(store, make_chunk):
-    passing, held = make_chunk(), make_chunk(seed=1)
-    for chunk in (passing, held):
-        chunk.put(store)
-    held.open(store).read_layers(0, 3)
-    for chunk, tier in ((passing, "disk"), (passing, "disk"), (held, "memory")):
-        with store.open(chunk.key, chunk.kv.token_ids, kept=False) as stored:
-            assert stored.tier == tier
-            keys, values = stored.read_layers(0, 3)
-        assert torch.equal(keys, chunk.kv.keys)
-        assert torch.equal(values, chunk.kv.values)
-    assert store.stats().memory_chunks == 1
+def test_what_is_read_in_passing_takes_only_free_memory(kv_dir, make_chunk):
+    held, passing, wanted = (make_chunk(seed=seed) for seed in range(3))
+    with KVStore(kv_dir, memory_bytes=2 * held.kv.nbytes) as store:
+        for chunk in (held, passing, wanted):
+            chunk.put(store)
+        held.open(store).read_layers(0, 3)
+
+        def pass_by(chunk):
+            with store.open(chunk.key, chunk.kv.token_ids, evicts=False) as stored:
+                keys, values = stored.read_layers(0, 3)
+            assert torch.equal(keys, chunk.kv.keys)
+            assert torch.equal(values, chunk.kv.values)
+
+        pass_by(passing)
+        assert store.resident().keys() == {held.key, passing.key}, "there was room"
+        wanted.open(store).read_layers(0, 3)
+        assert store.resident().keys() == {held.key, wanted.key}, "it goes first"
+        pass_by(passing)
+        pass_by(held)
+        assert store.resident().keys() == {held.key, wanted.key}
+        passing.open(store).read_layers(0, 3)
+        assert store.resident().keys() == {wanted.key, passing.key}, "reading in passing is no use"
+
+
+def test_a_reader_who_joins_has_a_chunk_kept(kv_dir, make_chunk):
+    held, chunk = make_chunk(seed=1), make_chunk()
+    with KVStore(kv_dir, memory_bytes=held.kv.nbytes) as store:
+        for one in (held, chunk):
+            one.put(store)
+        held.open(store).read_layers(0, 3)
+        with store.open(chunk.key, chunk.kv.token_ids, evicts=False) as passing:
+            passing.read_layers(0, 1)
+            with chunk.open(store) as joined:
+                joined.read_layers(1, 3)
+        assert store.resident().keys() == {chunk.key}
 
 
 def test_memory_hit_opens_no_file(store, make_chunk, monkeypatch):

@@ -65,11 +65,15 @@ def native_row_attention(q: Tensor, k: Tensor, v: Tensor, plan: RowPlan, scoring
 
 def _scored_rows(
     q_positions: Tensor, first_keys: Tensor | None, scoring: Scoring
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return positions, first keys and sinks as the operators read them; whoever passes addresses keeps them."""
-    firsts = None if first_keys is None else first_keys.to(torch.int64).contiguous()
     sinks = None if scoring.sinks is None else scoring.sinks.to(torch.float32).contiguous()
-    return q_positions.to(torch.int64).contiguous(), firsts, sinks
+    return _whole(q_positions), _whole(first_keys), sinks
+
+
+def _whole(numbers: Tensor | None) -> Tensor | None:
+    """Return positions as the operators read them."""
+    return None if numbers is None else numbers.to(torch.int64).contiguous()
 
 
 def _address(tensor: Tensor | None) -> int | None:
@@ -99,19 +103,20 @@ def native_eight_bit_attention(q: Tensor, k: Tensor, v: Tensor, plan: RowPlan, s
     q, k, v, plan
         As there.
     scale : float
-        Multiplies the scores.
+        Multiplies the products; positive.
     scratch : Tensor
         Working memory of at least :func:`eight_bit_attention_scratch` bytes.
     """
     batch, q_heads, rows, _ = q.shape
+    positions, first_keys = _whole(plan.q_positions), _whole(plan.first_keys)
     out = torch.empty(batch, rows, q_heads, v.shape[3], dtype=q.dtype).transpose(1, 2)
     loaded_library(q.dtype).fkv_eight_bit_attention(
         q.data_ptr(),
         k.data_ptr(),
         v.data_ptr(),
         out.data_ptr(),
-        _address(plan.q_positions),
-        _address(plan.first_keys),
+        _address(positions),
+        _address(first_keys),
         scratch.data_ptr(),
         kept_array(_attention_shape(q, k, v)),
         kept_array((*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3])),

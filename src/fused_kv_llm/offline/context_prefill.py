@@ -61,8 +61,6 @@ class ContextPrefill:
         Stand-alone ids of all chunks and of those in their contexts, by key.
     stopped : callable
         Asked before every forward.
-    reads_again : bool
-        Whether a chunk's KV may be wanted several times, so that it is worth keeping in the store's memory.
 
     Attributes
     ----------
@@ -78,11 +76,8 @@ class ContextPrefill:
         owner: ModelOwner,
         token_ids: Mapping[str, tuple[int, ...]],
         stopped: Callable[[], bool],
-        *,
-        reads_again: bool = True,
     ) -> None:
         self._loaded, self._store, self._prefix, self._owner = loaded, store, prefix, owner
-        self._reads_again = reads_again
         self._token_ids, self._stopped = token_ids, stopped
         self._plain = PlainKVCache(self._plain_kv, _PLAIN_KV_BYTES)
         self.neighbour_tokens = 0
@@ -128,7 +123,7 @@ class ContextPrefill:
 
     def _stored_kv(self, key: str) -> ChunkKV | None:
         token_ids = self._token_ids[key]
-        stored = self._store.open(key, token_ids, counted=False, kept=self._reads_again)
+        stored = self._store.open(key, token_ids, counted=False, evicts=False)
         if stored is None:
             return None
         with stored:

@@ -161,10 +161,7 @@ class Preprocessor:
             If it was stopped.
         """
         owner = self._after_first_passes(stopped)
-        # A chunk is in one group of similar ones, and in the contexts of several others.
-        prefill = ContextPrefill(
-            self._loaded, self._store, self._prefix, owner, plan.token_ids, stopped, reads_again=self.replaces
-        )
+        prefill = ContextPrefill(self._loaded, self._store, self._prefix, owner, plan.token_ids, stopped)
 
         def write(item: tuple[PendingChunk, dict[str, Tensor]]) -> None:
             chunk, side = item

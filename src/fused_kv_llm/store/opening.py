@@ -11,7 +11,7 @@ from fused_kv_llm.store.read import OpenFile, ResidentFile, StoredKV, Tier
 __all__ = ["open_chunk"]
 
 
-def open_chunk(parts: StoreParts, key: str, token_ids: tuple[int, ...], *, kept: bool) -> StoredKV | None:
+def open_chunk(parts: StoreParts, key: str, token_ids: tuple[int, ...], *, evicts: bool) -> StoredKV | None:
     """Open a chunk's KV for reading.
 
     Parameters
@@ -22,8 +22,8 @@ def open_chunk(parts: StoreParts, key: str, token_ids: tuple[int, ...], *, kept:
         The chunk.
     token_ids : tuple of int
         The chunk's stand-alone token ids; a hit has exactly these.
-    kept : bool
-        Whether memory keeps what is read completely.
+    evicts : bool
+        Whether memory lets go of other files for what is read completely.
 
     Returns
     -------
@@ -31,7 +31,7 @@ def open_chunk(parts: StoreParts, key: str, token_ids: tuple[int, ...], *, kept:
         None if the chunk is not stored, or not usable (with a ``FusedKVWarning``).
     """
     try:
-        found = _find(parts, key, kept)
+        found = _find(parts, key, evicts)
     except FileNotFoundError:
         parts.damage.vanished(key)
         return None
@@ -52,9 +52,9 @@ def open_chunk(parts: StoreParts, key: str, token_ids: tuple[int, ...], *, kept:
     return StoredKV(tier, header, file)
 
 
-def _find(parts: StoreParts, key: str, kept: bool) -> tuple[Tier, ResidentFile | OpenFile] | None:
+def _find(parts: StoreParts, key: str, evicts: bool) -> tuple[Tier, ResidentFile | OpenFile] | None:
     """Return the chunk's file and the tier it comes from; None if the chunk is not stored."""
-    file = parts.reader.find(key, kept=kept)
+    file = parts.reader.find(key, evicts=evicts)
     tier: Tier = "disk"
     if file is None:
         place = parts.index.ledger.place(key)
@@ -67,5 +67,5 @@ def _find(parts: StoreParts, key: str, kept: bool) -> tuple[Tier, ResidentFile |
             file = parts.memory.get(file_name(key))
             if file is None and key in parts.fetch([key]):
                 tier = "remote"
-        file = file or parts.reader.acquire(key, kept=kept)
+        file = file or parts.reader.acquire(key, evicts=evicts)
     return ("memory" if isinstance(file, ResidentFile) else tier), file

@@ -4,6 +4,7 @@
 // The query heads that share a key head are folded into rows. Keys and values of a head are packed once. Each block of
 // rows then processes the key blocks from its first row's window up to its last row with a running maximum and sum
 // (online softmax), so the scores stay in the first-level cache and are not rounded to bfloat16 before the softmax.
+#include "folded.h"
 #include "matrix_tiles.h"
 #include "row_softmax.h"
 
@@ -23,27 +24,6 @@ struct Shape {
     int64_t heads() const { return batch * kv_heads; }
     int64_t key_words() const { return kPanel * dim / 2; } // of a panel
     int64_t value_words() const { return kPanel / 2 * padded; }
-};
-
-// Folded rows of one head, one after another: the row and the query head that each is of.
-struct Folded {
-    int64_t batch, q_head, row, first_head, groups;
-
-    Folded(const Shape &s, int64_t head, int64_t first)
-        : batch(head / s.kv_heads), q_head(head % s.kv_heads * s.groups + first % s.groups), row(first / s.groups),
-          first_head(head % s.kv_heads * s.groups), groups(s.groups) {}
-    void step() {
-        if (++q_head == first_head + groups) {
-            q_head = first_head;
-            ++row;
-        }
-    }
-};
-
-// Elements from batch to batch, head to head and row to row.
-struct Strides {
-    const int64_t *of;
-    int64_t at(int64_t batch, int64_t head, int64_t row) const { return batch * of[0] + head * of[1] + row * of[2]; }
 };
 
 // Packed keys and values: panel after panel, head after head.
@@ -73,7 +53,7 @@ void pack(const Shape &s, const Operands &x, const Packed &packed, int64_t origi
 
 void begin_rows(const Shape &s, const Operands &x, const Scoring &scoring, int64_t origin, int64_t head, int64_t first,
                 int64_t count, Workspace &space) {
-    Folded at(s, head, first);
+    Folded at(s.kv_heads, s.groups, head, first);
     for (int64_t row = 0; row < count; ++row, at.step()) {
         std::memcpy(space.queries.data() + row * s.dim / 2, x.q + x.q_steps.at(at.batch, at.q_head, at.row), s.dim * 2);
         space.firsts[row] = scoring.first(at.row) - origin;
@@ -117,7 +97,7 @@ void attend(const Shape &s, const Scoring &scoring, const uint32_t *keys, const 
 
 void write_rows(const Shape &s, const Operands &x, const Scoring &scoring, int64_t head, int64_t first, int64_t count,
                 const Workspace &space) {
-    Folded at(s, head, first);
+    Folded at(s.kv_heads, s.groups, head, first);
     for (int64_t row = 0; row < count; ++row, at.step()) {
         uint16_t *target = x.out + x.out_steps.at(at.batch, at.q_head, at.row);
         const float total = _mm512_reduce_add_ps(_mm512_loadu_ps(space.total.data() + row * kLanes));

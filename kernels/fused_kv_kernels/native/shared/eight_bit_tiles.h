@@ -1,7 +1,7 @@
 // Products and powers of eight-bit integers in registers, with AVX512-VNNI and AVX512-VBMI.
 //
-// VPDPBUSD multiplies four neighbouring unsigned bytes with four signed ones and adds the products to an int32. So a left
-// operand is a row of words of four unsigned bytes, and a right operand is packed as [inner words][columns].
+// VPDPBUSD multiplies four neighbouring unsigned bytes with four signed ones and adds the products to an int32. So a
+// left operand is a row of words of four unsigned bytes, and a right operand is packed as [inner words][columns].
 #pragma once
 
 #if defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
@@ -57,22 +57,24 @@ inline void byte_rows(int64_t rows, const uint32_t *a, int64_t lda, const uint32
     }
 }
 
-// Powers of two as bytes: 255 * 2^(x / 16), from a table. The last bit of x costs a weight two hundredths at most.
+// Powers of two as bytes, 255 * 2^(steps / kSteps), from a table. Whole steps: a byte is off by two hundredths at most.
 struct BytePowers {
-    static constexpr float kSteps = 16.0f, kNone = -1000.0f; // steps of x, and a number whose power is zero
+    static constexpr float kSteps = 16.0f;
     __m512i low, high;
 
     BytePowers() {
-        alignas(64) uint8_t table[128] = {}; // whose first number is what is left of all below
+        alignas(64) uint8_t table[128] = {}; // the first is for all numbers below the others
         for (int i = 1; i < 128; ++i)
             table[i] = static_cast<uint8_t>(std::lrint(255.0f * std::exp2(static_cast<float>(i - 127) / kSteps)));
         low = _mm512_load_si512(table);
         high = _mm512_load_si512(table + 64);
     }
 
-    // Of four registers of x - 1, where x <= 0. The words of four bytes come in the order that word_of_keys() gives.
+    // Of four registers of steps - 1, with steps <= 0. What is not a number has the power zero. The words of four bytes
+    // come in the order that word_of_keys() gives.
     __m512i operator()(const __m512 (&before)[4]) const {
         __m512i numbers[4];
+        // What is not a number, or too low, becomes the lowest integer, and that the lowest byte.
         for (int i = 0; i < 4; ++i) numbers[i] = _mm512_cvtps_epi32(before[i]);
         const __m512i first = _mm512_packs_epi32(numbers[0], numbers[1]);
         const __m512i second = _mm512_packs_epi32(numbers[2], numbers[3]);

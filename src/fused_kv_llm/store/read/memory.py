@@ -74,30 +74,32 @@ class MemoryTier:
         self._nbytes = 0
         self._lock = threading.Lock()
 
-    def get(self, name: str) -> ResidentFile | None:
-        """Return a file by its name and count the use; None if it is not held."""
+    def get(self, name: str, *, used: bool = True) -> ResidentFile | None:
+        """Return a file by its name and, if it is `used`, count that; None if it is not held."""
         with self._lock:
             file = self._files.get(name)
-            if file is not None:
+            if file is not None and used:
                 self._queue.touch(name, next(self._ticks))
             return file
 
-    def put(self, file: ResidentFile) -> bool:
-        """Hold a file, letting go of others first; False if it alone is larger than the budget."""
+    def put(self, file: ResidentFile, *, evicts: bool = True) -> bool:
+        """Hold a file, letting go of others first if it `evicts` them; False if there is no room for it."""
         name, nbytes = file.header.file_name, file.header.nbytes
         if nbytes > self.budget_nbytes:
             return False
         with self._lock:
             self._remove(name)
             while self._nbytes + nbytes > self.budget_nbytes:
-                victim = self._queue.pop()
+                victim = self._queue.pop() if evicts else None
                 if victim is None:
                     return False
                 self._remove(victim)
                 self.evictions += 1
             self._files[name] = file
             # What is let go of has to be read again, which costs its bytes.
-            self._queue.put(name, Entry(nbytes, cost=nbytes, used=next(self._ticks)))
+            # What may evict nothing is itself let go of first.
+            used = next(self._ticks) if evicts else 0
+            self._queue.put(name, Entry(nbytes, cost=nbytes, used=used))
             self._nbytes += nbytes
         return True
 

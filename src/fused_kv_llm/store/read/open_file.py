@@ -56,6 +56,8 @@ class OpenFile:
         Called with the file when all pieces are in the buffers, and again when the last user releases it.
     stream : bool
         Read into memory that only the caller of ``read`` holds, every time anew: for a file that is not worth keeping.
+    evicts : bool
+        Whether memory may let go of other files for this one.
     read_block : BlockReader
         Reads bytes of the file.
     patience_s : float or None
@@ -70,6 +72,7 @@ class OpenFile:
         on_done: Callable[[OpenFile], None],
         *,
         stream: bool = False,
+        evicts: bool = True,
         read_block: BlockReader = read_block,
         patience_s: float | None = None,
     ) -> None:
@@ -77,6 +80,7 @@ class OpenFile:
         self._buffers = buffers
         self._on_done = on_done
         self._stream = stream
+        self.evicts = evicts
         self._read_block, self._patience_s = read_block, patience_s
         self._users = 1
         self._reads = 0
@@ -128,7 +132,7 @@ class OpenFile:
         if not self._stream:
             self.load(start, stop)
             return {name: tensor[start:stop] for name, tensor in self._tensors.items()}
-        tensors, memory = _carve(self._buffers, self.header.parts, stop - start, briefly=self.header.name is not None)
+        tensors, memory = _carve(self._buffers, self.header.parts, stop - start, briefly=True)
         with self._changed:
             self._begin_read()
         try:

@@ -57,7 +57,7 @@ class FileReader:
         self._known: dict[str, KnownFile] = {}
 
     def find(
-        self, key: str, name: str | None = None, *, whole: bool = False, kept: bool = True
+        self, key: str, name: str | None = None, *, whole: bool = False, evicts: bool = True
     ) -> ResidentFile | OpenFile | None:
         """Return a file that this process has verified before, if it has not changed since; the caller releases it.
 
@@ -72,8 +72,8 @@ class FileReader:
             The sidecar's; None is the chunk itself.
         whole : bool
             Whether all of a sidecar will be read, so that it is worth keeping.
-        kept : bool
-            Whether memory keeps a chunk that is read completely.
+        evicts : bool
+            Whether memory lets go of other files for this one; without, it is kept only where there is room.
 
         Raises
         ------
@@ -85,7 +85,7 @@ class FileReader:
             version = self._folder.version(key, name)
         except OSError:
             return None
-        resident = self._memory.get(file)
+        resident = self._memory.get(file, used=evicts)
         if resident is not None:
             if resident.version == version:
                 return resident
@@ -93,18 +93,19 @@ class FileReader:
         with self._lock:
             joined = self._open_files.get(file)
             if joined is not None and joined.version == version and joined.retain():
+                joined.evicts = joined.evicts or evicts
                 return joined
             known = self._known.get(file)
-        return self._open(key, name, whole, kept) if known is not None and known.version == version else None
+        return self._open(key, name, whole, evicts) if known is not None and known.version == version else None
 
     def acquire(
-        self, key: str, name: str | None = None, *, whole: bool = False, kept: bool = True
+        self, key: str, name: str | None = None, *, whole: bool = False, evicts: bool = True
     ) -> ResidentFile | OpenFile:
         """Return a file from memory, from whoever is reading it, or from the disk; the caller releases it.
 
         Parameters
         ----------
-        key, name, whole, kept
+        key, name, whole, evicts
             As ``find``.
 
         Raises
@@ -114,23 +115,23 @@ class FileReader:
         OSError
             There is no such file (FileNotFoundError), or it cannot be opened.
         """
-        return self.find(key, name, whole=whole, kept=kept) or self._open(key, name, whole, kept)
+        return self.find(key, name, whole=whole, evicts=evicts) or self._open(key, name, whole, evicts)
 
-    def _open(self, key: str, name: str | None, whole: bool, kept: bool) -> OpenFile:
+    def _open(self, key: str, name: str | None, whole: bool, evicts: bool) -> OpenFile:
         fd = self._folder.open_file(key, name)
         try:
             known, is_new = self._identify(fd, key, name)
             # A chunk is kept when it is first read, a sidecar when it is read again: it is needed for a moment only,
             # and a request that reads it once should not hold all of it.
             fits = 0 < known.header.nbytes <= self._memory.budget_nbytes
-            is_passing = name is not None and known.header.is_by_rows and not whole and (is_new or not fits)
-            stream = is_passing or not kept
+            stream = name is not None and known.header.is_by_rows and not whole and (is_new or not fits)
             file = OpenFile(
                 fd,
                 known,
                 self._buffers,
                 self._done,
                 stream=stream,
+                evicts=evicts,
                 read_block=self.read_block,
                 patience_s=self.patience_s,
             )
@@ -194,4 +195,4 @@ class FileReader:
             if self._open_files.get(file.header.file_name) is file:
                 del self._open_files[file.header.file_name]
                 if file.is_complete:
-                    self._memory.put(file.resident())
+                    self._memory.put(file.resident(), evicts=file.evicts)
