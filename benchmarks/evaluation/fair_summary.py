@@ -84,12 +84,13 @@ def summary(out: Path, wanted: Sequence[Cell], rules: Collection[str]) -> dict[s
                 model, dtype, kind = table
                 pooled.append({"model": model, "dtype": dtype, "kind": kind, "ratio": ratio, "cells": len(mine),
                                "rows": rows})  # fmt: skip
-    done: dict[tuple[str, float], int] = {}
-    for place in found:
-        at = place["name"], place["ratio"]
-        done[at] = max(done.get(at, 0), place["questions"])
-    names = dict.fromkeys((cell.name, cell.ratio) for cell in wanted)
-    counts = [{"cell": name, "ratio": ratio, "questions": done.get((name, ratio), 0)} for name, ratio in names]
+    done = {(place["name"], place["dtype"], place["ratio"]): place["questions"] for place in found}
+    dtypes = sorted({place["dtype"] for place in places.values()})
+    names = dict.fromkeys((cell.name, dtype, cell.ratio) for cell in wanted for dtype in dtypes)
+    counts = [
+        {"cell": f"{name}, {dtype}", "ratio": ratio, "questions": done.get((name, dtype, ratio), 0)}
+        for name, dtype, ratio in names
+    ]
     return {"pooled": pooled, "ingestion": _ingestion(log), "failures": log.read("failure"), "counts": counts,
             "cells": found}  # fmt: skip
 

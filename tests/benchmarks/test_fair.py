@@ -88,7 +88,7 @@ def test_the_summary_says_how_many_questions_each_cell_has(tmp_path: Path) -> No
     assert rows["random"]["kl_p_holm"] < 0.001
     text = markdown(result)
     assert "12 questions in 1 cells" in text
-    assert "| m, hotpotqa, plain, 5 chunks | 0 |" in text
+    assert "| m, hotpotqa, plain, 5 chunks, float32 | 0 |" in text
     assert "Failed: x: no room" in text
 
 
@@ -104,4 +104,4 @@ def test_a_table_has_one_dtype(tmp_path: Path) -> None:
     result = summary(out, [cell], ["random", "sink_attention"])
     tables = {table["dtype"]: table["rows"][0]["questions"] for table in result["pooled"]}
     assert tables == {"bfloat16": 2, "float32": 3}
-    assert result["counts"][0]["questions"] == 3
+    assert {one["cell"].split(", ")[-1]: one["questions"] for one in result["counts"]} == tables

@@ -15,8 +15,10 @@ from fused_kv_kernels import has_eight_bit_linears, rerotate_keys, why_not_nativ
 from fused_kv_llm.chunk import ChunkKV
 from fused_kv_llm.errors import UnsupportedModelError
 from fused_kv_llm.model import KVPass, LoadedModel, PieceSpeed, StoppedError, eight_bit, eight_bit_of, load_model
+from fused_kv_llm.model.attention_rule import AttentionRule
 from fused_kv_llm.model.families import SUPPORTED_MODEL_TYPES
 from fused_kv_llm.offline import prompt_prefill
+from fused_kv_llm.offline.first_passes import AfterFirstPasses, FirstPasses
 from fused_kv_llm.offline.prompt_prefill import PromptPrefill
 from fused_kv_llm.prompt import Segment
 from fused_kv_llm.serving import loop_of
@@ -192,6 +194,39 @@ def test_with_eight_bit_layers_attention_is_in_bfloat16_where_it_is_fast(
     assert seen == {torch.float32}
     for one, other in ((got.keys, want.keys), (got.values, want.values)):
         assert 0 < float((one.float() - other).norm() / other.norm()) < 0.2
+
+
+@needs_eight_bits
+def test_attention_is_in_eight_bits_where_the_linear_layers_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load_model(tiny_model(hidden_size=192, intermediate_size=256), tokenizer=smollm2_tokenizer())
+    owner, rules = loop_of(loaded.model), list[bool]()
+    linears = eight_bit_of(loaded, owner, never)
+
+    def noting(rule: AttentionRule, *operands: Any) -> Any:
+        rules.append(rule.eight_bit)
+        return real(rule, *operands)
+
+    real = AttentionRule.attention
+    monkeypatch.setattr(AttentionRule, "attention", noting)
+    for way in (None, linears):
+        rules.clear()
+        true_kv(PromptPrefill(loaded, owner, way), list(range(20, 34)), [Segment(2, 9, "one")])
+        assert set(rules) == {way is not None}
+
+
+@needs_eight_bits
+def test_pieces_in_eight_bits_are_as_long_as_their_own_speed_allows() -> None:
+    loaded = load_model(tiny_model(hidden_size=192, intermediate_size=256), tokenizer=smollm2_tokenizer())
+    loop = loop_of(loaded.model)
+    owner = AfterFirstPasses(loop, FirstPasses(), never)
+    prefill = PromptPrefill(loaded, owner, eight_bit_of(loaded, owner, never))
+    usual = loop.piece_tokens(1 << 40)
+    true_kv(prefill, list(range(20, 34)), [Segment(2, 9, "one")])
+    assert prefill._speed is not None
+    assert prefill._speed.token_s is not None
+    assert loop.piece_tokens(1 << 40) == usual, "theirs says nothing about others"
+    prefill._speed.token_s = 0.05
+    assert owner.piece_tokens(1024, prefill._speed) == 10
 
 
 @needs_eight_bits

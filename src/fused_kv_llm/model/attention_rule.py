@@ -27,7 +27,7 @@ class AttentionRule:
     sinks : Tensor or None
         ``[Hq]``: a score of each head that takes part in the softmax and has no value (gpt-oss).
     eight_bit : bool
-        Whether about the right output will do, where it is there sooner.
+        Whether outputs that are off by some hundredths suffice, where they take less time to compute.
     """
 
     scale: float

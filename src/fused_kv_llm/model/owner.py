@@ -52,7 +52,7 @@ class ModelOwner(Protocol):
         stopped : callable
             Says whether to give up waiting.
         speed : PieceSpeed or None
-            Of pieces that are computed in another way than others, and so in another time.
+            That of pieces of this kind, which notes how long this one took. None is the speed of first passes.
 
         Raises
         ------

@@ -42,9 +42,9 @@ class PromptPrefill:
     owner : ModelOwner
         Computes the pieces.
     linears : EightBitLinears or None
-        Computes the linear layers, if not the model itself. Attention is then computed in eight bits too where the
-        processor has instructions for it. Where it has some for bfloat16, the KV of a float32 model is in bfloat16
-        meanwhile, unless the model expands what it caches (latent attention).
+        Computes the linear layers, if not the model itself. Attention is then computed by
+        :func:`.eight_bit_row_attention`. Where the processor has instructions for bfloat16, the KV of a float32 model
+        is in bfloat16 meanwhile, unless the model expands what it caches (latent attention).
     """
 
     def __init__(self, loaded: LoadedModel, owner: ModelOwner, linears: EightBitLinears | None = None) -> None:
@@ -112,7 +112,9 @@ class PromptPrefill:
     def _compute(self, ids: Tensor, left: Tensor, cache: FusedCache, stopped: Callable[[], bool]) -> None:
         """Compute the tokens at positions `left`, which are ascending, and check the KV of all."""
         while len(left):
-            tokens = self._owner.piece_tokens(_PIECE_TOKENS, self._speed)
+            # Pieces of one length: a short last one would be slow for its tokens.
+            pieces = -(-len(left) // self._owner.piece_tokens(_PIECE_TOKENS, self._speed))
+            tokens = -(-len(left) // pieces)
             rows, left = left[:tokens], left[tokens:]
             forward = partial(self._forward, ids, rows, cache)
             self._owner.run(forward, len(rows), stopped, self._speed)
@@ -128,7 +130,7 @@ class PromptPrefill:
 
 
 class _PromptPass(KVPass):
-    """A pass whose attention is computed in the cache's dtype, whatever the model's is, or in eight bits."""
+    """A pass whose attention is computed in the cache's dtype or, if its linear layers are, in eight bits."""
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
         """Return the attention output in the queries' dtype, or end the forward."""

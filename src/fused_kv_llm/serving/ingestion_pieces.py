@@ -47,7 +47,7 @@ class Piece(Generic[T]):
     num_tokens : int
         Tokens that it computes; 0 leaves it out of the measurement of the machine's speed.
     speed : PieceSpeed or None
-        Of its kind; None is the usual one.
+        That of pieces of its kind; None is the speed of first passes.
     """
 
     def __init__(self, work: Callable[[], T], num_tokens: int, speed: PieceSpeed | None = None) -> None:
