@@ -5,8 +5,8 @@
 Chunks are stored without preprocessing in a fresh folder (the first pass), then preprocessed (the second pass, with the
 embedding of their texts, the search for neighbours, and writing). The model and the embedder are loaded and warm. The
 total over the first pass of the same run is what preprocessing makes of ingestion's time; repeats are summed up by
-their medians. ``--in-full`` measures it once more with the linear layers of the second pass in the model's dtype, where
-it has them in eight bits.
+their medians. ``--in-full`` measures it once more without eight bits, ``--in-full attention`` with the linear layers
+alone in eight bits, in turns.
 """
 
 from __future__ import annotations
@@ -16,19 +16,31 @@ import json
 import statistics
 import tempfile
 import time
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from environment import environment
 
+from fused_kv_kernels import row_attention
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.model import load_model
 from fused_kv_llm.offline import SentenceEmbedder
 
-_EIGHT_BIT = "fused_kv_llm.offline.preprocess.eight_bit_of"
-"""What makes the linear layers of the second pass faster; without it they are computed as the model does."""
+_LINEARS = "fused_kv_llm.offline.preprocess.eight_bit_of"
+"""What makes the linear layers of the second pass faster; without it all is computed as the model does."""
+
+_ATTENTION = "fused_kv_llm.model.attention_rule.eight_bit_row_attention"
+"""The second pass's attention."""
+
+_WAYS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "": nullcontext,
+    "in full": lambda: patch(_LINEARS, lambda *_: None),
+    "attention in full": lambda: patch(_ATTENTION, row_attention),
+}
 
 
 def parse() -> argparse.Namespace:
@@ -39,7 +51,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, nargs="+", choices=(1, 2, 4), default=[1, 2, 4])
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16", "float16"), default=["float32"],
                         help="that the model computes in, one after another")  # fmt: skip
-    parser.add_argument("--in-full", action="store_true", help="also without eight-bit products")
+    parser.add_argument("--in-full", nargs="?", choices=("all", "attention"), const="all", help="also in this way")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "second_pass_cpu.json")
     return parser.parse_args()
@@ -69,26 +81,26 @@ def main() -> None:
     lines = args.data.read_text(encoding="utf-8").splitlines()
     texts = [json.loads(line)["text"] for line in lines if line.strip()][: args.chunks]
     embedder, runs = SentenceEmbedder(), list[dict[str, Any]]()
+    ways = ["", *{None: [], "all": ["in full"], "attention": ["attention in full"]}[args.in_full]]
     for dtype in args.dtypes:
         loaded = load_model("smollm2-135m", dtype=dtype)
         measure(loaded, embedder, texts[:40], 1)
-        ways = [(prompts, full) for prompts in args.prompts for full in (False, True)[: 1 + args.in_full]]
         for number in range(args.repeats):
-            for prompts, full in ways[:: -1 if number % 2 else 1]:
-                with patch(_EIGHT_BIT, lambda *_: None) if full else nullcontext():
-                    runs.append({**measure(loaded, embedder, texts, prompts), "in_full": full})
+            for prompts, way in list(product(args.prompts, ways))[:: -1 if number % 2 else 1]:
+                with _WAYS[way]():
+                    runs.append({**measure(loaded, embedder, texts, prompts), "way": way})
                 print(runs[-1], flush=True)
     ratios = {
-        dtype + (" in full" if full else ""): {
+        f"{dtype} {way}".rstrip(): {
             prompts: statistics.median(
                 run["total_over_first"]
                 for run in runs
-                if (run["dtype"], run["prompts"], run["in_full"]) == (dtype, prompts, full)
+                if (run["dtype"], run["prompts"], run["way"]) == (dtype, prompts, way)
             )
             for prompts in args.prompts
         }
         for dtype in args.dtypes
-        for full in (False, True)[: 1 + args.in_full]
+        for way in ways
     }
     print(ratios)
     result = {"environment": environment(), "total_over_first": ratios, "runs": runs}

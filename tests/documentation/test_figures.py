@@ -234,12 +234,15 @@ def test_runs_of_one_prompt(dtype: str) -> None:
     assert f"{sum(lost) / len(lost):.1f} points less on average in {dtype}" in text
 
 
-@pytest.mark.parametrize(("dtype", "kind", "questions"), [("float32", "_float32", 20), ("bfloat16", "", 40)])
-def test_one_prompt_and_for_some_a_second(dtype: str, kind: str, questions: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "kinds", "questions"),
+    [("float32", ("_float32_again", "_float32_linears"), 20), ("bfloat16", ("_again", ""), 40)],
+)
+def test_one_prompt_and_for_some_a_second(dtype: str, kinds: tuple[str, str], questions: int) -> None:
     """On the questions that were asked."""
     want, lost = [], []
     for frame in ("plain", "short"):
-        again, two = (records_of(f"quality_ten_{frame}{kind}{way}_cpu.records.jsonl") for way in ("_again", ""))
+        again, two = (records_of(f"quality_ten_{frame}{kind}_cpu.records.jsonl") for kind in kinds)
         for name, one, of_all in zip(quality("quality_ten_plain_cpu.json"), again.values(), two.values(), strict=True):
             asked = {row["question"] for row in one}
             other = [row for row in of_all if row["question"] in asked]
@@ -257,8 +260,8 @@ def test_one_prompt_and_for_some_a_second(dtype: str, kind: str, questions: int)
     assert f"{abs(mean(lost)):.1f} points {way} at 0.15 on average in {dtype}" in text
 
 
-def _kl_rows(*kinds: str) -> Iterator[list[str]]:
-    """Yield, by wording and ratio, the KL of the first kind of records over that of the second."""
+def _kl_rows(*kinds: str, questions: int = 120) -> Iterator[list[str]]:
+    """Yield, by wording and ratio, the KL of the first kind of records over that of the second, on its questions."""
     for frame in ("plain", "short"):
         both = [records_of(f"quality_ten_{frame}{kind}_cpu.records.jsonl") for kind in kinds]
         one, other = (
@@ -267,7 +270,7 @@ def _kl_rows(*kinds: str) -> Iterator[list[str]]:
         )
         for ratio, method in (("0", "full_reuse/similar/0"), ("0.15", "sink_attention/similar/0.15")):
             keys = [key for key in other if key[2] == method]
-            assert len(keys) == 120
+            assert len(keys) == questions
             # A hundredth of a percent of the usual KL: what is exact already has no ratio.
             logs = [log((one[key] + 1e-4) / (other[key] + 1e-4)) for key in keys]
             half = 1.96 * stdev(logs) / sqrt(len(logs))
@@ -291,24 +294,43 @@ def test_a_stronger_pull_and_a_stored_first_chunk() -> None:
     assert table("docs/methods.md", "wording and ratio, now, float32") == want
 
 
-@pytest.mark.parametrize(("dtype", "kind"), [("bfloat16", ""), ("float32", "_float32")])
-def test_the_second_pass_in_eight_bits(dtype: str, kind: str) -> None:
-    want = list(_kl_rows(kind, f"{kind}_in_full"))
+@pytest.mark.parametrize(
+    ("dtype", "kinds"), [("bfloat16", ("", "_in_full")), ("float32", ("_float32_linears", "_float32_in_full"))]
+)
+def test_the_second_pass_in_eight_bits(dtype: str, kinds: tuple[str, str]) -> None:
+    want = list(_kl_rows(*kinds))
     assert table("docs/methods.md", f"wording and ratio, eight bits, {dtype}") == want
     default, lost = ("sink_attention", "similar", 0.15), list[float]()
     for frame in ("plain", "short"):
         eight, full = (
             [
                 _rows(of)[default]["recovered"]
-                for of in records_of(f"quality_ten_{frame}{way}_cpu.records.jsonl").values()
+                for of in records_of(f"quality_ten_{frame}{kind}_cpu.records.jsonl").values()
             ]
-            for way in (kind, f"{kind}_in_full")
+            for kind in kinds
         )
         lost += [100 * (b - a) for a, b in zip(eight, full, strict=True)]
     text = " ".join((ROOT / "docs" / "methods.md").read_text(encoding="utf-8").split())
     place = "in float32, set by set" if dtype == "float32" else "in bfloat16, where rounding"
     points = "points " if dtype == "float32" else ""
     assert f"{min(lost):.1f} to {max(lost):.1f} {points}{place}" in text
+
+
+def test_attention_in_eight_bits() -> None:
+    want = list(_kl_rows("_float32", "_float32_attention_in_full", questions=40))
+    assert table("docs/methods.md", "wording and ratio, attention in eight bits") == want
+    of = record("second_pass_attention_cpu.json")
+    eight, full = (f"{of['total_over_first'][f'float32{way}']['2']:.2f}" for way in ("", " attention in full"))
+    (chunks,) = {run["chunks"] for run in of["runs"]}
+    for page, words in (
+        ("README.md", f"it is {eight} instead of {full} times in float32"),
+        ("docs/ingestion.md", f"{eight} times instead of {full} ({chunks} passages"),
+        (
+            "docs/methods.md",
+            f"took {eight} times as long as the first with it and {full} times without ({chunks} passages",
+        ),
+    ):
+        assert words in " ".join((ROOT / page).read_text(encoding="utf-8").split()), page
 
 
 def test_one_prompt_instead_of_two() -> None:
