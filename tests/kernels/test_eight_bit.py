@@ -82,7 +82,8 @@ def test_products_of_bfloat16_are_those_of_float32_rounded() -> None:
     in_bfloat16 = replace(weights, biases=(None, bias.bfloat16()))
     for got, one in zip(eight_bit_linears(x, in_bfloat16), want, strict=True):
         assert got.dtype == torch.bfloat16
-        torch.testing.assert_close(got.float(), one, rtol=2e-2, atol=2e-2)
+        # Not element by element: a bias can take nearly all of a product away, and leaves its rounding.
+        assert error(got.float(), one) < 0.01
 
 
 def test_weights_are_as_large_as_sums_stay_exact(monkeypatch: pytest.MonkeyPatch) -> None:
