@@ -360,14 +360,17 @@ def _total(records: list[dict[str, Any]], method: str, questions: int = 40) -> f
     return float(sum(found))
 
 
-def _fair(model: str) -> dict[tuple[str, str], dict[str, Any]]:
-    at = model, "sets", 0.15
-    (pooled,) = (o for o in record("fair_cpu.json")["pooled"] if (o["model"], o["kind"], o["ratio"]) == at)
+def _fair(model: str, dtype: str) -> dict[tuple[str, str], dict[str, Any]]:
+    at = model, dtype, "sets", 0.15
+    (pooled,) = (
+        one for one in record("fair_cpu.json")["pooled"]
+        if (one["model"], one["dtype"], one["kind"], one["ratio"]) == at
+    )  # fmt: skip
     return {(row["selector"], row["preprocessing"]): row for row in pooled["rows"]}
 
 
 def _fair_rows() -> Iterator[list[str]]:
-    rows = _fair("smollm2-135m")
+    rows = _fair("smollm2-135m", "bfloat16")
     for rule in sorted({name for name, _ in rows} - {"full_reuse", "full_prefill"}):
         if rule.endswith(("+transfer", "-transfer")):
             continue
@@ -381,7 +384,7 @@ def _fair_rows() -> Iterator[list[str]]:
 def test_the_fair_table() -> None:
     want = sorted(_fair_rows(), key=lambda cells: -int(cells[6].removesuffix(" %")))
     assert table("docs/methods.md", "rule at 0.15") == want
-    rows = _fair("smollm2-135m")
+    rows = _fair("smollm2-135m", "bfloat16")
     assert {row["questions"] for row in rows.values()} == {12}
     text = " ".join((ROOT / "docs" / "methods.md").read_text(encoding="utf-8").split())
     ahead = [
@@ -394,9 +397,17 @@ def test_the_fair_table() -> None:
     assert f"without recomputation ({full[0]}, ours {full[1]})" in text
     lost = rows["sink_attention", "similar"]["recovered"] - rows["sink_attention_anchors", "similar"]["recovered"]
     assert f"won back {100 * lost:.0f} point less" in text
-    gemma = _fair("gemma3-270m")
+    gemma = _fair("gemma3-270m", "float32")
     assert {row["questions"] for row in gemma.values()} == {3}
-    assert "similar" not in {preprocessing for _, preprocessing in gemma}
+    share = {key: f"{100 * row['recovered']:.0f} %" for key, row in gemma.items()}
+    assert share["fusionrag+transfer", "similar"] == share["prophetkv+transfer", "similar"]
+    assert (
+        f"the default recovers {share['sink_attention', 'similar']}, full reuse {share['full_reuse', 'similar']}, "
+        f"`fusionrag+transfer` and `prophetkv+transfer` {share['prophetkv+transfer', 'similar']}, and "
+        f"`sink_attention_anchors` {share['sink_attention_anchors', 'similar']}; without preprocessing "
+        f"`prophetkv+transfer` is ahead with {share['prophetkv+transfer', 'none']}, and the default has "
+        f"{share['sink_attention', 'none']}"
+    ) in text
 
 
 def test_reading_less_first() -> None:
