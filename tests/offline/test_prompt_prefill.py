@@ -14,7 +14,7 @@ from torch import Tensor
 from fused_kv_kernels import has_eight_bit_linears, rerotate_keys, why_not_native
 from fused_kv_llm.chunk import ChunkKV
 from fused_kv_llm.errors import UnsupportedModelError
-from fused_kv_llm.model import KVPass, LoadedModel, PieceSpeed, StoppedError, eight_bit, eight_bit_of, load_model
+from fused_kv_llm.model import KVPass, LoadedModel, StoppedError, eight_bit, eight_bit_of, load_model
 from fused_kv_llm.model.attention_rule import AttentionRule
 from fused_kv_llm.model.families import SUPPORTED_MODEL_TYPES
 from fused_kv_llm.offline import prompt_prefill
@@ -232,14 +232,14 @@ def test_pieces_in_eight_bits_are_as_long_as_their_own_speed_allows() -> None:
 @needs_eight_bits
 def test_pieces_in_eight_bits_do_not_teach_how_long_others_take(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load_model(tiny_model(hidden_size=192, intermediate_size=256), tokenizer=smollm2_tokenizer())
-    owner, measured = loop_of(loaded.model), list[tuple[int, bool]]()
+    owner, measured = loop_of(loaded.model), list[int]()
     linears, real = eight_bit_of(loaded, owner, never), owner.run
 
-    def noting(work: Any, tokens: int = 0, stopped: Any = None, speed: PieceSpeed | None = None) -> Any:
-        measured.append((tokens, speed is not None))
-        return real(work, tokens, stopped, speed)
+    def noting(work: Any, tokens: int = 0, stopped: Any = None) -> Any:
+        measured.append(tokens)
+        return real(work, tokens, stopped)
 
     monkeypatch.setattr(owner, "run", noting)
     for way in (None, linears):
         true_kv(PromptPrefill(loaded, owner, way), list(range(20, 34)), [Segment(2, 9, "one")])
-    assert measured == [(14, False), (14, True)]
+    assert measured == [14, 0]

@@ -15,7 +15,7 @@ class StoppedError(Exception):
 
 
 class PieceSpeed:
-    """How fast pieces of one kind are computed.
+    """How fast pieces of one kind are computed; whoever computes them notes it.
 
     Attributes
     ----------
@@ -34,13 +34,7 @@ class PieceSpeed:
 class ModelOwner(Protocol):
     """Takes forwards of ingestion and computes them when requests leave time for it."""
 
-    def run(
-        self,
-        work: Callable[[], T],
-        num_tokens: int = 0,
-        stopped: Callable[[], bool] = ...,
-        speed: PieceSpeed | None = None,
-    ) -> T:
+    def run(self, work: Callable[[], T], num_tokens: int = 0, stopped: Callable[[], bool] = ...) -> T:
         """Wait until it is ingestion's turn, have the thread that owns the model compute, and return the result.
 
         Parameters
@@ -51,8 +45,6 @@ class ModelOwner(Protocol):
             Tokens that it computes, for the measurement of the machine's speed; 0 if that says nothing.
         stopped : callable
             Says whether to give up waiting.
-        speed : PieceSpeed or None
-            That of pieces of this kind, which notes how long this one took. None is the speed of first passes.
 
         Raises
         ------

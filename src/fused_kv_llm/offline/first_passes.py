@@ -79,16 +79,10 @@ class AfterFirstPasses:
     def __init__(self, owner: ModelOwner, passes: FirstPasses, stopped: Callable[[], bool]) -> None:
         self._owner, self._passes, self._stopped = owner, passes, stopped
 
-    def run(
-        self,
-        work: Callable[[], T],
-        num_tokens: int = 0,
-        stopped: Callable[[], bool] = lambda: False,
-        speed: PieceSpeed | None = None,
-    ) -> T:
+    def run(self, work: Callable[[], T], num_tokens: int = 0, stopped: Callable[[], bool] = lambda: False) -> T:
         """Wait for the owner's turn and compute; as the owner does."""
         self._passes.wait(lambda: stopped() or self._stopped())
-        return self._owner.run(work, num_tokens, stopped, speed)
+        return self._owner.run(work, num_tokens, stopped)
 
     def piece_tokens(self, most: int, speed: PieceSpeed | None = None) -> int:
         """Return how many tokens a piece may compute once no first pass is under way, at most `most`."""

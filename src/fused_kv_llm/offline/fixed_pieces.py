@@ -29,15 +29,9 @@ class FixedPieces:
     def __init__(self, owner: ModelOwner, tokens: int) -> None:
         self._owner, self._tokens = owner, tokens
 
-    def run(
-        self,
-        work: Callable[[], T],
-        num_tokens: int = 0,
-        stopped: Callable[[], bool] = lambda: False,
-        speed: PieceSpeed | None = None,
-    ) -> T:
+    def run(self, work: Callable[[], T], num_tokens: int = 0, stopped: Callable[[], bool] = lambda: False) -> T:
         """Wait for the owner's turn and compute; as the owner does."""
-        return self._owner.run(work, num_tokens, stopped, speed)
+        return self._owner.run(work, num_tokens, stopped)
 
     def piece_tokens(self, most: int, speed: PieceSpeed | None = None) -> int:
         """Return how many tokens a piece may compute: at most `most`, whatever the time."""

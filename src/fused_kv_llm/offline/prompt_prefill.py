@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -51,7 +52,6 @@ class PromptPrefill:
         self._loaded, self._owner, self._linears = loaded, owner, linears
         is_coarse = linears is not None and loaded.geometry.attends_cache and why_not_native(torch.bfloat16) is None
         self._kv_dtype = torch.bfloat16 if is_coarse else loaded.dtype
-        # How fast eight bits are says nothing about other pieces.
         self._speed = None if linears is None else PieceSpeed()
         # One prompt after another uses the same memory: mapping fresh pages would take a part of its time.
         self._pool = CachePool(self._kv_dtype, loaded.device, _KEPT_BYTES if loaded.device.type == "cpu" else 0)
@@ -116,17 +116,21 @@ class PromptPrefill:
             pieces = -(-len(left) // self._owner.piece_tokens(_PIECE_TOKENS, self._speed))
             tokens = -(-len(left) // pieces)
             rows, left = left[:tokens], left[tokens:]
-            forward = partial(self._forward, ids, rows, cache)
-            self._owner.run(forward, len(rows), stopped, self._speed)
+            # How fast eight bits are says nothing about other pieces.
+            measured = len(rows) if self._speed is None else 0
+            self._owner.run(partial(self._forward, ids, rows, cache), measured, stopped)
         layers = list(zip(cache.keys, cache.values, strict=True))
         check_numbers(layers, self._loaded.model_id, self._loaded.dtype)
 
     def _forward(self, ids: Tensor, rows: Tensor, cache: FusedCache) -> None:
         self._loaded.check_unchanged()
+        started_s = time.perf_counter()
         forward_pass = _PromptPass(rows, int(rows[-1]) + 1, self._loaded.geometry.num_layers - 1)
         forward_pass.linears, forward_pass.kv_dtype = self._linears, self._kv_dtype
         with torch.inference_mode():
             forward_kv(self._loaded, ids[rows][None], rows, cache, forward_pass)
+        if self._speed is not None:
+            self._speed.note(time.perf_counter() - started_s, len(rows))
 
 
 class _PromptPass(KVPass):

@@ -46,13 +46,11 @@ class Piece(Generic[T]):
         Computes it; called by the thread that owns the model.
     num_tokens : int
         Tokens that it computes; 0 leaves it out of the measurement of the machine's speed.
-    speed : PieceSpeed or None
-        That of pieces of its kind; None is the speed of first passes.
     """
 
-    def __init__(self, work: Callable[[], T], num_tokens: int, speed: PieceSpeed | None = None) -> None:
+    def __init__(self, work: Callable[[], T], num_tokens: int) -> None:
         self._work, self._future = work, Future[T]()
-        self.num_tokens, self.speed = num_tokens, speed
+        self.num_tokens = num_tokens
 
     @property
     def is_wanted(self) -> bool:
@@ -189,4 +187,4 @@ class IngestionPieces:
         seconds = self._clock() - started_s
         self._owed_s = self._owed_s - seconds if self._is_beside else 0.0
         if piece.num_tokens:
-            (piece.speed or self._speed).note(seconds, piece.num_tokens)
+            self._speed.note(seconds, piece.num_tokens)

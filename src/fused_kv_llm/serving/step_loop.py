@@ -202,13 +202,7 @@ class StepLoop:
             self._thread = threading.Thread(target=self._run, name="fused-kv-steps", daemon=True)
             self._thread.start()
 
-    def run(
-        self,
-        work: Callable[[], T],
-        num_tokens: int = 0,
-        stopped: Callable[[], bool] = lambda: False,
-        speed: PieceSpeed | None = None,
-    ) -> T:
+    def run(self, work: Callable[[], T], num_tokens: int = 0, stopped: Callable[[], bool] = lambda: False) -> T:
         """Have a piece of ingestion computed between the steps, and return what comes of it; see :class:`.ModelOwner`.
 
         Raises
@@ -225,7 +219,7 @@ class StepLoop:
         if stopped():
             raise StoppedError
         release_openmp_workers()
-        piece = Piece(work, num_tokens, speed)
+        piece = Piece(work, num_tokens)
         with self._guard:
             self._start()
             self._inbox.put(partial(self._pieces.add, piece))
