@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .dispatch import UnsupportedOperandsError
-from .native import native_quantize_rows, takes_rows
+from .native import native_quantize_rows, native_scale_rows, takes_rows
 
 __all__ = ["EightBitWeights", "eight_bit_linears", "eight_bit_weights", "has_eight_bit_linears", "quantize_rows"]
 
@@ -100,8 +100,12 @@ def eight_bit_linears(x: Tensor, weights: EightBitWeights) -> list[Tensor]:
         ``[..., O]`` in the dtype of `x`. A row of `x` that is not finite gives outputs that are not.
     """
     rows, scales = quantize_rows(x, weights.factors)
-    # Tensors of one dtype are multiplied twice as fast. Rounding the scales costs less than the eight bits do.
-    product = _product(rows, weights.packed, weights.scales, x.dtype).mul_(scales.to(x.dtype)[:, None])
+    product = _product(rows, weights.packed, weights.scales, x.dtype)
+    if product.numel() and takes_rows(product):
+        native_scale_rows(product, scales)
+    else:
+        # Tensors of one dtype are multiplied twice as fast. Rounding the scales costs less than the eight bits do.
+        product.mul_(scales.to(x.dtype)[:, None])
     sizes = list(weights.sizes)
     parts = torch.split(product.view(*x.shape[:-1], sum(sizes)), sizes, dim=-1)
     return [part if bias is None else part + bias for part, bias in zip(parts, weights.biases, strict=True)]

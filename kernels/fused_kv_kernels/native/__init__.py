@@ -17,6 +17,7 @@ from .elementwise import (
     native_quantize_rows,
     native_rms_norm,
     native_rotate_rows,
+    native_scale_rows,
     takes_rows,
 )
 from .library import native_library, why_not_native
@@ -67,6 +68,7 @@ __all__ = [
     "native_quantize_rows",
     "native_rms_norm",
     "native_rotate_rows",
+    "native_scale_rows",
     "native_row_attention",
     "native_shift_chunks",
     "native_token_scores",

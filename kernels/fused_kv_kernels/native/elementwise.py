@@ -13,6 +13,7 @@ __all__ = [
     "native_quantize_rows",
     "native_rms_norm",
     "native_rotate_rows",
+    "native_scale_rows",
     "takes_rows",
 ]
 
@@ -52,6 +53,11 @@ def native_quantize_rows(x: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
         x.data_ptr(), factors.data_ptr(), out.data_ptr(), scales.data_ptr(), rows, dim, num_threads()
     )
     return out, scales
+
+
+def native_scale_rows(x: Tensor, scales: Tensor) -> None:
+    """Multiply the rows of a dense matrix ``[R, O]`` by float32 ``[R]``, in place."""
+    loaded_library(x.dtype).fkv_scale_rows(x.data_ptr(), scales.data_ptr(), *x.shape, num_threads())
 
 
 def native_compress_rows(x: Tensor, smallest_scale: float) -> tuple[Tensor, Tensor]:

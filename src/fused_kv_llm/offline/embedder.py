@@ -29,6 +29,10 @@ class Embedder(Protocol):
         """Return one unit vector per text, ``[texts, dimensions]``."""
 
 
+_TEXTS_A_FORWARD = 4
+"""Texts of a forward are padded to the longest of them: with few, sorted by length, little is computed in vain."""
+
+
 class SentenceEmbedder:
     """all-MiniLM-L6-v2 on the CPU: 384 dimensions, normalised; loaded on first use, thread-safe.
 
@@ -54,7 +58,11 @@ class SentenceEmbedder:
                 self._loaded = _load_minilm()
         with torch.autocast("cpu", torch.bfloat16, enabled=has_native_bfloat16()):
             vectors = self._loaded.encode(
-                list(texts), normalize_embeddings=True, show_progress_bar=False, convert_to_numpy=True
+                list(texts),
+                batch_size=_TEXTS_A_FORWARD,
+                normalize_embeddings=True,
+                show_progress_bar=False,
+                convert_to_numpy=True,
             )
         return np.asarray(vectors, dtype=np.float32)
 

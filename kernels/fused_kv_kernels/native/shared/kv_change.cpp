@@ -77,13 +77,8 @@ void fkv_compress_rows(const float *x, int8_t *out, float *scales, int64_t rows,
         const auto read = [&](int64_t column) { return load_floats(source + column, first_lanes(dim - column)); };
         const float largest = largest_magnitude(dim, read) / 127.0f, scale = largest < smallest ? smallest : largest;
         scales[row] = scale;
-        for (int64_t column = 0; column < dim; column += kLanes) {
-            int32_t whole[kLanes];
-            *reinterpret_cast<LooseWholeLanes *>(whole) = whole_part(read(column) / splat(scale) + kRounding);
-            const int64_t count = std::min<int64_t>(dim - column, kLanes);
-            int8_t *const target = out + row * dim + column;
-            for (int64_t lane = 0; lane < count; ++lane) target[lane] = static_cast<int8_t>(whole[lane]);
-        }
+        for (int64_t column = 0; column < dim; column += kLanes)
+            store_bytes(out + row * dim + column, whole_part(read(column) / splat(scale) + kRounding), dim - column);
     }
 }
 }

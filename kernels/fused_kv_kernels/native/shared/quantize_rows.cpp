@@ -1,4 +1,5 @@
-// Rows of activations in eight bits, each scaled by its own largest element, for products of integers.
+// Rows of activations in eight bits, each scaled by its own largest element, for products of integers, and scaling
+// the products back.
 #include "element.h"
 
 namespace {
@@ -27,13 +28,20 @@ void fkv_quantize_rows(const Element *x, const float *factors, uint8_t *out, flo
         const float factor = kLargest / largest;
         scales[row] = largest / kLargest;
         for (int64_t column = 0; column < dim; column += kLanes) {
-            int32_t whole[kLanes];
             const Lanes shifted = multiply_add(read(column), splat(factor), splat(kRounding));
-            *reinterpret_cast<LooseWholeLanes *>(whole) = whole_part(shifted) + 128;
-            const int64_t count = std::min<int64_t>(dim - column, kLanes);
-            uint8_t *const target = out + row * dim + column;
-            for (int64_t lane = 0; lane < count; ++lane) target[lane] = static_cast<uint8_t>(whole[lane]);
+            store_bytes(out + row * dim + column, whole_part(shifted) + 128, dim - column);
         }
     }
+}
+
+// x [rows, dim], dense: each row times its scale, in place.
+void fkv_scale_rows(Element *x, const float *scales, int64_t rows, int64_t dim, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t row = 0; row < rows; ++row)
+        for (int64_t column = 0; column < dim; column += kLanes) {
+            Element *const at = x + row * dim + column;
+            const Mask here = first_lanes(dim - column);
+            store(at, here, load(at, here) * splat(scales[row]));
+        }
 }
 }
