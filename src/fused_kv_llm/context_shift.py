@@ -88,6 +88,18 @@ class ShiftFit:
         )
         return keys, values
 
+    def applied(self, weight: float) -> tuple[Tensor, Tensor]:
+        """Return the keys and values with a part of their shift, float32 ``[L, Hkv, T, D]``.
+
+        Parameters
+        ----------
+        weight : float
+            Of a place (:func:`place_weight`).
+        """
+        shifts = zip(self._plain, self.shift(), strict=True)
+        keys, values = (torch.add(plain, shift, alpha=weight) for plain, shift in shifts)
+        return keys, values
+
 
 def context_shift(keys: Tensor, values: Tensor) -> dict[str, Tensor]:
     """Compress what contexts change in a chunk.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -15,8 +16,7 @@ from .corpus import CorpusPlanner
 from .grouping import group_tokens, similar_groups
 from .preprocessing_plan import PreprocessingPlan
 from .prompt_prefill import PromptPrefill
-from .shift_prompts import BEFORE_CHUNKS, BETWEEN_CHUNKS, PromptShape, prompts_of_group
-from .variant_builder import PromptChunks
+from .shift_prompts import BEFORE_CHUNKS, BETWEEN_CHUNKS, PromptShape, ShiftPrompt, prompts_of_group
 
 __all__ = ["ShiftPrefill"]
 
@@ -86,15 +86,11 @@ class ShiftPrefill:
         """
         for group in [plan.chunks] if plan.is_batch else self._groups(plan):
             asked = {chunk.key: chunk for chunk in group if wanted is None or chunk.key in wanted}
-            prompts = [
-                prompt
-                for prompt in prompts_of_group(group, plan.token_ids, self._shape)
-                if any(place.key in asked for place in prompt.segments[1:])
-            ]
+            prompts, shown = _needed(prompts_of_group(group, plan.token_ids, self._shape), asked)
             if not prompts:
                 continue
-            before = plain([*asked, *(str(prompt.segments[0].key) for prompt in prompts)])
-            fits = {key: ShiftFit(before[key].keys, before[key].values) for key in asked}
+            before = plain([*shown, *(str(prompt.segments[0].key) for prompt, _ in prompts)])
+            fits = {key: ShiftFit(before[key].keys, before[key].values) for key in shown}
             for prompt in prompts:
                 self._add(prompt, fits, before, stopped)
             yield [(chunk, fits[key]) for key, chunk in asked.items()]
@@ -104,21 +100,37 @@ class ShiftPrefill:
 
     def _add(
         self,
-        prompt: PromptChunks,
+        shift_prompt: ShiftPrompt,
         fits: Mapping[str, ShiftFit],
         plain: Mapping[str, ChunkKV],
         stopped: Callable[[], bool],
     ) -> None:
-        """Add what a prompt changes in those of its chunks that have a fit.
+        """Add what a prompt changes in those of its chunks that have a fit, but for the known ones at its beginning.
 
-        The first chunk is left out. It stands behind an instruction only, which changes next to nothing, so its plain
-        KV is used and it is not computed.
+        Of these, the first has its plain KV, the others their KV with the shift that is known so far.
         """
-        first, *others = prompt.segments
-        places = [place for place in others if place.key in fits]
-        self.neighbour_tokens += sum(place.num_tokens for place in others if place.key not in fits)
-        known, home = [(first, plain[str(first.key)])], len(self._prefix.token_ids)
-        found = self._prefill.true_kv(prompt.ids[: places[-1].stop], places, known, stopped)
+        (prompt, known), home = shift_prompt, len(self._prefix.token_ids)
+        first, *again = prompt.segments[:known]
+        begin = [(first, plain[str(first.key)])]
+        for place in again:
+            weight = place_weight(place.start - home, place.num_tokens)
+            with torch.inference_mode():
+                keys, values = fits[str(place.key)].applied(weight)
+            begin.append((place, replace(plain[str(place.key)], keys=keys, values=values)))
+        places = [place for place in prompt.segments[known:] if place.key in fits]
+        self.neighbour_tokens += sum(place.num_tokens for place in prompt.segments[known:] if place.key not in fits)
+        found = self._prefill.true_kv(prompt.ids[: places[-1].stop], places, begin, stopped)
         for kv, place in zip(found, places, strict=True):
             tables = self._geometry.tables(torch.tensor([home - place.start]), kv.keys.device)
             fits[str(place.key)].add(kv.keys, kv.values, place_weight(place.start - home, place.num_tokens), tables)
+
+
+def _needed(prompts: Sequence[ShiftPrompt], asked: Iterable[str]) -> tuple[list[ShiftPrompt], list[str]]:
+    """Return the prompts without which asked chunks would have other shifts, and the keys of chunks with shifts."""
+    keys, needed = dict.fromkeys(asked), list[ShiftPrompt]()
+    for one in reversed(prompts):
+        places = [str(place.key) for place in one.prompt.segments]
+        if not keys.keys().isdisjoint(places[one.known :]):
+            needed.insert(0, one)
+            keys |= dict.fromkeys(places[1 : one.known])
+    return needed, list(keys)

@@ -1,14 +1,17 @@
 """Prompts of similar chunks, which show what chunks before a chunk change in its KV.
 
 Every chunk of a group is put into several prompts behind an instruction. A large group is divided in two ways for that:
-into halves of chunks that are most similar, and into every other chunk. A prompt runs forwards or backwards. So what
-stands before a chunk differs from prompt to prompt. Where one prompt a chunk is asked for, a large group makes two.
+into halves of chunks that are most similar, and into every other chunk. So what stands before a chunk differs from
+prompt to prompt. The chunks that stood late in the first prompts begin the second ones, which do not compute them: with
+little before them they would show little, and what much changes in them is known. Where one prompt a chunk is asked
+for, a large group makes two.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fused_kv_llm.prompt import Segment
 
@@ -16,7 +19,7 @@ from .batches import PendingChunk
 from .grouping import LEAST_TOGETHER
 from .variant_builder import PromptChunks
 
-__all__ = ["BEFORE_CHUNKS", "BETWEEN_CHUNKS", "PromptShape", "prompts_of_group"]
+__all__ = ["BEFORE_CHUNKS", "BETWEEN_CHUNKS", "PromptShape", "ShiftPrompt", "prompts_of_group"]
 
 BEFORE_CHUNKS = "Use the following pieces of context to answer the question at the end.\n\n"
 """What prompts usually begin with: an instruction. Its words matter little, but that there is one shows in KV."""
@@ -29,6 +32,9 @@ MOST_TOGETHER = 16
 
 FEW_TOGETHER = 10
 """The same where not every chunk is put into two prompts."""
+
+import os
+_KNOWN = float(os.environ.get("KNOWN", 0.5))
 
 _AGAIN = 3 / 8
 """Share of a run's chunks that stand behind the other run of the group, too."""
@@ -62,9 +68,24 @@ class PromptShape:
     times: int
 
 
+class ShiftPrompt(NamedTuple):
+    """A prompt that shows what the chunks before a chunk change in it.
+
+    Parameters
+    ----------
+    prompt : PromptChunks
+    known : int
+        Chunks at its beginning that are not computed: the first, which stands behind an instruction only, and others
+        that prompts before it show.
+    """
+
+    prompt: PromptChunks
+    known: int = 1
+
+
 def prompts_of_group(
     group: Sequence[PendingChunk], token_ids: Mapping[str, tuple[int, ...]], shape: PromptShape
-) -> list[PromptChunks]:
+) -> list[ShiftPrompt]:
     """Put a group of chunks into prompts.
 
     Parameters
@@ -77,7 +98,7 @@ def prompts_of_group(
 
     Returns
     -------
-    list of PromptChunks
+    list of ShiftPrompt
         A chunk behind its neighbours has one prompt; one that nothing fits before has none, which would show nothing.
         A group of few chunks has as many prompts as it has orders, and two even if one was asked for.
     """
@@ -90,23 +111,30 @@ def prompts_of_group(
         lead = _lead(group, token_ids, room, separator_tokens)[:1]
     if len(lead) + len(keys) < 2:
         return []
-    return [_prompt((*lead, *order), token_ids, shape) for order in _orders(keys, shape.times)]
+    orders = _orders(keys, shape.times)
+    return [
+        ShiftPrompt(_prompt((*lead, *order), token_ids, shape), 1 if lead else known) for order, known in orders.items()
+    ]
 
 
-def _orders(keys: Sequence[str], times: int) -> list[Sequence[str]]:
-    """Return the chunks of every prompt."""
+def _orders(keys: Sequence[str], times: int) -> dict[tuple[str, ...], int]:
+    """Return the chunks of every prompt, and how many of its first are known."""
     if times == 1 and len(keys) > FEW_TOGETHER:
-        return _two_runs(keys)
-    if len(keys) > MOST_TOGETHER:
-        half = (len(keys) + 1) // 2
-        near, mixed = [keys[:half], keys[half:]], [keys[::2], keys[1::2]]
-        orders = [*near, *_backwards(mixed), *_backwards(near), *mixed]
-    else:
-        mixed = [[*keys[::2], *keys[1::2]]]
-        orders = [keys, *_backwards([keys]), *_backwards(mixed), *mixed]
-    # They show each chunk four times; the first half of them shows it twice, behind others each time.
-    wanted = orders[: len(orders) * max(times, 2) // 4]
-    return list(dict.fromkeys(map(tuple, wanted)))
+        return dict.fromkeys(map(tuple, _two_runs(keys)), 1)
+    is_large = len(keys) > MOST_TOGETHER
+    half = (len(keys) + 1) // 2
+    near = [keys[:half], keys[half:]] if is_large else [keys]
+    mixed = [keys[::2], keys[1::2]] if is_large else [[*keys[::2], *keys[1::2]]]
+    late = {key for run in near for key in run[round((1 - _KNOWN) * len(run)) :]}
+    orders = dict.fromkeys(map(tuple, near), 1)
+    for run in mixed if is_large else near:
+        known = [key for key in run[::-1] if key in late]
+        order = (*known, *(key for key in run[::-1] if key not in late))
+        orders.setdefault(order, max(1, len(known)))
+    if times > 2:
+        more = [*_backwards(near), *mixed] if is_large else [*_backwards(mixed), *mixed]
+        orders |= {order: 1 for order in map(tuple, more) if order not in orders}
+    return orders
 
 
 def _backwards(orders: Sequence[Sequence[str]]) -> list[Sequence[str]]:
