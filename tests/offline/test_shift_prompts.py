@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from fused_kv_llm.offline.batches import PendingChunk
 from fused_kv_llm.offline.grouping import LEAST_TOGETHER
-from fused_kv_llm.offline.shift_prompts import FEW_TOGETHER, MOST_TOGETHER, PromptShape, prompts_of_group
-from fused_kv_llm.offline.variant_builder import PromptChunks
+from fused_kv_llm.offline.shift_prompts import MOST_TOGETHER, PromptShape, ShiftPrompt, prompts_of_group
 
 
 def chunk(number: int, tokens: int, neighbours: tuple[int, ...] = ()) -> PendingChunk:
@@ -23,8 +22,8 @@ def shaped(room: int = 1000, lead: int = 1000, times: int = 2, instruction: tupl
     return PromptShape((90,), instruction, (92,), room, lead, times)
 
 
-def places_in(prompt: PromptChunks) -> list[int]:
-    return [int(str(one.key)) for one in prompt.segments]
+def places_in(one: ShiftPrompt) -> list[int]:
+    return [int(str(place.key)) for place in one.prompt.segments]
 
 
 def ids_of(*chunks: PendingChunk) -> dict[str, tuple[int, ...]]:
@@ -38,7 +37,7 @@ def test_a_chunk_that_nothing_fits_before_shows_nothing() -> None:
 
 def test_what_stands_before_a_chunk_stands_behind_it_the_other_time() -> None:
     group = [chunk(number, 3 + number) for number in range(5)]
-    forwards, backwards = prompts_of_group(group, ids_of(*group), shaped())
+    forwards, backwards = (one.prompt for one in prompts_of_group(group, ids_of(*group), shaped()))
     for prompt in (forwards, backwards):
         assert prompt.ids[:2] == (90, 91)
         for segment in prompt.segments:
@@ -54,15 +53,10 @@ def test_every_chunk_is_in_so_many_prompts(count: int, times: int) -> None:
     places = [places_in(prompt) for prompt in prompts]
     assert all(len(set(keys)) == len(keys) for keys in places)
     seen = Counter(key for keys in places for key in keys if key != 99)
-    if times == 1 and count > FEW_TOGETHER:
-        assert set(seen.values()) == {1, 2}
-        assert count < sum(seen.values()) - len(prompts) < 1.4 * count, "the first of each is not computed"
-        assert {keys[0] for keys in places} <= {key for key in seen if seen[key] == 2}
-        assert max(map(len, places)) <= 1.4 * (count + 1) / 2 + 1
-    else:
-        assert seen == dict.fromkeys(range(count), min(max(times, 2), factorial(count)))
-        assert len({tuple(keys) for keys in places}) == len(places)
-        assert max(map(len, places)) <= max(MOST_TOGETHER, (count + 1) // 2)
+    assert seen == dict.fromkeys(range(count), min(max(times, 2), factorial(count)))
+    assert len({tuple(keys) for keys in places}) == len(places)
+    assert max(map(len, places)) <= max(MOST_TOGETHER, (count + 1) // 2)
+    assert times == 1 or {one.known for one in prompts} == {1}
 
 
 @given(count=st.integers(LEAST_TOGETHER, 40))
@@ -74,11 +68,31 @@ def test_four_prompts_are_the_two_and_two_more(count: int) -> None:
     assert sorted(orders) == sorted(order[::-1] for order in orders)
 
 
-def test_the_first_chunks_of_a_run_stand_behind_the_other_run_too() -> None:
-    group = [chunk(number, 2) for number in range(FEW_TOGETHER + 5)]
-    first, second = prompts_of_group(group, ids_of(*group), shaped(times=1))
-    assert places_in(first) == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
-    assert places_in(second) == [8, 9, 10, 11, 12, 13, 14, 0, 1, 2]
+@given(count=st.integers(LEAST_TOGETHER, 40))
+def test_half_of_the_chunks_are_computed_once_more_behind_the_other_half(count: int) -> None:
+    """Each chunk is computed once behind half of a prompt or more, and before it is known."""
+    group = [chunk(number, 1) for number in range(count)]
+    before, prompts = defaultdict[int, list[float]](list), prompts_of_group(group, ids_of(*group), shaped(times=1))
+    for one in prompts:
+        keys = places_in(one)
+        assert one.known == 1 or all(before[key] for key in keys[: one.known])
+        for place, key in list(enumerate(keys))[one.known :]:
+            before[key].append((place + 1) / len(keys))
+    assert before.keys() >= set(range(count))
+    assert min(max(places) for places in before.values()) >= 0.5
+    assert sum(map(len, before.values())) <= 1.5 * count
+
+
+def test_the_second_prompts_begin_with_what_stands_late_in_the_first() -> None:
+    group = [chunk(number, 2) for number in range(MOST_TOGETHER + 4)]
+    prompts = prompts_of_group(group, ids_of(*group), shaped(times=1))
+    assert [one.known for one in prompts] == [1, 1, 4, 6]
+    assert [places_in(one) for one in prompts] == [
+        list(range(10)),
+        list(range(10, 20)),
+        [18, 16, 8, 6, 14, 12, 10, 4, 2, 0],
+        [19, 17, 15, 9, 7, 5, 13, 11, 3, 1],
+    ]
 
 
 def test_the_chunks_of_a_large_group_stand_behind_others_the_second_time() -> None:
@@ -86,8 +100,8 @@ def test_the_chunks_of_a_large_group_stand_behind_others_the_second_time() -> No
     group = [chunk(number, 1) for number in range(32)]
     prompts = prompts_of_group(group, ids_of(*group), shaped())
     before: dict[str, list[set[str]]] = defaultdict(list)
-    for prompt in prompts:
-        keys = [str(one.key) for one in prompt.segments]
+    for one in prompts:
+        keys = [str(place.key) for place in one.prompt.segments]
         for place, key in enumerate(keys):
             before[key].append(set(keys[:place]))
     for first, second in before.values():
@@ -98,7 +112,7 @@ def test_the_chunks_of_a_large_group_stand_behind_others_the_second_time() -> No
 def test_an_instruction_without_room_is_left_out() -> None:
     group = [chunk(number, 10) for number in range(2)]
     for room, begin in ((23, (90, 91)), (22, (90,))):
-        for prompt in prompts_of_group(group, ids_of(*group), shaped(room)):
+        for prompt, _ in prompts_of_group(group, ids_of(*group), shaped(room)):
             assert prompt.ids[: prompt.segments[0].start] == begin
 
 
@@ -106,10 +120,10 @@ def test_a_small_group_stands_behind_neighbours_that_fit() -> None:
     stored = [chunk(number, 10 * number) for number in range(1, 6)]
     alone = chunk(0, 10, (1, 5, 2, 3, 4))
     ids = ids_of(alone, *stored)
-    (prompt,) = prompts_of_group([alone], ids, shaped())
+    ((prompt, _),) = prompts_of_group([alone], ids, shaped())
     assert [one.key for one in prompt.segments] == ["001", "005", "002", "000"]
     assert len(prompt.segments) == LEAST_TOGETHER
-    (prompt,) = prompts_of_group([alone], ids, shaped(60, instruction=()))
+    ((prompt, _),) = prompts_of_group([alone], ids, shaped(60, instruction=()))
     assert [one.key for one in prompt.segments] == ["001", "002", "000"], "the fifth is too long, and so is the third"
 
 
@@ -117,7 +131,7 @@ def test_a_long_chunk_does_not_stand_behind_long_ones() -> None:
     """Full prefill takes too long then, however much the model could see."""
     others = [chunk(number, tokens) for number, tokens in ((1, 9_000), (2, 3_000), (3, 3_000))]
     alone = chunk(0, 9_000, (1, 2, 3))
-    (prompt,) = prompts_of_group([alone], ids_of(alone, *others), shaped(100_000, 4_096))
+    ((prompt, _),) = prompts_of_group([alone], ids_of(alone, *others), shaped(100_000, 4_096))
     assert [one.key for one in prompt.segments] == ["002", "000"]
 
 
@@ -125,5 +139,5 @@ def test_a_chunk_whose_neighbours_are_all_too_long_stands_behind_one() -> None:
     """It would never be preprocessed otherwise."""
     others = [chunk(number, 5_000) for number in (1, 2)]
     alone = chunk(0, 5_000, (1, 2))
-    (prompt,) = prompts_of_group([alone], ids_of(alone, *others), shaped(32_000, 4_096))
+    ((prompt, _),) = prompts_of_group([alone], ids_of(alone, *others), shaped(32_000, 4_096))
     assert [one.key for one in prompt.segments] == ["001", "000"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from corpus import SHORT, rag_prompt
 from models import smollm2_tokenizer, tiny_model
 from torch.multiprocessing.reductions import StorageWeakRef
+from transformers import DynamicCache
 
 from fused_kv_kernels import has_eight_bit_linears, why_not_native
 from fused_kv_kernels.reference import rerotate_keys_reference
@@ -20,7 +21,8 @@ from fused_kv_llm.config import DEFAULT_PREPROCESSING_PROMPTS
 from fused_kv_llm.context_shift import place_weight, shift_name
 from fused_kv_llm.errors import ConfigError
 from fused_kv_llm.model import FusedCache
-from fused_kv_llm.offline import SentenceEmbedder, preprocess, prompt_prefill, shift_prefill, shift_prompts
+from fused_kv_llm.offline import SentenceEmbedder, preprocess, prompt_prefill, shift_prefill
+from fused_kv_llm.offline.batches import PendingChunk
 from fused_kv_llm.offline.neighbours import find_neighbours
 from fused_kv_llm.offline.plain_kv import PlainKVCache
 from fused_kv_llm.offline.prompt_prefill import PromptPrefill
@@ -84,32 +86,45 @@ def test_a_small_corpus_has_fewer_neighbours() -> None:
     assert find_neighbours(SHORT[:1], SHORT[:2], 3, Letters(), None) == {SHORT[0]: (SHORT[1],)}
 
 
-def in_prompt(engine: FusedKVEngine, texts: Sequence[str], wanted: str) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Return what a prompt changes in a chunk of it that is not its first, and the weight of its place there.
+_PARTS = ("keys", "values")
+Change = tuple[torch.Tensor, torch.Tensor, float]
+"""What a prompt changes in the keys and values of a chunk, and the weight of its place there."""
 
-    A plain forward of the instruction, then the first chunk's plain KV, and a plain forward of all behind it.
+
+def in_prompt(
+    engine: FusedKVEngine, texts: Sequence[str], wanted: str, shifts: Mapping[str, Sequence[torch.Tensor]] | None = None
+) -> Change:
+    """Return what a prompt changes in a chunk of it that is not its first.
+
+    A plain forward of all but the first chunk, which has its plain KV, and those that have it with a given shift.
     """
-    model, header, between = tiny_model(), list(engine._parts.prefix.token_ids), engine.token_ids(BETWEEN_CHUNKS)
+    model, shifts = tiny_model(), shifts or {}
+    header, between = engine._parts.prefix.token_ids, engine.token_ids(BETWEEN_CHUNKS)
     inv_freq = engine.loaded.geometry.rotations[0].inv_freq
 
     def moved(keys: torch.Tensor, by: int) -> torch.Tensor:
         return rerotate_keys_reference(keys, torch.full((keys.shape[-2],), by), inv_freq)
 
-    begin = [*header, *engine.token_ids(BEFORE_CHUNKS)]
-    ids, start, first = list(between), 0, len(begin) + len(engine.token_ids(texts[0]))
-    for text in texts[1:]:
-        if text == wanted:
-            start = first + len(ids)
-        ids += [*engine.token_ids(text), *between]
-    stop = start + len(engine.token_ids(wanted))
+    ids, start, cache = [*header, *engine.token_ids(BEFORE_CHUNKS)], 0, DynamicCache()
     with torch.inference_mode():
-        # The first chunk's plain KV: right behind the header.
-        alone = model(torch.tensor([[*header, *engine.token_ids(texts[0])]]), use_cache=True).past_key_values.layers
-        cache = model(torch.tensor([begin]), use_cache=True).past_key_values
-        for layer, of_first in zip(cache.layers, alone, strict=True):
-            keys = moved(of_first.keys[0, :, len(header) :], len(begin) - len(header))
-            layer.update(keys[None], of_first.values[:, :, len(header) :])
-        layers = model(torch.tensor([ids]), past_key_values=cache, use_cache=True).past_key_values.layers
+        for text in texts:
+            if text == wanted:
+                start = len(ids)
+            if text == texts[0] or text in shifts:
+                model(torch.tensor([ids[cache.get_seq_length() :]]), past_key_values=cache)
+                before = len(ids) - len(header)
+                weight = place_weight(before, len(engine.token_ids(text)))
+                # It may not be stored: its plain KV is that right behind the header.
+                alone = model(torch.tensor([[*header, *engine.token_ids(text)]]), past_key_values=DynamicCache())
+                layers = alone.past_key_values.layers
+                plain = (torch.stack([getattr(one, name)[0, :, len(header) :] for one in layers]) for name in _PARTS)
+                given = shifts.get(text, (torch.zeros(()), torch.zeros(())))
+                keys, values = (one + weight * shift for one, shift in zip(plain, given, strict=True))
+                for layer, (of_keys, of_values) in enumerate(zip(moved(keys, before), values, strict=True)):
+                    cache.update(of_keys[None], of_values[None], layer)
+            ids += [*engine.token_ids(text), *between]
+        layers = model(torch.tensor([ids[cache.get_seq_length() :]]), past_key_values=cache).past_key_values.layers
+    stop = start + len(engine.token_ids(wanted))
     keys = torch.stack([layer.keys[0, :, start:stop] for layer in layers])
     values = torch.stack([layer.values[0, :, start:stop] for layer in layers])
     plain_keys, plain_values = stored_kv(engine, wanted)
@@ -117,15 +132,23 @@ def in_prompt(engine: FusedKVEngine, texts: Sequence[str], wanted: str) -> tuple
     return moved(keys, -before) - plain_keys, values - plain_values, place_weight(before, stop - start)
 
 
-def check_shift(engine: FusedKVEngine, text: str, prompts: Sequence[Sequence[str]]) -> None:
+def fitted(changes: Sequence[Change]) -> list[torch.Tensor]:
+    """Return the least-squares fit to changes of keys and values."""
+    power = 0.15 + sum(one[2] ** 2 for one in changes)
+    return [torch.stack([one[2] * one[index] for one in changes]).sum(0) / power for index in (0, 1)]
+
+
+def check_fit(engine: FusedKVEngine, text: str, changes: Sequence[Change]) -> None:
     """The stored shift of a chunk is the least-squares fit to what prompts change in it."""
-    changes = [in_prompt(engine, prompt, text) for prompt in prompts if prompt[0] != text]
     side = shift_of(engine, text, shift_name(2, engine.config.preprocessing_prompts))
-    for index, name in enumerate(("keys", "values")):
-        want = sum(one[2] * one[index] for one in changes) / (0.15 + sum(one[2] ** 2 for one in changes))
-        assert isinstance(want, torch.Tensor)
+    for name, want in zip(_PARTS, fitted(changes), strict=True):
         assert float(want.abs().max()) > 0.05
         assert float((side[name] * side[f"{name}_scale"] - want).abs().max()) < 0.01 * float(want.abs().max())
+
+
+def check_shift(engine: FusedKVEngine, text: str, prompts: Sequence[Sequence[str]]) -> None:
+    """The same for prompts of which the first chunk alone is not computed."""
+    check_fit(engine, text, [in_prompt(engine, prompt, text) for prompt in prompts if prompt[0] != text])
 
 
 @pytest.mark.parametrize("prompts", [1, 2, 4])
@@ -153,28 +176,27 @@ def test_shifts_of_other_prompts_are_made_beside_those_that_are_there(tmp_path: 
         assert torch.equal(shift_of(engine, SHORT[0])["keys"], two["keys"])
 
 
-def test_in_one_prompt_the_first_of_a_run_is_seen_behind_the_other(
+def test_with_one_prompt_half_of_the_chunks_are_computed_again_behind_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    orders, real = list[list[str | None]](), shift_prefill.prompts_of_group
+    """These have the shift that the first prompt shows."""
+    groups, real = list[Sequence[PendingChunk]](), shift_prefill.prompts_of_group
 
-    def noting(*arguments: Any) -> Any:
-        made = real(*arguments)
-        orders.extend([segment.key for segment in prompt.segments] for prompt in made)
-        return made
+    def noting(group: Sequence[PendingChunk], *arguments: Any) -> Any:
+        groups.append(group)
+        return real(group, *arguments)
 
-    monkeypatch.setattr(shift_prompts, "FEW_TOGETHER", 2)
     monkeypatch.setattr(shift_prefill, "prompts_of_group", noting)
     with make_engine(tmp_path, preprocessing_prompts=1) as engine:
         report = ingest(engine, SHORT[:4])
         assert (report.chunks_preprocessed, report.neighbour_tokens) == (4, 0)
-        texts = {engine.chunk_id(text): text for text in SHORT[:4]}
-        one, two, three, four = (texts[key] for key in orders[0][:2] + orders[1][:2])
-        assert [[texts[key] for key in keys] for keys in orders] == [[one, two, three], [three, four, one]]
-        check_shift(engine, one, [[three, four, one]])
-        check_shift(engine, two, [[one, two, three]])
-        check_shift(engine, three, [[one, two, three]])
-        check_shift(engine, four, [[three, four, one]])
+        group = [chunk.text for chunk in groups[0]]
+        one, two, three, four = group
+        check_shift(engine, four, [group])
+        check_shift(engine, three, [group])
+        known = {three: fitted([in_prompt(engine, group, three)])}
+        check_fit(engine, one, [in_prompt(engine, group[::-1], one, known)])
+        check_fit(engine, two, [in_prompt(engine, group, two), in_prompt(engine, group[::-1], two, known)])
 
 
 @pytest.mark.skipif(

@@ -1,10 +1,9 @@
 """Prompts of similar chunks, which show what chunks before a chunk change in its KV.
 
 Every chunk of a group is put into several prompts behind an instruction. A large group is divided in two ways for that:
-into halves of chunks that are most similar, and into every other chunk. So what stands before a chunk differs from
-prompt to prompt. The chunks that stood late in the first prompts begin the second ones, which do not compute them: with
-little before them they would show little, and what much changes in them is known. Where one prompt a chunk is asked
-for, a large group makes two.
+into halves of chunks that are most similar, and into every other chunk. A prompt runs forwards or backwards. So what
+stands before a chunk differs from prompt to prompt. Where one prompt a chunk is asked for, there are two as well, but
+the second ones compute only the chunks that have little before them in the first ones, behind the others.
 """
 
 from __future__ import annotations
@@ -30,15 +29,6 @@ BETWEEN_CHUNKS = "\n\n"
 MOST_TOGETHER = 16
 """Chunks above which a group is divided."""
 
-FEW_TOGETHER = 10
-"""The same where not every chunk is put into two prompts."""
-
-import os
-_KNOWN = float(os.environ.get("KNOWN", 0.5))
-
-_AGAIN = 3 / 8
-"""Share of a run's chunks that stand behind the other run of the group, too."""
-
 
 @dataclass(frozen=True, slots=True)
 class PromptShape:
@@ -57,7 +47,7 @@ class PromptShape:
     lead_tokens : int
         Most tokens of neighbours before a small group; one alone may be longer.
     times : int
-        Prompts of each chunk: 1 and for some a second one, 2 or 4.
+        Prompts of each chunk: 1 and for half of them a second one, 2 or 4.
     """
 
     header: Sequence[int]
@@ -119,36 +109,34 @@ def prompts_of_group(
 
 def _orders(keys: Sequence[str], times: int) -> dict[tuple[str, ...], int]:
     """Return the chunks of every prompt, and how many of its first are known."""
-    if times == 1 and len(keys) > FEW_TOGETHER:
-        return dict.fromkeys(map(tuple, _two_runs(keys)), 1)
-    is_large = len(keys) > MOST_TOGETHER
-    half = (len(keys) + 1) // 2
-    near = [keys[:half], keys[half:]] if is_large else [keys]
-    mixed = [keys[::2], keys[1::2]] if is_large else [[*keys[::2], *keys[1::2]]]
-    late = {key for run in near for key in run[round((1 - _KNOWN) * len(run)) :]}
-    orders = dict.fromkeys(map(tuple, near), 1)
-    for run in mixed if is_large else near:
-        known = [key for key in run[::-1] if key in late]
-        order = (*known, *(key for key in run[::-1] if key not in late))
-        orders.setdefault(order, max(1, len(known)))
-    if times > 2:
-        more = [*_backwards(near), *mixed] if is_large else [*_backwards(mixed), *mixed]
-        orders |= {order: 1 for order in map(tuple, more) if order not in orders}
-    return orders
+    if len(keys) > MOST_TOGETHER:
+        half = (len(keys) + 1) // 2
+        near, mixed = [keys[:half], keys[half:]], [keys[::2], keys[1::2]]
+        orders = [*near, *_backwards(mixed), *_backwards(near), *mixed]
+    else:
+        near, mixed = [keys], [[*keys[::2], *keys[1::2]]]
+        orders = [keys, *_backwards([keys]), *_backwards(mixed), *mixed]
+    # They show each chunk four times; the first half of them shows it twice, behind others each time.
+    wanted = dict.fromkeys(map(tuple, orders[: len(orders) * max(times, 2) // 4]), 1)
+    return _half_again(near, wanted) if times == 1 else wanted
+
+
+def _half_again(near: Sequence[Sequence[str]], orders: Mapping[tuple[str, ...], int]) -> dict[tuple[str, ...], int]:
+    """Have the prompts behind the first ones begin with the chunks that stand late in those, and take them as known.
+
+    There they have much before them. At the beginning of another prompt they have little, which shows little.
+    """
+    firsts = set(map(tuple, near))
+    late = {key for keys in near for key in keys[round(len(keys) / 2) :]}
+    made = dict[tuple[str, ...], int]()
+    for keys in orders:
+        known = () if keys in firsts else tuple(key for key in keys if key in late)
+        made[(*known, *(key for key in keys if key not in known))] = max(1, len(known))
+    return made
 
 
 def _backwards(orders: Sequence[Sequence[str]]) -> list[Sequence[str]]:
     return [keys[::-1] for keys in orders]
-
-
-def _two_runs(keys: Sequence[str]) -> list[Sequence[str]]:
-    """Divide a group into two runs, each followed by the first chunks of the other.
-
-    The first chunks of a run have little before them. Behind the other run they are seen once more, with much.
-    """
-    half = (len(keys) + 1) // 2
-    runs = keys[:half], keys[half:]
-    return [(*run, *other[: round(_AGAIN * len(other))]) for run, other in (runs, runs[::-1])]
 
 
 def _lead(
