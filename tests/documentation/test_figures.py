@@ -236,7 +236,7 @@ def test_runs_of_one_prompt(dtype: str) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "kinds", "questions"),
-    [("float32", ("_float32_again", "_float32_linears"), 20), ("bfloat16", ("_again", ""), 40)],
+    [("float32", ("_float32_again", "_float32_linears"), 20), ("bfloat16", ("_again", "_linears"), 40)],
 )
 def test_one_prompt_and_for_some_a_second(dtype: str, kinds: tuple[str, str], questions: int) -> None:
     """On the questions that were asked."""
@@ -295,7 +295,7 @@ def test_a_stronger_pull_and_a_stored_first_chunk() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kinds"), [("bfloat16", ("", "_in_full")), ("float32", ("_float32_linears", "_float32_in_full"))]
+    ("dtype", "kinds"), [("bfloat16", ("_linears", "_in_full")), ("float32", ("_float32_linears", "_float32_in_full"))]
 )
 def test_the_second_pass_in_eight_bits(dtype: str, kinds: tuple[str, str]) -> None:
     want = list(_kl_rows(*kinds))

@@ -151,9 +151,9 @@ class EngineConfig(BaseModel):
     preprocessing_prompts: Annotated[int, Option(unit="prompts", identity=True), BeforeValidator(checks.prompts)] = (
         Field(default=DEFAULT_PREPROCESSING_PROMPTS, frozen=True)
     )
-    """In how many prompts with chunks of its group ``"similar"`` preprocessing prefills each chunk: 1 (three eighths of
-    a large group's chunks get a second one), 2 or 4. More take longer and bring answers closer to those of full
-    prefill. Each chunk of a group of ten or fewer is put into two at least."""
+    """In how many prompts with chunks of its group ``"similar"`` preprocessing prefills each chunk: 1 (half of them
+    are prefilled in a second one, behind the others), 2 or 4. More take longer and bring answers closer to those of
+    full prefill."""
 
     embedder: Annotated[Any | None, Option(on_command_line=False)] = Field(
         default=None, frozen=True, exclude=True, repr=False
