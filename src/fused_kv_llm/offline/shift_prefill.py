@@ -10,6 +10,7 @@ import torch
 from fused_kv_llm.chunk import ChunkKV
 from fused_kv_llm.context_shift import ShiftFit, place_weight
 from fused_kv_llm.model import LoadedModel, PrefixKV
+from fused_kv_llm.prompt import Segment
 
 from .batches import PendingChunk
 from .corpus import CorpusPlanner
@@ -77,7 +78,7 @@ class ShiftPrefill:
         stopped : callable
             Asked before every piece.
         wanted : container of str or None
-            Keys of the chunks to yield. Prompts without any of them are not computed. None yields all.
+            Keys of the chunks to yield. Prompts on which none of them depends are not computed. None yields all.
 
         Raises
         ------
@@ -105,24 +106,28 @@ class ShiftPrefill:
         plain: Mapping[str, ChunkKV],
         stopped: Callable[[], bool],
     ) -> None:
-        """Add what a prompt changes in those of its chunks that have a fit, but for the known ones at its beginning.
-
-        Of these, the first has its plain KV, the others their KV with the shift that is known so far.
-        """
+        """Add what a prompt changes in those of its chunks that have a fit, but for the known ones at its beginning."""
         (prompt, known), home = shift_prompt, len(self._prefix.token_ids)
-        first, *again = prompt.segments[:known]
-        begin = [(first, plain[str(first.key)])]
-        for place in again:
-            weight = place_weight(place.start - home, place.num_tokens)
-            with torch.inference_mode():
-                keys, values = fits[str(place.key)].applied(weight)
-            begin.append((place, replace(plain[str(place.key)], keys=keys, values=values)))
         places = [place for place in prompt.segments[known:] if place.key in fits]
         self.neighbour_tokens += sum(place.num_tokens for place in prompt.segments[known:] if place.key not in fits)
+        begin = self._known(prompt.segments[:known], fits, plain)
         found = self._prefill.true_kv(prompt.ids[: places[-1].stop], places, begin, stopped)
         for kv, place in zip(found, places, strict=True):
             tables = self._geometry.tables(torch.tensor([home - place.start]), kv.keys.device)
             fits[str(place.key)].add(kv.keys, kv.values, place_weight(place.start - home, place.num_tokens), tables)
+
+    def _known(
+        self, places: Sequence[Segment], fits: Mapping[str, ShiftFit], plain: Mapping[str, ChunkKV]
+    ) -> list[tuple[Segment, ChunkKV]]:
+        """Return the KV of chunks at a prompt's beginning: the first one's plain KV, the others' as shifted so far."""
+        first, *others = places
+        found, home = [(first, plain[str(first.key)])], len(self._prefix.token_ids)
+        for place in others:
+            weight = place_weight(place.start - home, place.num_tokens)
+            with torch.inference_mode():
+                keys, values = fits[str(place.key)].applied(weight)
+            found.append((place, replace(plain[str(place.key)], keys=keys, values=values)))
+        return found
 
 
 def _needed(prompts: Sequence[ShiftPrompt], asked: Iterable[str]) -> tuple[list[ShiftPrompt], list[str]]:
