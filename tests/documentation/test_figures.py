@@ -318,19 +318,14 @@ def test_the_second_pass_in_eight_bits(dtype: str, kinds: tuple[str, str]) -> No
 
 def test_attention_in_eight_bits() -> None:
     want = list(_kl_rows("_float32", "_float32_attention_in_full", questions=40))
-    assert table("docs/methods.md", "wording and ratio, attention in eight bits") == want
+    assert table("docs/methods.md", "wording and ratio, attention in eight bits, float32") == want
+    want = list(_kl_rows("", "_linears"))
+    assert table("docs/methods.md", "wording and ratio, attention in eight bits, bfloat16") == want
     of = record("second_pass_attention_cpu.json")
     eight, full = (f"{of['total_over_first'][f'float32{way}']['2']:.2f}" for way in ("", " attention in full"))
     (chunks,) = {run["chunks"] for run in of["runs"]}
-    for page, words in (
-        ("README.md", f"it is {eight} instead of {full} times in float32"),
-        ("docs/ingestion.md", f"{eight} times instead of {full} ({chunks} passages"),
-        (
-            "docs/methods.md",
-            f"took {eight} times as long as the first with it and {full} times without ({chunks} passages",
-        ),
-    ):
-        assert words in " ".join((ROOT / page).read_text(encoding="utf-8").split()), page
+    words = f"took {eight} times as long as the first with it and {full} times without ({chunks} passages"
+    assert words in " ".join((ROOT / "docs/methods.md").read_text(encoding="utf-8").split())
 
 
 def test_one_prompt_instead_of_two() -> None:
@@ -455,18 +450,9 @@ def test_the_second_pass_beside_the_first() -> None:
         }
         for kind in ("", " in full")
     )
-    want = [[prompts, *cells] for prompts, cells in in_eight.items()]
-    assert table("docs/ingestion.md", "`preprocessing_prompts`") == want
-    want = [[*row, *in_full[row[0]]] for row in want]
+    want = [[prompts, *in_eight[prompts], *in_full[prompts]] for prompts in in_eight]
     assert table("docs/methods.md", "`preprocessing_prompts`, both passes over the first") == want
-    readme, methods = (" ".join((ROOT / page).read_text(encoding="utf-8").split()) for page in (
-        "README.md", "docs/methods.md"
-    ))  # fmt: skip
-    (chunks,) = {run["chunks"] for run in vnni["runs"]}
-    slow, single_now, half_now = in_eight["2"]
-    assert f"ingesting {chunks} passages takes {half_now} times as long as without it in bfloat16" in readme
-    assert f"and {single_now} times in float32" in readme
-    assert f"on a processor without VNNI {slow} times in float32" in readme
+    methods = " ".join((ROOT / "docs/methods.md").read_text(encoding="utf-8").split())
     for of, dtype in ways:
         firsts = [run["first_pass_s"] for run in of["runs"] if run["dtype"] == dtype]
         assert f"{min(firsts):.0f} to {max(firsts):.0f} s" in methods
@@ -478,6 +464,26 @@ def test_the_second_pass_beside_the_first() -> None:
     assert f"{one[0]} and {one[1]} times with one (`second_pass_vnni_again_cpu.json`" in methods
     before = record("second_pass_bfloat16_cpu.json")["total_over_first"]
     assert f"Ingestion takes {before:.1f} instead of 6.4 times as long" in methods
+
+
+def test_the_second_pass_with_attention_in_eight_bits() -> None:
+    of = {dtype: record(f"second_pass_{dtype}_attention_cpu.json") for dtype in ("float32", "bfloat16")}
+    ratios = {dtype: one["total_over_first"] for dtype, one in of.items()}
+    want = [[prompts, *(f"{ratios[dtype][dtype][prompts]:.2f}" for dtype in of)] for prompts in ("1", "2")]
+    assert table("docs/ingestion.md", "`preprocessing_prompts`") == want
+    readme, methods, ingestion = (" ".join((ROOT / page).read_text(encoding="utf-8").split()) for page in (
+        "README.md", "docs/methods.md", "docs/ingestion.md"
+    ))  # fmt: skip
+    (chunks,) = {run["chunks"] for one in of.values() for run in one["runs"]}
+    single, half = want[1][1:]
+    assert f"ingesting {chunks} passages takes {half} times as long as without it in bfloat16" in readme
+    assert f"and {single} times in float32" in readme
+    slow = record("second_pass_eight_bit_cpu.json")["total_over_first"]["float32"]["2"]
+    assert f"on a processor without VNNI {slow:.2f} times in float32" in readme
+    assert f"without VNNI {slow:.2f} times" in ingestion
+    before = ratios["bfloat16"]["bfloat16 attention in full"]
+    assert f"{want[0][2]} and {half} times as long as the first with one and two prompts" in methods
+    assert f"{before['1']:.2f} and {before['2']:.2f} times with attention in bfloat16" in methods
 
 
 def test_the_first_token_comes_no_later_than_before() -> None:
