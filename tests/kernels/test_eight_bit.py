@@ -61,6 +61,18 @@ def test_native_rows_are_those_of_torch(dtype: torch.dtype, monkeypatch: pytest.
 
 
 @needs_onednn
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_are_scaled_as_torch_scales_them(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, layers = random(5, 64).to(dtype), [(random(n, 64, seed=n), None) for n in (7, 48)]
+    x[1] *= 1000
+    weights = eight_bit_weights(layers, x.abs().amax(0).float())
+    got = eight_bit_linears(x, weights)
+    monkeypatch.setenv("FUSED_KV_KERNELS", "torch")
+    for part, want in zip(got, eight_bit_linears(x, weights), strict=True):
+        torch.testing.assert_close(part, want, rtol=0.02, atol=0.02 * float(want[0].abs().max()))
+
+
+@needs_onednn
 @settings(max_examples=20)
 @given(rows=st.integers(1, 40), dim=st.sampled_from([33, 64, 576]), bias=st.booleans(), seed=st.integers(0, 99))
 def test_products_are_near_those_of_float32(rows: int, dim: int, bias: bool, seed: int) -> None:

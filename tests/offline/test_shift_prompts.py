@@ -127,6 +127,13 @@ def test_a_small_group_stands_behind_neighbours_that_fit() -> None:
     assert [one.key for one in prompt.segments] == ["001", "002", "000"], "the fifth is too long, and so is the third"
 
 
+def test_neighbours_before_a_small_group_are_computed() -> None:
+    """No prompt before shows what others change in them."""
+    stored, group = chunk(9, 5), [chunk(number, 5, (9,)) for number in range(3)]
+    prompts = prompts_of_group(group, ids_of(stored, *group), shaped(times=1))
+    assert [(places_in(one), one.known) for one in prompts] == [([9, 0, 1, 2], 1), ([9, 2, 1, 0], 1)]
+
+
 def test_a_long_chunk_does_not_stand_behind_long_ones() -> None:
     """Full prefill takes too long then, however much the model could see."""
     others = [chunk(number, tokens) for number, tokens in ((1, 9_000), (2, 3_000), (3, 3_000))]
