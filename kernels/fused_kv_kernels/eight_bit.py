@@ -101,7 +101,7 @@ def eight_bit_linears(x: Tensor, weights: EightBitWeights) -> list[Tensor]:
     """
     rows, scales = quantize_rows(x, weights.factors)
     product = _product(rows, weights.packed, weights.scales, x.dtype)
-    if product.numel() and takes_rows(product):
+    if product.numel() and product.is_contiguous() and scales.dtype == torch.float32 and takes_rows(product):
         native_scale_rows(product, scales)
     else:
         # Tensors of one dtype are multiplied twice as fast. Rounding the scales costs less than the eight bits do.
