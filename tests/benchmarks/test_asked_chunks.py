@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -34,9 +35,7 @@ def shift_of(engine: FusedKVEngine, text: str) -> list[torch.Tensor]:
     return [side[part] * side[f"{part}_scale"] for part in ("keys", "values")]
 
 
-@pytest.mark.parametrize(
-    ("prompts", "eight_bits"), [(1, "none"), (2, "none"), (2, "linears"), (2, "linears and attention")]
-)
+@pytest.mark.parametrize(("prompts", "eight_bits"), list(product((1, 2), ("none", "linears", "linears and attention"))))
 def test_asked_chunks_get_the_shifts_of_the_whole_corpus(
     tmp_path: Path, prompts: int, eight_bits: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

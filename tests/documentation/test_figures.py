@@ -483,6 +483,7 @@ def test_the_second_pass_with_attention_in_eight_bits() -> None:
     assert f"without VNNI {slow:.2f} times" in ingestion
     before = ratios["bfloat16"]["bfloat16 attention in full"]
     assert f"{want[0][2]} and {half} times as long as the first with one and two prompts" in methods
+    assert f"in float32 {want[0][1]} and {single} times with it" in methods
     assert f"{before['1']:.2f} and {before['2']:.2f} times with attention in bfloat16" in methods
 
 

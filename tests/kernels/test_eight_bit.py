@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ctypes import CDLL
 from dataclasses import replace
 
 import pytest
@@ -18,7 +19,9 @@ from fused_kv_kernels import (
     eight_bit_weights,
     has_eight_bit_linears,
     quantize_rows,
+    why_not_native,
 )
+from fused_kv_kernels.native import native_scale_rows
 
 SIZES = st.sampled_from([1, 3, 8, 33, 64, 576])
 
@@ -60,16 +63,52 @@ def test_native_rows_are_those_of_torch(dtype: torch.dtype, monkeypatch: pytest.
     assert got[0][2].tolist() == [128] * 33
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dim", [1, 7, 8, 15, 16, 17, 33])
+def test_rows_are_scaled_in_place_and_nothing_behind_them(dtype: torch.dtype, dim: int) -> None:
+    if why_not_native(dtype) is not None:
+        pytest.skip("no native operators here")
+    whole, scales = random(6, dim).to(dtype), random(5, seed=1)
+    scales[3] = float("nan")
+    want = torch.cat([(whole[:5].float() * scales[:, None]).to(dtype), whole[5:]])
+    native_scale_rows(whole[:5], scales)
+    torch.testing.assert_close(whole, want, rtol=0, atol=0, equal_nan=True)
+
+
 @needs_onednn
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_products_are_scaled_as_torch_scales_them(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_are_scaled_by_the_native_operator(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nearly as torch does, which rounds the scales to the dtype first."""
+    if why_not_native(dtype) is not None:
+        pytest.skip("no native operators here")
+    calls, real = list[torch.Size](), eight_bit.native_scale_rows
+
+    def noting(product: Tensor, scales: Tensor) -> None:
+        calls.append(product.shape)
+        real(product, scales)
+
+    monkeypatch.setattr(eight_bit, "native_scale_rows", noting)
     x, layers = random(5, 64).to(dtype), [(random(n, 64, seed=n), None) for n in (7, 48)]
-    x[1] *= 1000
     weights = eight_bit_weights(layers, x.abs().amax(0).float())
     got = eight_bit_linears(x, weights)
+    assert calls == [(5, 55)]
     monkeypatch.setenv("FUSED_KV_KERNELS", "torch")
     for part, want in zip(got, eight_bit_linears(x, weights), strict=True):
-        torch.testing.assert_close(part, want, rtol=0.02, atol=0.02 * float(want[0].abs().max()))
+        assert error(part.float(), want.float()) < 0.01
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("dim", [1, 7, 8, 9, 33])
+def test_bytes_are_those_of_torch_without_avx512(float32_without_avx512: CDLL, dim: int) -> None:
+    """And nothing is written behind the last one."""
+    x, factors = random(3, dim), random(dim, seed=1).abs()
+    got, scales = torch.full((4, dim), 7, dtype=torch.uint8), torch.empty(3)
+    float32_without_avx512.fkv_quantize_rows(
+        *(part.data_ptr() for part in (x, factors, got, scales)), 3, dim, torch.get_num_threads()
+    )
+    want = ((x * factors) / scales[:, None]).round() + 128
+    assert int((got[:3].int() - want.int()).abs().max()) <= 1, "one where the quotient is half way"
+    assert got[3].tolist() == [7] * dim
 
 
 @needs_onednn

@@ -152,8 +152,8 @@ class EngineConfig(BaseModel):
         Field(default=DEFAULT_PREPROCESSING_PROMPTS, frozen=True)
     )
     """In how many prompts with chunks of its group ``"similar"`` preprocessing prefills each chunk: 1 (half of them
-    are prefilled in a second one, behind the others), 2 or 4. More take longer and bring answers closer to those of
-    full prefill."""
+    are prefilled in a second one, behind the others; all of a group of fewer than four), 2 or 4. More take longer and
+    bring answers closer to those of full prefill."""
 
     embedder: Annotated[Any | None, Option(on_command_line=False)] = Field(
         default=None, frozen=True, exclude=True, repr=False

@@ -30,7 +30,7 @@ class Embedder(Protocol):
 
 
 _TEXTS_A_FORWARD = 4
-"""Texts of a forward are padded to the longest of them: with few, sorted by length, little is computed in vain."""
+"""Texts of a forward, padded to the longest of them. sentence-transformers sorts by length, so few need little."""
 
 
 class SentenceEmbedder:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -60,7 +60,7 @@ class PromptPrefill:
         self,
         ids: Sequence[int],
         segments: Sequence[Segment],
-        known: Sequence[tuple[Segment, ChunkKV]],
+        known: Iterable[tuple[Segment, ChunkKV]],
         stopped: Callable[[], bool],
     ) -> Iterator[ChunkKV]:
         """Yield the KV that chunks have in a prompt, where they stand in it.
@@ -71,8 +71,9 @@ class PromptPrefill:
             The prompt's, ``N`` tokens.
         segments : sequence of Segment
             Its chunks.
-        known : sequence of tuple of Segment and ChunkKV
-            Other chunks of the prompt, which are not computed, and the KV that is used for them, from any position.
+        known : iterable of tuple of Segment and ChunkKV
+            Other chunks of the prompt, which are not computed, and the KV that is used for them, from any position. It
+            is read once, before anything is computed, and one after the other.
         stopped : callable
             Asked before every piece.
 

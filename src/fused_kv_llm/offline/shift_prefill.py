@@ -87,11 +87,11 @@ class ShiftPrefill:
         """
         for group in [plan.chunks] if plan.is_batch else self._groups(plan):
             asked = {chunk.key: chunk for chunk in group if wanted is None or chunk.key in wanted}
-            prompts, shown = _needed(prompts_of_group(group, plan.token_ids, self._shape), asked)
+            prompts, fitted = _needed(prompts_of_group(group, plan.token_ids, self._shape), asked)
             if not prompts:
                 continue
-            before = plain([*shown, *(str(prompt.segments[0].key) for prompt, _ in prompts)])
-            fits = {key: ShiftFit(before[key].keys, before[key].values) for key in shown}
+            before = plain([*fitted, *(str(prompt.segments[0].key) for prompt, _ in prompts)])
+            fits = {key: ShiftFit(before[key].keys, before[key].values) for key in fitted}
             for prompt in prompts:
                 self._add(prompt, fits, before, stopped)
             yield [(chunk, fits[key]) for key, chunk in asked.items()]
@@ -106,10 +106,11 @@ class ShiftPrefill:
         plain: Mapping[str, ChunkKV],
         stopped: Callable[[], bool],
     ) -> None:
-        """Add what a prompt changes in those of its chunks that have a fit, but for the known ones at its beginning."""
+        """Add what a prompt changes in the chunks that it computes and that have a fit."""
         (prompt, known), home = shift_prompt, len(self._prefix.token_ids)
-        places = [place for place in prompt.segments[known:] if place.key in fits]
-        self.neighbour_tokens += sum(place.num_tokens for place in prompt.segments[known:] if place.key not in fits)
+        computed = prompt.segments[known:]
+        places = [place for place in computed if place.key in fits]
+        self.neighbour_tokens += sum(place.num_tokens for place in computed if place.key not in fits)
         begin = self._known(prompt.segments[:known], fits, plain)
         found = self._prefill.true_kv(prompt.ids[: places[-1].stop], places, begin, stopped)
         for kv, place in zip(found, places, strict=True):
@@ -118,20 +119,22 @@ class ShiftPrefill:
 
     def _known(
         self, places: Sequence[Segment], fits: Mapping[str, ShiftFit], plain: Mapping[str, ChunkKV]
-    ) -> list[tuple[Segment, ChunkKV]]:
-        """Return the KV of chunks at a prompt's beginning: the first one's plain KV, the others' as shifted so far."""
+    ) -> Iterator[tuple[Segment, ChunkKV]]:
+        """Yield the KV of the chunks that a prompt begins with: plain, behind the first with the shift found so far."""
         first, *others = places
-        found, home = [(first, plain[str(first.key)])], len(self._prefix.token_ids)
+        yield first, plain[str(first.key)]
         for place in others:
-            weight = place_weight(place.start - home, place.num_tokens)
+            weight = place_weight(place.start - len(self._prefix.token_ids), place.num_tokens)
             with torch.inference_mode():
                 keys, values = fits[str(place.key)].applied(weight)
-            found.append((place, replace(plain[str(place.key)], keys=keys, values=values)))
-        return found
+            yield place, replace(plain[str(place.key)], keys=keys, values=values)
 
 
 def _needed(prompts: Sequence[ShiftPrompt], asked: Iterable[str]) -> tuple[list[ShiftPrompt], list[str]]:
-    """Return the prompts without which asked chunks would have other shifts, and the keys of chunks with shifts."""
+    """Return the prompts that shifts of asked chunks depend on, and the keys of all chunks whose shifts they need.
+
+    These are the asked chunks and those that such a prompt begins with, which have the shift of a prompt before it.
+    """
     keys, needed = dict.fromkeys(asked), list[ShiftPrompt]()
     for one in reversed(prompts):
         places = [str(place.key) for place in one.prompt.segments]

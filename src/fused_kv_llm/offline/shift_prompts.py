@@ -3,7 +3,8 @@
 Every chunk of a group is put into several prompts behind an instruction. A large group is divided in two ways for that:
 into halves of chunks that are most similar, and into every other chunk. A prompt runs forwards or backwards. So what
 stands before a chunk differs from prompt to prompt. Where one prompt a chunk is asked for, there are two as well, but
-the second ones compute only the chunks that have little before them in the first ones, behind the others.
+the second ones compute only the chunks that have little before them in the first ones, behind the others. A group of
+few chunks stands behind neighbours and is computed twice all the same.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class PromptShape:
     lead_tokens : int
         Most tokens of neighbours before a small group; one alone may be longer.
     times : int
-        Prompts of each chunk: 1 and for half of them a second one, 2 or 4.
+        Prompts of each chunk: 2 or 4. 1 means two, of which the second computes half of the chunks.
     """
 
     header: Sequence[int]
@@ -117,21 +118,20 @@ def _orders(keys: Sequence[str], times: int) -> dict[tuple[str, ...], int]:
         near, mixed = [keys], [[*keys[::2], *keys[1::2]]]
         orders = [keys, *_backwards([keys]), *_backwards(mixed), *mixed]
     # They show each chunk four times; the first half of them shows it twice, behind others each time.
-    wanted = dict.fromkeys(map(tuple, orders[: len(orders) * max(times, 2) // 4]), 1)
-    return _half_again(near, wanted) if times == 1 else wanted
+    wanted = list(dict.fromkeys(map(tuple, orders[: len(orders) * max(times, 2) // 4])))
+    return _half_again(wanted[: len(near)], wanted[len(near) :]) if times == 1 else dict.fromkeys(wanted, 1)
 
 
-def _half_again(near: Sequence[Sequence[str]], orders: Mapping[tuple[str, ...], int]) -> dict[tuple[str, ...], int]:
-    """Have the prompts behind the first ones begin with the chunks that stand late in those, and take them as known.
+def _half_again(first: Sequence[tuple[str, ...]], second: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], int]:
+    """Have the second prompts begin with the chunks that stand late in the first ones, and take these as known.
 
-    There they have much before them. At the beginning of another prompt they have little, which shows little.
+    At the beginning of a prompt a chunk has little before it, which shows little.
     """
-    firsts = set(map(tuple, near))
-    late = {key for keys in near for key in keys[round(len(keys) / 2) :]}
-    made = dict[tuple[str, ...], int]()
-    for keys in orders:
-        known = () if keys in firsts else tuple(key for key in keys if key in late)
-        made[(*known, *(key for key in keys if key not in known))] = max(1, len(known))
+    late = {key for keys in first for key in keys[(len(keys) + 1) // 2 :]}
+    made = dict.fromkeys(first, 1)
+    for keys in second:
+        known = [key for key in keys if key in late]
+        made[(*known, *(key for key in keys if key not in late))] = max(1, len(known))
     return made
 
 

@@ -98,15 +98,14 @@ inline Lanes load_bytes(const int8_t *from, int64_t count) {
     return widened(bytes);
 }
 
-// Stores the last byte of the first `count` numbers.
+// Stores the lowest byte of each of the first `count` numbers.
 inline void store_bytes(void *to, WholeLanes whole, int64_t count) {
 #if defined(__AVX512F__)
     const __m128i bytes = _mm512_cvtepi32_epi8((__m512i)whole);
 #else
-    const __m256i last = _mm256_set1_epi32(0x0c080400);
-    const __m256i fours = _mm256_shuffle_epi8((__m256i)whole, last);
-    const __m128i bytes =
-        _mm_unpacklo_epi32(_mm256_castsi256_si128(fours), _mm256_extracti128_si256(fours, 1));
+    // Four of them in each half of the register.
+    const __m256i fours = _mm256_shuffle_epi8((__m256i)whole, _mm256_set1_epi32(0x0c080400));
+    const __m128i bytes = _mm_unpacklo_epi32(_mm256_castsi256_si128(fours), _mm256_extracti128_si256(fours, 1));
 #endif
     if (count >= kLanes)
         std::memcpy(to, &bytes, kLanes);
