@@ -260,6 +260,23 @@ def test_one_prompt_and_for_some_a_second(dtype: str, kinds: tuple[str, str], qu
     assert f"{abs(mean(lost)):.1f} points {way} at 0.15 on average in {dtype}" in text
 
 
+def test_half_of_the_chunks_again() -> None:
+    want = list(_kl_rows("_half_again", "", questions=40))
+    assert table("docs/methods.md", "wording and ratio, half of the chunks again") == want
+    text, shares = " ".join((ROOT / "docs" / "methods.md").read_text(encoding="utf-8").split()), dict[str, list[str]]()
+    for kind in ("_half_again", ""):
+        for frame in ("plain", "short"):
+            (rows, *_) = records_of(f"quality_ten_{frame}{kind}_cpu.records.jsonl").values()
+            whole = _total(rows, "full_reuse/none/0", 40)
+            for method in ("sink_attention/similar/0.15", "full_reuse/similar/0"):
+                share = 100 - 100 * _total(rows, method, 40) / whole
+                shares.setdefault(method + kind, []).append(f"{share:.1f}")
+    at, zero, two_at, two_zero = shares.values()
+    assert f"recovered {at[0]} % (`plain`) and {at[1]} % (`short`) at 0.15" in text
+    assert f"two prompts {two_at[0]} and {two_at[1]} %; at 0 {zero[0]} and {zero[1]} %" in text
+    assert f"two prompts {two_zero[0]} and {two_zero[1]} %" in text
+
+
 def _kl_rows(*kinds: str, questions: int = 120) -> Iterator[list[str]]:
     """Yield, by wording and ratio, the KL of the first kind of records over that of the second, on its questions."""
     for frame in ("plain", "short"):
@@ -269,7 +286,7 @@ def _kl_rows(*kinds: str, questions: int = 120) -> Iterator[list[str]]:
             for of in both
         )
         for ratio, method in (("0", "full_reuse/similar/0"), ("0.15", "sink_attention/similar/0.15")):
-            keys = [key for key in other if key[2] == method]
+            keys = [key for key in other if key in one and key[2] == method]
             assert len(keys) == questions
             # A hundredth of a percent of the usual KL: what is exact already has no ratio.
             logs = [log((one[key] + 1e-4) / (other[key] + 1e-4)) for key in keys]
