@@ -70,16 +70,15 @@ def eight_bit_weights(layers: Sequence[tuple[Tensor, Tensor | None]], largest: T
     if not largest_weight:
         msg = "eight-bit weights need torch's oneDNN operators for integers; compute these layers in their dtype"
         raise UnsupportedOperandsError(msg)
-    weight = torch.cat([one.detach().float() for one, _ in layers])
+    weight = torch.cat([one.detach() for one, _ in layers])
     largest = largest.float()
     usual = largest.clamp_min(float(largest.mean())).clamp_min(_SMALLEST)
-    ratios = weight.abs().amax(0).clamp_min(_SMALLEST) / usual
+    ratios = weight.abs().amax(0).float().clamp_min(_SMALLEST) / usual
     # Multiplying by powers of two is exact: where `largest` differs in the last bits, what is rounded does not.
     factors = torch.exp2((0.5 * torch.log2(ratios)).round())
-    weight = weight / factors
-    scales = (weight.abs().amax(1) / largest_weight).clamp_min(1e-30)
-    whole = (weight / scales[:, None]).round().to(torch.int8)
-    packed = torch.ops.onednn.qlinear_prepack(whole, None)
+    rows, scales = quantize_rows(weight, 1.0 / factors, largest_weight)
+    # With its first bit turned, a byte means as much with a sign as it meant without one above 128.
+    packed = torch.ops.onednn.qlinear_prepack(rows.bitwise_xor_(_ZERO_INPUT).view(torch.int8), None)
     return EightBitWeights(
         packed, scales, factors, tuple(bias for _, bias in layers), tuple(one.shape[0] for one, _ in layers)
     )
@@ -111,7 +110,7 @@ def eight_bit_linears(x: Tensor, weights: EightBitWeights) -> list[Tensor]:
     return [part if bias is None else part + bias for part, bias in zip(parts, weights.biases, strict=True)]
 
 
-def quantize_rows(x: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_rows(x: Tensor, factors: Tensor, most: int = _LARGEST_INPUT) -> tuple[Tensor, Tensor]:
     """Return ``x * factors`` in eight bits, row by row.
 
     Parameters
@@ -120,6 +119,8 @@ def quantize_rows(x: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
         float32 or bfloat16 ``[..., I]``.
     factors : Tensor
         float32 ``[I]``.
+    most : int
+        What the largest magnitude of a row becomes, up to 127.
 
     Returns
     -------
@@ -138,9 +139,9 @@ def quantize_rows(x: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
         raise ValueError(msg)
     dense, factors = x.flatten(0, -2).contiguous(), factors.contiguous()
     if dense.numel() and takes_rows(dense) and takes_rows(factors):
-        return native_quantize_rows(dense, factors)
+        return native_quantize_rows(dense, factors, most)
     scaled = dense.float() * factors
-    scales = scaled.abs().amax(1).clamp_min(1e-30) / _LARGEST_INPUT
+    scales = scaled.abs().amax(1).clamp_min(1e-30) / most
     whole = (scaled / scales[:, None]).nan_to_num(0.0).round() + _ZERO_INPUT
     return whole.to(torch.uint8), scales
 

@@ -37,27 +37,28 @@ def error(got: Tensor, want: Tensor) -> float:
 
 
 @settings(max_examples=40)
-@given(rows=st.integers(0, 40), dim=SIZES, seed=st.integers(0, 99))
-def test_rows_are_rounded_by_their_own_largest_element(rows: int, dim: int, seed: int) -> None:
+@given(rows=st.integers(0, 40), dim=SIZES, most=st.sampled_from([63, 127]), seed=st.integers(0, 99))
+def test_rows_are_rounded_by_their_own_largest_element(rows: int, dim: int, most: int, seed: int) -> None:
     x, factors = random(2, rows, dim, seed=seed), random(dim, seed=seed + 1).abs() + 0.1
     x[:, : rows // 2] *= 100
-    got, scales = quantize_rows(x, factors)
+    got, scales = quantize_rows(x, factors, most)
     assert (got.dtype, got.shape, scales.shape) == (torch.uint8, (2 * rows, dim), (2 * rows,))
     want = (x * factors).flatten(0, 1)
-    torch.testing.assert_close(scales, want.abs().amax(1) / 127, rtol=1e-6, atol=0)
+    torch.testing.assert_close(scales, want.abs().amax(1) / most, rtol=1e-6, atol=0)
     whole = got.int() - 128
-    assert rows == 0 or int(whole.abs().amax()) == 127
+    assert rows == 0 or int(whole.abs().amax()) == most
     # Half a step, and what rounding of the quotient adds.
     assert rows == 0 or float(((whole * scales[:, None] - want).abs() / scales[:, None]).max()) <= 0.5001
 
 
+@pytest.mark.parametrize("most", [63, 127])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_native_rows_are_those_of_torch(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_rows_are_those_of_torch(dtype: torch.dtype, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x, factors = random(5, 33).to(dtype), random(33, seed=1).abs()
     x[2] = 0
-    got = quantize_rows(x, factors)
+    got = quantize_rows(x, factors, most)
     monkeypatch.setenv("FUSED_KV_KERNELS", "torch")
-    want = quantize_rows(x, factors)
+    want = quantize_rows(x, factors, most)
     torch.testing.assert_close(got[1], want[1])
     assert int((got[0].int() - want[0].int()).abs().max()) <= 1, "one where the quotient is half way"
     assert got[0][2].tolist() == [128] * 33
@@ -104,7 +105,7 @@ def test_bytes_are_those_of_torch_without_avx512(float32_without_avx512: CDLL, d
     x, factors = random(3, dim), random(dim, seed=1).abs()
     got, scales = torch.full((4, dim), 7, dtype=torch.uint8), torch.empty(3)
     float32_without_avx512.fkv_quantize_rows(
-        *(part.data_ptr() for part in (x, factors, got, scales)), 3, dim, torch.get_num_threads()
+        *(part.data_ptr() for part in (x, factors, got, scales)), 3, dim, 127, torch.get_num_threads()
     )
     want = ((x * factors) / scales[:, None]).round() + 128
     assert int((got[:3].int() - want.int()).abs().max()) <= 1, "one where the quotient is half way"

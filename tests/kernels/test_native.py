@@ -235,6 +235,8 @@ def test_a_library_that_computes_wrongly_is_found_out(dtype: torch.dtype, monkey
     built = native_library(dtype)
     assert built is not None
     assert library._agrees_with_torch(built, dtype, 2e-2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert library._agrees_with_torch(built, dtype, 2e-2), "whatever the first caller computes in"
     monkeypatch.setattr(library, "num_threads", lambda: 1)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda q, k, v, attn_mask: q + 1)
     assert not library._agrees_with_torch(built, dtype, 2e-2)

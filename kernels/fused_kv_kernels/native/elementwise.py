@@ -45,12 +45,12 @@ def native_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return out
 
 
-def native_quantize_rows(x: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+def native_quantize_rows(x: Tensor, factors: Tensor, most: int) -> tuple[Tensor, Tensor]:
     """Return :func:`fused_kv_kernels.quantize_rows` of a dense matrix ``[R, I]``."""
     rows, dim = x.shape
     out, scales = torch.empty(rows, dim, dtype=torch.uint8), torch.empty(rows)
     loaded_library(x.dtype).fkv_quantize_rows(
-        x.data_ptr(), factors.data_ptr(), out.data_ptr(), scales.data_ptr(), rows, dim, num_threads()
+        x.data_ptr(), factors.data_ptr(), out.data_ptr(), scales.data_ptr(), rows, dim, most, num_threads()
     )
     return out, scales
 

@@ -41,7 +41,7 @@ _ARGUMENTS = {
     "fkv_compress_rows": [*[_POINTER] * 3, _NUMBER, _NUMBER, _REAL, _THREADS],
     "fkv_rms_norm": [*[_POINTER] * 3, _NUMBER, _NUMBER, _REAL, _THREADS],
     "fkv_gated_silu": [*[_POINTER] * 3, *[_NUMBER] * 4, _THREADS],
-    "fkv_quantize_rows": [*[_POINTER] * 4, _NUMBER, _NUMBER, _THREADS],
+    "fkv_quantize_rows": [*[_POINTER] * 4, _NUMBER, _NUMBER, _REAL, _THREADS],
     "fkv_scale_rows": [*[_POINTER] * 2, _NUMBER, _NUMBER, _THREADS],
     "fkv_rotate_rows": [*[_POINTER] * 5, _NUMBER, _NUMBER, _THREADS],
     "fkv_transfer": [*[_POINTER] * 8, _NUMBER, *[_POINTER] * 7],
@@ -152,7 +152,9 @@ def _agrees_with_torch(library: ctypes.CDLL, dtype: torch.dtype, tolerance: floa
     options = None, None, scratch.data_ptr(), shape, strides, dim**-0.5, 0.0
     library.fkv_row_attention(*operands, *options, num_threads())
     mask = torch.arange(keys) <= positions[:, None]
-    want = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), attn_mask=mask)
+    # Whoever asks first may do so under autocast.
+    with torch.autocast("cpu", enabled=False):
+        want = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), attn_mask=mask)
     return torch.allclose(out.float(), want, atol=tolerance, rtol=tolerance)
 
 

@@ -123,7 +123,7 @@ class ContextPrefill:
 
     def _stored_kv(self, key: str) -> ChunkKV | None:
         token_ids = self._token_ids[key]
-        stored = self._store.open(key, token_ids, counted=False, evicts=False)
+        stored = self._store.open(key, token_ids, counted=False, keeps=False)
         if stored is None:
             return None
         with stored:

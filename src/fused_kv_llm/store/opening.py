@@ -11,7 +11,7 @@ from fused_kv_llm.store.read import OpenFile, ResidentFile, StoredKV, Tier
 __all__ = ["open_chunk"]
 
 
-def open_chunk(parts: StoreParts, key: str, token_ids: tuple[int, ...], *, evicts: bool) -> StoredKV | None:
+def open_chunk(parts: StoreParts, key: str, token_ids: tuple[int, ...], *, keeps: bool) -> StoredKV | None:
     """Open a chunk's KV for reading.
 
     Parameters
@@ -22,8 +22,8 @@ def open_chunk(parts: StoreParts, key: str, token_ids: tuple[int, ...], *, evict
         The chunk.
     token_ids : tuple of int
         The chunk's stand-alone token ids; a hit has exactly these.
-    evicts : bool
-        Whether memory lets go of other files for what is read completely.
+    keeps : bool
+        Whether what is read completely is kept in memory.
 
     Returns
     -------
@@ -31,7 +31,7 @@ def open_chunk(parts: StoreParts, key: str, token_ids: tuple[int, ...], *, evict
         None if the chunk is not stored, or not usable (with a ``FusedKVWarning``).
     """
     try:
-        found = _find(parts, key, evicts)
+        found = _find(parts, key, keeps)
     except FileNotFoundError:
         parts.damage.vanished(key)
         return None
@@ -52,9 +52,9 @@ def open_chunk(parts: StoreParts, key: str, token_ids: tuple[int, ...], *, evict
     return StoredKV(tier, header, file)
 
 
-def _find(parts: StoreParts, key: str, evicts: bool) -> tuple[Tier, ResidentFile | OpenFile] | None:
+def _find(parts: StoreParts, key: str, keeps: bool) -> tuple[Tier, ResidentFile | OpenFile] | None:
     """Return the chunk's file and the tier it comes from; None if the chunk is not stored."""
-    file = parts.reader.find(key, evicts=evicts)
+    file = parts.reader.find(key, keeps=keeps)
     tier: Tier = "disk"
     if file is None:
         place = parts.index.ledger.place(key)
@@ -67,5 +67,5 @@ def _find(parts: StoreParts, key: str, evicts: bool) -> tuple[Tier, ResidentFile
             file = parts.memory.get(file_name(key))
             if file is None and key in parts.fetch([key]):
                 tier = "remote"
-        file = file or parts.reader.acquire(key, evicts=evicts)
+        file = file or parts.reader.acquire(key, keeps=keeps)
     return ("memory" if isinstance(file, ResidentFile) else tier), file

@@ -226,7 +226,7 @@ class KVStore:
         found = self._parts.index.keys_up_to(identity, check_key(key))
         return [key for key in found if key not in self._parts.damage.ignored]
 
-    def open(self, key: str, token_ids: Sequence[int], *, counted: bool = True, evicts: bool = True) -> StoredKV | None:
+    def open(self, key: str, token_ids: Sequence[int], *, counted: bool = True, keeps: bool = True) -> StoredKV | None:
         """Open a chunk's KV for reading.
 
         Parameters
@@ -237,9 +237,8 @@ class KVStore:
             The chunk's stand-alone token ids. A stored chunk with other ids is not a hit.
         counted : bool
             Whether this is a use of the chunk, for the hit rate and the policy. Work beside requests is none.
-        evicts : bool
-            Whether what is read may push others out of the memory tier. Work beside requests leaves it to them: what it
-            reads is kept only where there is room.
+        keeps : bool
+            Whether what is read completely is kept in the memory tier. Work beside requests leaves that to them.
 
         Returns
         -------
@@ -249,7 +248,7 @@ class KVStore:
         self._parts.check_open()
         check_key(key)
         stored = (
-            None if key in self._parts.damage.ignored else open_chunk(self._parts, key, tuple(token_ids), evicts=evicts)
+            None if key in self._parts.damage.ignored else open_chunk(self._parts, key, tuple(token_ids), keeps=keeps)
         )
         if not counted:
             return stored

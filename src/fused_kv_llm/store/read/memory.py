@@ -82,24 +82,22 @@ class MemoryTier:
                 self._queue.touch(name, next(self._ticks))
             return file
 
-    def put(self, file: ResidentFile, *, evicts: bool = True) -> bool:
-        """Hold a file, letting go of others first if it `evicts` them; False if there is no room for it."""
+    def put(self, file: ResidentFile) -> bool:
+        """Hold a file, letting go of others first where there is no room; False if it is larger than the budget."""
         name, nbytes = file.header.file_name, file.header.nbytes
         if nbytes > self.budget_nbytes:
             return False
         with self._lock:
             self._remove(name)
             while self._nbytes + nbytes > self.budget_nbytes:
-                victim = self._queue.pop() if evicts else None
+                victim = self._queue.pop()
                 if victim is None:
                     return False
                 self._remove(victim)
                 self.evictions += 1
             self._files[name] = file
             # What is let go of has to be read again, which costs its bytes.
-            # What may evict nothing is itself let go of first.
-            used = next(self._ticks) if evicts else 0
-            self._queue.put(name, Entry(nbytes, cost=nbytes, used=used))
+            self._queue.put(name, Entry(nbytes, cost=nbytes, used=next(self._ticks)))
             self._nbytes += nbytes
         return True
 

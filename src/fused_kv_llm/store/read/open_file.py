@@ -56,8 +56,8 @@ class OpenFile:
         Called with the file when all pieces are in the buffers, and again when the last user releases it.
     stream : bool
         Read into memory that only the caller of ``read`` holds, every time anew: for a file that is not worth keeping.
-    evicts : bool
-        Whether memory may let go of other files for this one.
+    keeps : bool
+        Whether it is kept in memory when all of it has been read. Any user may ask for it.
     read_block : BlockReader
         Reads bytes of the file.
     patience_s : float or None
@@ -72,7 +72,7 @@ class OpenFile:
         on_done: Callable[[OpenFile], None],
         *,
         stream: bool = False,
-        evicts: bool = True,
+        keeps: bool = True,
         read_block: BlockReader = read_block,
         patience_s: float | None = None,
     ) -> None:
@@ -80,7 +80,7 @@ class OpenFile:
         self._buffers = buffers
         self._on_done = on_done
         self._stream = stream
-        self.evicts = evicts
+        self.keeps = keeps
         self._read_block, self._patience_s = read_block, patience_s
         self._users = 1
         self._reads = 0

@@ -57,7 +57,7 @@ class FileReader:
         self._known: dict[str, KnownFile] = {}
 
     def find(
-        self, key: str, name: str | None = None, *, whole: bool = False, evicts: bool = True
+        self, key: str, name: str | None = None, *, whole: bool = False, keeps: bool = True
     ) -> ResidentFile | OpenFile | None:
         """Return a file that this process has verified before, if it has not changed since; the caller releases it.
 
@@ -72,8 +72,8 @@ class FileReader:
             The sidecar's; None is the chunk itself.
         whole : bool
             Whether all of a sidecar will be read, so that it is worth keeping.
-        evicts : bool
-            Whether memory lets go of other files for this one; without, it is kept only where there is room.
+        keeps : bool
+            Whether it is kept in memory when it has been read completely, and counts as used there.
 
         Raises
         ------
@@ -85,7 +85,7 @@ class FileReader:
             version = self._folder.version(key, name)
         except OSError:
             return None
-        resident = self._memory.get(file, used=evicts)
+        resident = self._memory.get(file, used=keeps)
         if resident is not None:
             if resident.version == version:
                 return resident
@@ -93,19 +93,19 @@ class FileReader:
         with self._lock:
             joined = self._open_files.get(file)
             if joined is not None and joined.version == version and joined.retain():
-                joined.evicts = joined.evicts or evicts
+                joined.keeps = joined.keeps or keeps
                 return joined
             known = self._known.get(file)
-        return self._open(key, name, whole, evicts) if known is not None and known.version == version else None
+        return self._open(key, name, whole, keeps) if known is not None and known.version == version else None
 
     def acquire(
-        self, key: str, name: str | None = None, *, whole: bool = False, evicts: bool = True
+        self, key: str, name: str | None = None, *, whole: bool = False, keeps: bool = True
     ) -> ResidentFile | OpenFile:
         """Return a file from memory, from whoever is reading it, or from the disk; the caller releases it.
 
         Parameters
         ----------
-        key, name, whole, evicts
+        key, name, whole, keeps
             As ``find``.
 
         Raises
@@ -115,9 +115,9 @@ class FileReader:
         OSError
             There is no such file (FileNotFoundError), or it cannot be opened.
         """
-        return self.find(key, name, whole=whole, evicts=evicts) or self._open(key, name, whole, evicts)
+        return self.find(key, name, whole=whole, keeps=keeps) or self._open(key, name, whole, keeps)
 
-    def _open(self, key: str, name: str | None, whole: bool, evicts: bool) -> OpenFile:
+    def _open(self, key: str, name: str | None, whole: bool, keeps: bool) -> OpenFile:
         fd = self._folder.open_file(key, name)
         try:
             known, is_new = self._identify(fd, key, name)
@@ -131,7 +131,7 @@ class FileReader:
                 self._buffers,
                 self._done,
                 stream=stream,
-                evicts=evicts,
+                keeps=keeps,
                 read_block=self.read_block,
                 patience_s=self.patience_s,
             )
@@ -194,5 +194,5 @@ class FileReader:
             # A file that was forgotten meanwhile is not registered any more, and must not come back.
             if self._open_files.get(file.header.file_name) is file:
                 del self._open_files[file.header.file_name]
-                if file.is_complete:
-                    self._memory.put(file.resident(), evicts=file.evicts)
+                if file.is_complete and file.keeps:
+                    self._memory.put(file.resident())
