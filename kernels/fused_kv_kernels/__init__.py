@@ -14,7 +14,14 @@ from .decode_views import DecodeViews, decode_views
 from .decoder_layer import few_row_heads, few_row_mlp
 from .decoder_stack import LayerWeights, decode_layers
 from .dispatch import UnsupportedOperandsError
-from .eight_bit import EightBitWeights, eight_bit_linears, eight_bit_weights, has_eight_bit_linears, quantize_rows
+from .eight_bit import (
+    EightBitWeights,
+    eight_bit_gated_mlp,
+    eight_bit_linears,
+    eight_bit_weights,
+    has_eight_bit_linears,
+    quantize_rows,
+)
 from .eight_bit_attention import eight_bit_row_attention, has_eight_bit_attention
 from .elementwise import gated_silu, rms_norm, rotate_rows_
 from .kv_change import add_change, compress_rows
@@ -56,6 +63,7 @@ __all__ = [
     "decode_layers",
     "decode_views",
     "deviation_vectors",
+    "eight_bit_gated_mlp",
     "eight_bit_linears",
     "eight_bit_row_attention",
     "eight_bit_weights",

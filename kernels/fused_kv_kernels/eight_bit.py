@@ -16,9 +16,17 @@ import torch
 from torch import Tensor
 
 from .dispatch import UnsupportedOperandsError
-from .native import native_quantize_rows, native_scale_rows, takes_rows
+from .elementwise import gated_silu
+from .native import native_quantize_gated, native_quantize_rows, native_scale_rows, takes_rows
 
-__all__ = ["EightBitWeights", "eight_bit_linears", "eight_bit_weights", "has_eight_bit_linears", "quantize_rows"]
+__all__ = [
+    "EightBitWeights",
+    "eight_bit_gated_mlp",
+    "eight_bit_linears",
+    "eight_bit_weights",
+    "has_eight_bit_linears",
+    "quantize_rows",
+]
 
 _LARGEST_INPUT, _ZERO_INPUT = 127, 128
 # Without VNNI, a processor adds two products up in sixteen bits, and two of 255 times 63 fit.
@@ -99,15 +107,49 @@ def eight_bit_linears(x: Tensor, weights: EightBitWeights) -> list[Tensor]:
         ``[..., O]`` in the dtype of `x`. A row of `x` that is not finite gives outputs that are not.
     """
     rows, scales = quantize_rows(x, weights.factors)
-    product = _product(rows, weights.packed, weights.scales, x.dtype)
-    if product.numel() and product.is_contiguous() and scales.dtype == torch.float32 and takes_rows(product):
+    return _outputs(_product(rows, weights.packed, weights.scales, x.dtype), scales, weights, x)
+
+
+def eight_bit_gated_mlp(x: Tensor, gate_up: EightBitWeights, down: EightBitWeights) -> Tensor:
+    """Return about ``down(silu(gate(x)) * up(x))``, without gradients.
+
+    Parameters
+    ----------
+    x : Tensor
+        float32 or bfloat16 ``[..., I]``.
+    gate_up : EightBitWeights
+        Of two layers ``[W, I]``.
+    down : EightBitWeights
+        Of one layer ``[O, W]``.
+
+    Returns
+    -------
+    Tensor
+        ``[..., O]``, as :func:`eight_bit_linears` returns it.
+    """
+    rows, scales = quantize_rows(x, gate_up.factors)
+    product = _product(rows, gate_up.packed, gate_up.scales, x.dtype)
+    if _scales_natively(product, scales) and gate_up.biases == (None, None):
+        hidden, hidden_scales = native_quantize_gated(product, scales, down.factors, _LARGEST_INPUT)
+    else:
+        hidden, hidden_scales = quantize_rows(gated_silu(*_outputs(product, scales, gate_up, x)), down.factors)
+    return _outputs(_product(hidden, down.packed, down.scales, x.dtype), hidden_scales, down, x)[0]
+
+
+def _outputs(product: Tensor, scales: Tensor, weights: EightBitWeights, x: Tensor) -> list[Tensor]:
+    """Return the outputs of every layer in the shape of `x` from a product whose rows are to be scaled."""
+    if _scales_natively(product, scales):
         native_scale_rows(product, scales)
     else:
         # Tensors of one dtype are multiplied twice as fast. Rounding the scales costs less than the eight bits do.
-        product.mul_(scales.to(x.dtype)[:, None])
+        product.mul_(scales.to(product.dtype)[:, None])
     sizes = list(weights.sizes)
     parts = torch.split(product.view(*x.shape[:-1], sum(sizes)), sizes, dim=-1)
     return [part if bias is None else part + bias for part, bias in zip(parts, weights.biases, strict=True)]
+
+
+def _scales_natively(product: Tensor, scales: Tensor) -> bool:
+    return product.numel() > 0 and product.is_contiguous() and scales.dtype == torch.float32 and takes_rows(product)
 
 
 def quantize_rows(x: Tensor, factors: Tensor, most: int = _LARGEST_INPUT) -> tuple[Tensor, Tensor]:

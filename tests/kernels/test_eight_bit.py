@@ -15,13 +15,15 @@ from torch.nn.functional import linear
 from fused_kv_kernels import (
     UnsupportedOperandsError,
     eight_bit,
+    eight_bit_gated_mlp,
     eight_bit_linears,
     eight_bit_weights,
+    gated_silu,
     has_eight_bit_linears,
     quantize_rows,
     why_not_native,
 )
-from fused_kv_kernels.native import native_scale_rows
+from fused_kv_kernels.native import native_quantize_gated, native_scale_rows
 
 SIZES = st.sampled_from([1, 3, 8, 33, 64, 576])
 
@@ -97,6 +99,53 @@ def test_products_are_scaled_by_the_native_operator(dtype: torch.dtype, monkeypa
     for part, want in zip(got, eight_bit_linears(x, weights), strict=True):
         assert error(part.float(), want.float()) < 0.01
     assert len(calls) == 1
+
+
+@settings(max_examples=30)
+@given(rows=st.integers(1, 9), width=SIZES, seed=st.integers(0, 99))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gated_rows_are_rounded_as_torch_rounds_them(dtype: torch.dtype, rows: int, width: int, seed: int) -> None:
+    if why_not_native(dtype) is not None:
+        pytest.skip("no native operators here")
+    products, scales = random(rows, 2 * width, seed=seed).to(dtype), random(rows, seed=1).abs() + 0.5
+    products[0] *= 30
+    factors = random(width, seed=2).abs() + 0.1
+    got, got_scales = native_quantize_gated(products, scales, factors, 127)
+    gated = gated_silu(*(products.float() * scales[:, None]).chunk(2, dim=1))
+    want, want_scales = quantize_rows(gated, factors)
+    torch.testing.assert_close(got_scales, want_scales, rtol=1e-5, atol=0)
+    assert int((got.int() - want.int()).abs().max()) <= 1, "one where the quotient is half way"
+
+
+@needs_onednn
+@settings(max_examples=20)
+@given(rows=st.integers(1, 40), width=st.sampled_from([33, 64, 192]), bias=st.booleans(), seed=st.integers(0, 99))
+def test_a_gated_mlp_is_near_that_of_float32(rows: int, width: int, bias: bool, seed: int) -> None:
+    x = random(2, rows, 96, seed=seed)
+    biases = [random(n, seed=n) if bias else None for n in (width, 96)]
+    gate, up = ((random(width, 96, seed=seed + n), biases[0]) for n in (1, 2))
+    down = (random(96, width, seed=seed + 3), biases[1])
+    hidden = gated_silu(*(linear(x, *layer) for layer in (gate, up)))
+    of_gate, of_down = (
+        eight_bit_weights(layers, of.flatten(0, 1).abs().amax(0)) for layers, of in (([gate, up], x), ([down], hidden))
+    )
+    got, want = eight_bit_gated_mlp(x, of_gate, of_down), linear(hidden, *down)
+    assert got.shape == want.shape
+    assert error(got, want) < 0.04
+
+
+@needs_onednn
+def test_a_row_of_an_mlp_that_is_not_finite_stays_that_and_spoils_no_other() -> None:
+    x = random(3, 64)
+    gate_up, down = (
+        eight_bit_weights([(random(48, 64), None)] * 2, torch.ones(64)),
+        eight_bit_weights([(random(32, 48), None)], torch.ones(48)),
+    )
+    want = eight_bit_gated_mlp(x, gate_up, down)
+    x[1, 5] = float("nan")
+    got = eight_bit_gated_mlp(x, gate_up, down)
+    assert not got[1].isfinite().any()
+    assert torch.equal(got[::2], want[::2])
 
 
 @pytest.mark.parametrize("dim", [1, 7, 8, 9, 33])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -77,24 +76,25 @@ def test_keys_and_values_are_near_the_models_own(
     linears = linears_of(loaded)
     if linears is None:
         raise AssertionError
-    calls, rounded, real = Counter[int](), list[int](), eight_bit.eight_bit_linears
+    rounded = list[int]()
 
-    def counting(modules: Sequence[Any], x: Tensor) -> list[Tensor] | None:
-        calls.update(map(id, modules))
-        return linears(modules, x)
+    def note(name: str, layers_of: Callable[..., Sequence[int]]) -> None:
+        real = getattr(eight_bit, name)
 
-    def noting(*arguments: Any) -> list[Tensor]:
-        found = real(*arguments)
-        rounded.append(len(found))
-        return found
+        def noting(x: Tensor, *weights: Any) -> Any:
+            rounded.append(len(layers_of(*weights)))
+            return real(x, *weights)
 
-    monkeypatch.setattr(eight_bit, "eight_bit_linears", noting)
+        monkeypatch.setattr(eight_bit, name, noting)
+
+    note("eight_bit_linears", lambda weights: weights.sizes)
+    note("eight_bit_gated_mlp", lambda gate_up, down: (*gate_up.sizes, *down.sizes))
     # Random weights make much of small differences: what is off by 0.03 in a layer is off by more behind three.
-    assert all(0 < error < 0.2 for error in errors(loaded, counting))
-    layers = loaded.model.get_decoder().layers
-    plain = [module for layer in layers[:-1] for module in layer.modules() if type(module) is torch.nn.Linear]
-    assert all(calls[id(module)] == 1 for module in plain)
-    assert sum(rounded) == sum(calls.values()), "all of them in eight bits"
+    assert all(0 < error < 0.2 for error in errors(loaded, linears))
+    *layers, last = loaded.model.get_decoder().layers
+    plain = [module for layer in layers for module in layer.modules() if type(module) is torch.nn.Linear]
+    of_last = [module for module in last.self_attn.modules() if type(module) is torch.nn.Linear]
+    assert 0 < sum(rounded) - len(plain) < len(of_last), "all of them in eight bits, and once"
 
 
 def test_large_channels_of_inputs_are_known_from_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,19 @@ def test_large_channels_of_inputs_are_known_from_a_sample(monkeypatch: pytest.Mo
     assert all(one < 0.6 * other for one, other in zip(known, unknown, strict=True))
 
 
-@pytest.mark.parametrize("name", ["self_attn.k_proj", "self_attn.o_proj", "mlp.down_proj"])
+def test_an_mlp_is_computed_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = loaded_of(model_of())
+    linears, calls, real = linears_of(loaded), list[torch.Size](), eight_bit.eight_bit_gated_mlp
+    monkeypatch.setattr(
+        eight_bit, "eight_bit_gated_mlp", lambda x, *weights: calls.append(x.shape) or real(x, *weights)
+    )
+    kv_of(loaded, linears)
+    assert len(calls) == loaded.geometry.num_layers - 1, "the last one makes no KV"
+
+
+@pytest.mark.parametrize(
+    "name", ["self_attn.k_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+)
 def test_a_layer_that_somebody_hooked_is_called(name: str) -> None:
     model, called = model_of(), list[bool]()
     model.get_decoder().layers[0].get_submodule(name).register_forward_hook(lambda *_: called.append(True))

@@ -14,6 +14,7 @@ from .decoding import cache_table, decode_attention_scratch, native_decode_atten
 from .elementwise import (
     native_compress_rows,
     native_gated_silu,
+    native_quantize_gated,
     native_quantize_rows,
     native_rms_norm,
     native_rotate_rows,
@@ -65,6 +66,7 @@ __all__ = [
     "native_library",
     "native_linears",
     "native_place_chunks",
+    "native_quantize_gated",
     "native_quantize_rows",
     "native_rms_norm",
     "native_rotate_rows",

@@ -10,6 +10,7 @@ from .library import int64_array, loaded_library, native_library, num_threads
 __all__ = [
     "native_compress_rows",
     "native_gated_silu",
+    "native_quantize_gated",
     "native_quantize_rows",
     "native_rms_norm",
     "native_rotate_rows",
@@ -53,6 +54,15 @@ def native_quantize_rows(x: Tensor, factors: Tensor, most: int) -> tuple[Tensor,
         x.data_ptr(), factors.data_ptr(), out.data_ptr(), scales.data_ptr(), rows, dim, most, num_threads()
     )
     return out, scales
+
+
+def native_quantize_gated(products: Tensor, scales: Tensor, factors: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Return :func:`native_quantize_rows` of ``silu(gate) * up``, which are dense ``[R, 2 W]`` times `scales`."""
+    rows, width = products.shape[0], products.shape[1] // 2
+    out, out_scales = torch.empty(rows, width, dtype=torch.uint8), torch.empty(rows)
+    pointers = (part.data_ptr() for part in (products, scales, factors, out, out_scales))
+    loaded_library(products.dtype).fkv_quantize_gated(*pointers, rows, width, most, num_threads())
+    return out, out_scales
 
 
 def native_scale_rows(x: Tensor, scales: Tensor) -> None:

@@ -42,6 +42,7 @@ _ARGUMENTS = {
     "fkv_rms_norm": [*[_POINTER] * 3, _NUMBER, _NUMBER, _REAL, _THREADS],
     "fkv_gated_silu": [*[_POINTER] * 3, *[_NUMBER] * 4, _THREADS],
     "fkv_quantize_rows": [*[_POINTER] * 4, _NUMBER, _NUMBER, _REAL, _THREADS],
+    "fkv_quantize_gated": [*[_POINTER] * 5, _NUMBER, _NUMBER, _REAL, _THREADS],
     "fkv_scale_rows": [*[_POINTER] * 2, _NUMBER, _NUMBER, _THREADS],
     "fkv_rotate_rows": [*[_POINTER] * 5, _NUMBER, _NUMBER, _THREADS],
     "fkv_transfer": [*[_POINTER] * 8, _NUMBER, *[_POINTER] * 7],

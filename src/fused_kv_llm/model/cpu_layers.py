@@ -154,7 +154,12 @@ def _gated_mlp(module: Any, x: Tensor) -> Tensor:
     if not has_known_gate(module):
         own: Tensor = type(module).forward(module, x)
         return own
-    down: Tensor = module.down_proj(gated_silu(*_linears((module.gate_proj, module.up_proj), x)))
+    gate, up, last = module.gate_proj, module.up_proj, module.down_proj
+    way = required_pass(LayerPass).linears
+    whole = way.gated_mlp(gate, last, x) if way is not None and all(map(is_plain, (gate, up, last))) else None
+    if whole is not None:
+        return whole
+    down: Tensor = last(gated_silu(*_linears((gate, up), x)))
     return down
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fused_kv_kernels import (
     EightBitWeights,
+    eight_bit_gated_mlp,
     eight_bit_linears,
     eight_bit_weights,
     has_eight_bit_linears,
@@ -59,6 +60,13 @@ class EightBitLinears:
         weights = self._weights.get(modules[0])
         return None if weights is None else eight_bit_linears(x, weights)
 
+    def gated_mlp(self, gate: Any, down: Any, x: Tensor) -> Tensor | None:
+        """Return the output ``[..., O]`` of an MLP whose gate and up layers are known by the first one, or None."""
+        gate_up, last = self._weights.get(gate), self._weights.get(down)
+        if gate_up is None or last is None or len(gate_up.sizes) != 2:
+            return None
+        return eight_bit_gated_mlp(x, gate_up, last)
+
 
 def eight_bit_of(loaded: LoadedModel, owner: ModelOwner, stopped: Callable[[], bool]) -> EightBitLinears | None:
     """Return a model's linear layers in eight bits, or None where there are none.
@@ -91,6 +99,9 @@ def eight_bit_of(loaded: LoadedModel, owner: ModelOwner, stopped: Callable[[], b
 
 class _Recording:
     """Records the largest magnitudes of linear layers' inputs, and leaves the layers to the model."""
+
+    def gated_mlp(self, gate: Any, down: Any, x: Tensor) -> None:
+        """Leave an MLP to the model, layer by layer."""
 
     def __init__(self) -> None:
         self.seen: dict[Any, tuple[Sequence[Any], Tensor]] = {}

@@ -7,10 +7,10 @@ way to reach it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 from weakref import ref
 
 import torch
@@ -30,6 +30,16 @@ class StopForwardError(Exception):
     An exception, since the loop over the layers is transformers' own: a shorter list of layers would do as well, but
     the model has one list for all threads.
     """
+
+
+class Linears(Protocol):
+    """Computes plain linear layers, without hooks or wrappers."""
+
+    def __call__(self, modules: Sequence[Any], x: Tensor) -> list[Tensor] | None:
+        """Return the outputs of layers that read the same input ``[..., I]``, or None to leave them to the model."""
+
+    def gated_mlp(self, gate: Any, down: Any, x: Tensor) -> Tensor | None:
+        """Return the output of an MLP with a gate, which up stands beside, or None to leave it layer by layer."""
 
 
 class LayerPass:
@@ -52,9 +62,8 @@ class LayerPass:
         Whether :meth:`run_layers` may run several layers at once.
     pausing : Pausing or None
         Set where the forward may be left between two layers.
-    linears : callable or None
-        Computes plain linear layers that read the same input, on a CPU: takes the modules and ``[..., I]``, and returns
-        the output of each, or None to leave them to the model.
+    linears : Linears or None
+        Computes plain linear layers on a CPU in another way.
     """
 
     final_rows: slice | Tensor | None = None
@@ -62,7 +71,7 @@ class LayerPass:
     kv_layer: int
     decodes: bool = False
     pausing: Pausing | None = None
-    linears: Callable[[Sequence[Any], Tensor], list[Tensor] | None] | None = None
+    linears: Linears | None = None
 
     def begin(self) -> None:
         """Expect the first layer, or the one that the forward was left before."""

@@ -119,7 +119,13 @@ def _orders(keys: Sequence[str], times: int) -> dict[tuple[str, ...], int]:
         orders = [keys, *_backwards([keys]), *_backwards(mixed), *mixed]
     # They show each chunk four times; the first half of them shows it twice, behind others each time.
     wanted = list(dict.fromkeys(map(tuple, orders[: len(orders) * max(times, 2) // 4])))
-    return _half_again(wanted[: len(near)], wanted[len(near) :]) if times == 1 else dict.fromkeys(wanted, 1)
+    first, second = wanted[: len(near)], wanted[len(near) :]
+    if times == 1:
+        return _half_again(first, second)
+    made = dict.fromkeys(first, 1)
+    for order in second:
+        made[order] = max(1, len(order) * 3 // 8) if times == 2 else 1
+    return made
 
 
 def _half_again(first: Sequence[tuple[str, ...]], second: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], int]:
