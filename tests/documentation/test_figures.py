@@ -261,10 +261,10 @@ def test_one_prompt_and_for_some_a_second(dtype: str, kinds: tuple[str, str], qu
 
 
 def test_half_of_the_chunks_again() -> None:
-    want = list(_kl_rows("_half_again", "", questions=40))
+    want = list(_kl_rows("_half_again", "_all_again", questions=40))
     assert table("docs/methods.md", "wording and ratio, half of the chunks again") == want
     text, shares = " ".join((ROOT / "docs" / "methods.md").read_text(encoding="utf-8").split()), dict[str, list[str]]()
-    for kind in ("_half_again", ""):
+    for kind in ("_half_again", "_all_again"):
         for frame in ("plain", "short"):
             (rows, *_) = records_of(f"quality_ten_{frame}{kind}_cpu.records.jsonl").values()
             whole = _total(rows, "full_reuse/none/0", 40)
@@ -273,8 +273,30 @@ def test_half_of_the_chunks_again() -> None:
                 shares.setdefault(method + kind, []).append(f"{share:.1f}")
     at, zero, two_at, two_zero = shares.values()
     assert f"recovered {at[0]} % (`plain`) and {at[1]} % (`short`) at 0.15" in text
-    assert f"two prompts {two_at[0]} and {two_at[1]} %; at 0 {zero[0]} and {zero[1]} %" in text
+    assert f"in full {two_at[0]} and {two_at[1]} %; at 0 {zero[0]} and {zero[1]} %" in text
     assert f"two prompts {two_zero[0]} and {two_zero[1]} %" in text
+
+
+@pytest.mark.parametrize(("dtype", "kinds"), [("bfloat16", ("", "_all_again"))])
+def test_five_eighths_of_the_chunks_again(dtype: str, kinds: tuple[str, str]) -> None:
+    assert table("docs/methods.md", f"wording and ratio, five eighths again, {dtype}") == list(_kl_rows(*kinds))
+    methods = ("full_reuse", "similar", 0.0), ("sink_attention", "similar", 0.15)
+    want, lost = [], {method: list[float]() for method in methods}
+    for frame in ("plain", "short"):
+        some, whole = (
+            [_rows(of) for of in records_of(f"quality_ten_{frame}{kind}_cpu.records.jsonl").values()] for kind in kinds
+        )
+        for name, of_some, of_whole in zip(quality("quality_ten_plain_cpu.json"), some, whole, strict=True):
+            cells = [f"{name}, `{frame}`"]
+            for method in methods:
+                share, other = (100 * of[method]["recovered"] for of in (of_some, of_whole))
+                cells += [f"{share:.1f} %", f"{other - share:.1f}"]
+                lost[method].append(other - share)
+            want.append(cells)
+    assert table("docs/methods.md", f"set and wording, five eighths again, {dtype}") == want
+    text = " ".join((ROOT / "docs" / "methods.md").read_text(encoding="utf-8").split())
+    zero, at = (f"{mean(points):.1f} points" for points in lost.values())
+    assert f"In {dtype} that is {at} less at 0.15 and {zero} less at 0 on average" in text
 
 
 def _kl_rows(*kinds: str, questions: int = 120) -> Iterator[list[str]]:
@@ -336,7 +358,7 @@ def test_the_second_pass_in_eight_bits(dtype: str, kinds: tuple[str, str]) -> No
 def test_attention_in_eight_bits() -> None:
     want = list(_kl_rows("_float32", "_float32_attention_in_full", questions=40))
     assert table("docs/methods.md", "wording and ratio, attention in eight bits, float32") == want
-    want = list(_kl_rows("", "_linears"))
+    want = list(_kl_rows("_all_again", "_linears"))
     assert table("docs/methods.md", "wording and ratio, attention in eight bits, bfloat16") == want
     of = record("second_pass_attention_cpu.json")
     eight, full = (f"{of['total_over_first'][f'float32{way}']['2']:.2f}" for way in ("", " attention in full"))

@@ -176,17 +176,38 @@ def test_shifts_of_other_prompts_are_made_beside_those_that_are_there(tmp_path: 
         assert torch.equal(shift_of(engine, SHORT[0])["keys"], two["keys"])
 
 
-def test_with_one_prompt_half_of_the_chunks_are_computed_again_behind_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """These have the shift that the first prompt shows."""
-    groups, real = list[Sequence[PendingChunk]](), shift_prefill.prompts_of_group
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[PendingChunk]]:
+    """The groups that are put into prompts."""
+    found, real = list[Sequence[PendingChunk]](), shift_prefill.prompts_of_group
 
     def noting(group: Sequence[PendingChunk], *arguments: Any) -> Any:
-        groups.append(group)
+        found.append(group)
         return real(group, *arguments)
 
     monkeypatch.setattr(shift_prefill, "prompts_of_group", noting)
+    return found
+
+
+def test_with_two_prompts_the_last_chunks_of_the_first_are_known_in_the_second(
+    tmp_path: Path, groups: list[Sequence[PendingChunk]]
+) -> None:
+    """They have the shift that the first prompt shows."""
+    with make_engine(tmp_path, preprocessing_prompts=2) as engine:
+        assert ingest(engine, SHORT[:6]).chunks_preprocessed == 6
+        group = [chunk.text for chunk in groups[0]]
+        for text in group[4:]:
+            check_shift(engine, text, [group])
+        known = {group[4]: fitted([in_prompt(engine, group, group[4])])}
+        for text in group[1:4]:
+            check_fit(engine, text, [in_prompt(engine, group, text), in_prompt(engine, group[::-1], text, known)])
+        check_fit(engine, group[0], [in_prompt(engine, group[::-1], group[0], known)])
+
+
+def test_with_one_prompt_half_of_the_chunks_are_computed_again_behind_the_others(
+    tmp_path: Path, groups: list[Sequence[PendingChunk]]
+) -> None:
+    """These have the shift that the first prompt shows."""
     with make_engine(tmp_path, preprocessing_prompts=1) as engine:
         report = ingest(engine, SHORT[:4])
         assert (report.chunks_preprocessed, report.neighbour_tokens) == (4, 0)
