@@ -44,6 +44,18 @@ def test_no_difference_stays_none() -> None:
     assert not side["values"].any()
 
 
+@given(seed=st.integers(0, 99), weights=st.lists(st.floats(0.2, 0.99), max_size=4))
+def test_a_fit_is_compressed_as_its_shift_is(seed: int, weights: list[float]) -> None:
+    torch.manual_seed(seed)
+    fit = ShiftFit(*chunk())
+    for weight in weights:
+        fit.add(*chunk(), weight)
+    got, want = fit.compressed(), context_shift(*fit.shift())
+    for name in ("keys", "values"):
+        torch.testing.assert_close(got[f"{name}_scale"], want[f"{name}_scale"])
+        assert int((got[name].int() - want[name].int()).abs().max()) <= 1, "one where the quotient is half way"
+
+
 @given(seed=st.integers(0, 99), weights=st.lists(st.floats(0.2, 0.99), min_size=1, max_size=4))
 def test_the_shift_is_the_least_squares_fit_with_a_prior(seed: int, weights: list[float]) -> None:
     """As many rows as places, and one more that says that nothing changes."""

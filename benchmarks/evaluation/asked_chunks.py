@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.config import DEFAULT_PREPROCESSING
-from fused_kv_llm.context_shift import context_shift
 from fused_kv_llm.offline import VECTORS_FILE, as_embedder, corpus_vectors
 from fused_kv_llm.offline.batches import PendingChunk
 from fused_kv_llm.offline.context_prefill import ContextPrefill
@@ -57,7 +56,7 @@ def preprocess_asked(engine: FusedKVEngine, corpus: Iterable[str], asked: Iterab
     prefill = ContextPrefill(parts.loaded, parts.store, parts.prefix, owner, plan.token_ids, _never)
     for group in preprocessor.shift_prefill(plan, owner, _never).run(plan, prefill.plain, _never, wanted):
         for chunk, fit in group:
-            engine.store.sidecars.put(chunk.key, name, context_shift(*fit.shift()), by_rows=True)
+            engine.store.sidecars.put(chunk.key, name, fit.compressed(), by_rows=True)
         count += len(group)
         print(f"preprocessed {count} of {len(wanted)} asked chunks", flush=True)
     return count

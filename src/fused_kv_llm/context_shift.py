@@ -82,11 +82,14 @@ class ShiftFit:
 
     def shift(self) -> tuple[Tensor, Tensor]:
         """Return the shift of keys and values, float32 ``[L, Hkv, T, D]``."""
-        keys, values = (
-            torch.zeros_like(plain, dtype=torch.float32) if total is None else total / self._power
-            for total, plain in zip(self._sums, self._plain, strict=True)
-        )
+        keys, values = (total / self._power for total in self._totals())
         return keys, values
+
+    def compressed(self) -> dict[str, Tensor]:
+        """Return the shift in eight bits, as :func:`context_shift` makes it."""
+        side = context_shift(*self._totals())
+        # Bytes are the same whatever all of a row is divided by.
+        return {name: part / self._power if name.endswith("_scale") else part for name, part in side.items()}
 
     def applied(self, weight: float) -> tuple[Tensor, Tensor]:
         """Return the keys and values with a part of their shift, float32 ``[L, Hkv, T, D]``.
@@ -98,6 +101,14 @@ class ShiftFit:
         """
         shifts = zip(self._plain, self.shift(), strict=True)
         keys, values = (torch.add(plain, shift, alpha=weight) for plain, shift in shifts)
+        return keys, values
+
+    def _totals(self) -> tuple[Tensor, Tensor]:
+        """Return the sums over all prompts; they are not to be changed."""
+        keys, values = (
+            torch.zeros_like(plain, dtype=torch.float32) if total is None else total
+            for total, plain in zip(self._sums, self._plain, strict=True)
+        )
         return keys, values
 
 

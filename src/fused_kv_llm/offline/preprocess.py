@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fused_kv_llm.chunk import ChunkKV
-from fused_kv_llm.context_shift import ShiftFit, context_shift
+from fused_kv_llm.context_shift import ShiftFit
 from fused_kv_llm.errors import ConfigError
 from fused_kv_llm.model import EightBitLinears, LoadedModel, ModelOwner, PrefixKV, eight_bit_of
 from fused_kv_llm.prompt import Segment
@@ -257,4 +257,4 @@ class Preprocessor:
 
 def _shift(fit: ShiftFit) -> dict[str, Tensor]:
     with torch.inference_mode():
-        return context_shift(*fit.shift())
+        return fit.compressed()

@@ -93,9 +93,10 @@ class PromptPrefill:
         loaded = self._loaded
         cache = FusedCache(loaded.geometry, len(ids), self._pool)
         try:
-            # A layer of smaller heads than others leaves room that is stored with its KV.
-            for room in (cache.keys, cache.values):
-                room.zero_()
+            if not loaded.geometry.has_one_shape:
+                # A layer of smaller heads than others leaves room that is stored with its KV.
+                cache.keys.zero_()
+                cache.values.zero_()
             left = torch.ones(len(ids), dtype=torch.bool, device=loaded.device)
             for segment, kv in known:
                 place = slice(segment.start, segment.stop)
