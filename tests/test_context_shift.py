@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fused_kv_kernels import rerotate_keys, rotation_table
-from fused_kv_llm.context_shift import ShiftFit, context_shift, place_weight
+from fused_kv_llm.context_shift import ShiftFit, context_shift, place_weight, shift_name
 
 
 def fitted(
@@ -98,3 +98,10 @@ def test_the_first_place_gets_nothing_and_later_ones_more() -> None:
     weights = [place_weight(before, 80) for before in range(0, 4000, 40)]
     assert weights == sorted(weights)
     assert weights[-1] < 1.0
+
+
+def test_shifts_that_are_made_in_another_way_have_another_name() -> None:
+    """Those of two prompts in full, which were the default's, among them."""
+    names = [shift_name(9, prompts) for prompts in (1, 2, 4)]
+    assert len({*names, "shift-int8-2-prompts-9-pull-15"}) == 4
+    assert shift_name(8, 2) != shift_name(9, 2)

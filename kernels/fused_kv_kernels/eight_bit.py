@@ -78,7 +78,8 @@ def eight_bit_weights(layers: Sequence[tuple[Tensor, Tensor | None]], largest: T
     if not largest_weight:
         msg = "eight-bit weights need torch's oneDNN operators for integers; compute these layers in their dtype"
         raise UnsupportedOperandsError(msg)
-    weight = torch.cat([one.detach() for one, _ in layers])
+    with torch.autocast("cpu", enabled=False):
+        weight = torch.cat([one.detach() for one, _ in layers])
     largest = largest.float()
     usual = largest.clamp_min(float(largest.mean())).clamp_min(_SMALLEST)
     ratios = weight.abs().amax(0).float().clamp_min(_SMALLEST) / usual
@@ -126,11 +127,20 @@ def eight_bit_gated_mlp(x: Tensor, gate_up: EightBitWeights, down: EightBitWeigh
     -------
     Tensor
         ``[..., O]``, as :func:`eight_bit_linears` returns it.
+
+    Raises
+    ------
+    ValueError
+        If the layers do not fit together.
     """
+    width = down.factors.shape[0]
+    if gate_up.sizes != (width, width) or len(down.sizes) != 1:
+        msg = f"layers of {gate_up.sizes} outputs, and {len(down.sizes)} of {width} inputs, make no MLP with a gate"
+        raise ValueError(msg)
     rows, scales = quantize_rows(x, gate_up.factors)
     product = _product(rows, gate_up.packed, gate_up.scales, x.dtype)
     if _scales_natively(product, scales) and gate_up.biases == (None, None):
-        hidden, hidden_scales = native_quantize_gated(product, scales, down.factors, _LARGEST_INPUT)
+        hidden, hidden_scales = native_quantize_gated(product, scales, down.factors.contiguous(), _LARGEST_INPUT)
     else:
         hidden, hidden_scales = quantize_rows(gated_silu(*_outputs(product, scales, gate_up, x)), down.factors)
     return _outputs(_product(hidden, down.packed, down.scales, x.dtype), hidden_scales, down, x)[0]
@@ -174,8 +184,11 @@ def quantize_rows(x: Tensor, factors: Tensor, most: int = _LARGEST_INPUT) -> tup
     Raises
     ------
     ValueError
-        If there is not one factor for each column.
+        If there is not one factor for each column, or `most` is too large.
     """
+    if not 0 < most <= _LARGEST_INPUT:
+        msg = f"most={most} does not fit in eight bits: take 1 to {_LARGEST_INPUT}"
+        raise ValueError(msg)
     if factors.shape != x.shape[-1:]:
         msg = f"rows of {x.shape[-1]} elements and factors {list(factors.shape)} do not fit together"
         raise ValueError(msg)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from fused_kv_kernels import (
+    EightBitWeights,
     UnsupportedOperandsError,
     eight_bit,
     eight_bit_gated_mlp,
@@ -32,6 +33,12 @@ needs_onednn = pytest.mark.skipif(not has_eight_bit_linears(), reason="torch has
 
 def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def mlp_of(inner: int, width: int) -> tuple[EightBitWeights, EightBitWeights]:
+    """The weights of a gate with up beside it, and of what reads their product."""
+    gate_up = eight_bit_weights([(random(width, inner, seed=seed), None) for seed in (1, 2)], torch.ones(inner))
+    return gate_up, eight_bit_weights([(random(32, width, seed=3), None)], torch.ones(width))
 
 
 def error(got: Tensor, want: Tensor) -> float:
@@ -135,12 +142,38 @@ def test_a_gated_mlp_is_near_that_of_float32(rows: int, width: int, bias: bool, 
 
 
 @needs_onednn
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_stands_in_an_mlp_is_rounded_by_the_native_operator(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if why_not_native(dtype) is not None:
+        pytest.skip("no native operators here")
+    calls, real = list[torch.Size](), eight_bit.native_quantize_gated
+    monkeypatch.setattr(
+        eight_bit, "native_quantize_gated", lambda product, *rest: calls.append(product.shape) or real(product, *rest)
+    )
+    x, gate_up, down = random(5, 64).to(dtype), *mlp_of(64, 48)
+    got = eight_bit_gated_mlp(x, gate_up, down)
+    assert calls == [(5, 96)]
+    monkeypatch.setenv("FUSED_KV_KERNELS", "torch")
+    assert error(got.float(), eight_bit_gated_mlp(x, gate_up, down).float()) < 0.01
+    assert len(calls) == 1
+
+
+@needs_onednn
+def test_layers_that_make_no_mlp_are_refused() -> None:
+    gate_up, down = mlp_of(64, 48)
+    for gates, last in ((gate_up, mlp_of(64, 32)[1]), (down, down), (gate_up, gate_up)):
+        with pytest.raises(ValueError, match="MLP with a gate"):
+            eight_bit_gated_mlp(random(3, gates.factors.shape[0]), gates, last)
+    with pytest.raises(ValueError, match="most=200"):
+        quantize_rows(random(3, 8), torch.ones(8), 200)
+
+
+@needs_onednn
 def test_a_row_of_an_mlp_that_is_not_finite_stays_that_and_spoils_no_other() -> None:
     x = random(3, 64)
-    gate_up, down = (
-        eight_bit_weights([(random(48, 64), None)] * 2, torch.ones(64)),
-        eight_bit_weights([(random(32, 48), None)], torch.ones(48)),
-    )
+    gate_up, down = mlp_of(64, 48)
     want = eight_bit_gated_mlp(x, gate_up, down)
     x[1, 5] = float("nan")
     got = eight_bit_gated_mlp(x, gate_up, down)

@@ -79,6 +79,26 @@ def test_a_reader_who_joins_has_a_chunk_kept(kv_dir, make_chunk):
         assert store.resident().keys() == {chunk.key}
 
 
+def test_a_reader_whom_another_overtakes_has_a_chunk_kept(kv_dir, make_chunk, monkeypatch):
+    """It opens the file, finds that somebody who keeps nothing reads it by now, and joins."""
+    chunk, passing = make_chunk(), []
+    with KVStore(kv_dir, memory_bytes=chunk.kv.nbytes) as store:
+        chunk.put(store)
+        folder = store._parts.reader._folder
+        open_file = folder.open_file
+
+        def overtaken(*names):
+            monkeypatch.undo()
+            passing.append(store.open(chunk.key, chunk.kv.token_ids, keeps=False))
+            return open_file(*names)
+
+        monkeypatch.setattr(folder, "open_file", overtaken)
+        with chunk.open(store) as joined:
+            joined.read_layers(0, 3)
+        passing.pop().close()
+        assert store.resident().keys() == {chunk.key}
+
+
 def test_memory_hit_opens_no_file(store, make_chunk, monkeypatch):
     chunk = make_chunk()
     chunk.put(store)

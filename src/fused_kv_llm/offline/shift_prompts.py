@@ -50,8 +50,8 @@ class PromptShape:
     lead_tokens : int
         Most tokens of neighbours before a small group; one alone may be longer.
     times : int
-        Prompts of each chunk: 2, of which the second computes five eighths of the chunks, or 4. 1 means two, of which
-        the second computes half of the chunks.
+        Prompts of each chunk: 2, of which the second computes about five eighths of the chunks, or 4. 1 means two, of
+        which the second computes half of the chunks.
     """
 
     header: Sequence[int]
@@ -106,9 +106,7 @@ def prompts_of_group(
     if len(lead) + len(keys) < 2:
         return []
     orders = _orders(keys, shape.times)
-    return [
-        ShiftPrompt(_prompt((*lead, *order), token_ids, shape), 1 if lead else known) for order, known in orders.items()
-    ]
+    return [ShiftPrompt(_prompt((*lead, *order), token_ids, shape), known) for order, known in orders.items()]
 
 
 def _orders(keys: Sequence[str], times: int) -> dict[tuple[str, ...], int]:

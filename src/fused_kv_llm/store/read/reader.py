@@ -147,6 +147,7 @@ class FileReader:
             if other is None or other.version != file.version or not other.retain():
                 self._open_files[file.header.file_name] = file
                 return file
+            other.keeps = other.keeps or file.keeps
         file.release()
         return other
 
