@@ -101,7 +101,7 @@ def test_the_first_place_gets_nothing_and_later_ones_more() -> None:
 
 
 def test_shifts_that_are_made_in_another_way_have_another_name() -> None:
-    """Those of two prompts in full, which were the default's, among them."""
+    """Those of the earlier way with one prompt among them."""
     names = [shift_name(9, prompts) for prompts in (1, 2, 4)]
-    assert len({*names, "shift-int8-2-prompts-9-pull-15"}) == 4
+    assert len({*names, "shift-int8-1-prompts-9-pull-15"}) == 4
     assert shift_name(8, 2) != shift_name(9, 2)

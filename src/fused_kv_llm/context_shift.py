@@ -39,7 +39,7 @@ def shift_name(num_neighbours: int, prompts: int) -> str:
     prompts : int
         That each chunk was put into. Shifts that were made in another way have another name and are not used.
     """
-    way = {1: "1-prompt-and-half-again", 2: "1-prompt-and-five-eighths-again"}.get(prompts, f"{prompts}-prompts")
+    way = f"{prompts}-prompts" if prompts > 1 else "1-prompt-and-half-again"
     return f"{CONTEXT_SHIFT}-{way}-{num_neighbours}-pull-{round(100 * _PULL)}"
 
 

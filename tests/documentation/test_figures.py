@@ -205,7 +205,7 @@ def test_ten_passages_in_float32() -> None:
     assert table("docs/methods.md", "set and wording, float32") == want
     at = {column: sorted(int(row[column].split()[0]) for row in want) for column in (1, 3)}
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    assert f"in float32, preprocessed in full, {at[3][0]} to {at[3][-1]} % and {at[1][0]} to {at[1][-1]} %" in readme
+    assert f"in float32 {at[3][0]} to {at[3][-1]} % and {at[1][0]} to {at[1][-1]} %" in readme
 
 
 def test_four_prompts_instead_of_two() -> None:
@@ -261,10 +261,10 @@ def test_one_prompt_and_for_some_a_second(dtype: str, kinds: tuple[str, str], qu
 
 
 def test_half_of_the_chunks_again() -> None:
-    want = list(_kl_rows("_half_again", "_all_again", questions=40))
+    want = list(_kl_rows("_half_again", "", questions=40))
     assert table("docs/methods.md", "wording and ratio, half of the chunks again") == want
     text, shares = " ".join((ROOT / "docs" / "methods.md").read_text(encoding="utf-8").split()), dict[str, list[str]]()
-    for kind in ("_half_again", "_all_again"):
+    for kind in ("_half_again", ""):
         for frame in ("plain", "short"):
             (rows, *_) = records_of(f"quality_ten_{frame}{kind}_cpu.records.jsonl").values()
             whole = _total(rows, "full_reuse/none/0", 40)
@@ -280,7 +280,7 @@ def test_half_of_the_chunks_again() -> None:
 def test_five_eighths_of_the_chunks_again() -> None:
     single = list(_kl_rows("_float32_five_eighths", "_float32", questions=36))
     assert table("docs/methods.md", "wording and ratio, five eighths again, float32") == single
-    kinds = "", "_all_again"
+    kinds = "_five_eighths", ""
     assert table("docs/methods.md", "wording and ratio, five eighths again, bfloat16") == list(_kl_rows(*kinds))
     methods = ("full_reuse", "similar", 0.0), ("sink_attention", "similar", 0.15)
     want, lost = [], {method: list[float]() for method in methods}
@@ -360,7 +360,7 @@ def test_the_second_pass_in_eight_bits(dtype: str, kinds: tuple[str, str]) -> No
 def test_attention_in_eight_bits() -> None:
     want = list(_kl_rows("_float32", "_float32_attention_in_full", questions=40))
     assert table("docs/methods.md", "wording and ratio, attention in eight bits, float32") == want
-    want = list(_kl_rows("_all_again", "_linears"))
+    want = list(_kl_rows("", "_linears"))
     assert table("docs/methods.md", "wording and ratio, attention in eight bits, bfloat16") == want
     of = record("second_pass_attention_cpu.json")
     eight, full = (f"{of['total_over_first'][f'float32{way}']['2']:.2f}" for way in ("", " attention in full"))
@@ -508,7 +508,7 @@ def test_the_second_pass_beside_the_first() -> None:
 
 
 def test_the_second_pass_today() -> None:
-    of = {dtype: record(f"second_pass_{dtype}_known_cpu.json") for dtype in ("float32", "bfloat16")}
+    of = {dtype: record(f"second_pass_{dtype}_gated_cpu.json") for dtype in ("float32", "bfloat16")}
     ratios = {dtype: one["total_over_first"][dtype] for dtype, one in of.items()}
     want = [[prompts, *(f"{ratios[dtype][prompts]:.2f}" for dtype in of)] for prompts in ("1", "2")]
     assert table("docs/ingestion.md", "`preprocessing_prompts`") == want

@@ -189,21 +189,6 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[PendingChunk]]:
     return found
 
 
-def test_with_two_prompts_the_last_chunks_of_the_first_are_known_in_the_second(
-    tmp_path: Path, groups: list[Sequence[PendingChunk]]
-) -> None:
-    """They have the shift that the first prompt shows."""
-    with make_engine(tmp_path, preprocessing_prompts=2) as engine:
-        assert ingest(engine, SHORT[:6]).chunks_preprocessed == 6
-        group = [chunk.text for chunk in groups[0]]
-        for text in group[4:]:
-            check_shift(engine, text, [group])
-        known = {group[4]: fitted([in_prompt(engine, group, group[4])])}
-        for text in group[1:4]:
-            check_fit(engine, text, [in_prompt(engine, group, text), in_prompt(engine, group[::-1], text, known)])
-        check_fit(engine, group[0], [in_prompt(engine, group[::-1], group[0], known)])
-
-
 def test_with_one_prompt_half_of_the_chunks_are_computed_again_behind_the_others(
     tmp_path: Path, groups: list[Sequence[PendingChunk]]
 ) -> None:

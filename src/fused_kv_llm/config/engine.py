@@ -151,10 +151,9 @@ class EngineConfig(BaseModel):
     preprocessing_prompts: Annotated[int, Option(unit="prompts", identity=True), BeforeValidator(checks.prompts)] = (
         Field(default=DEFAULT_PREPROCESSING_PROMPTS, frozen=True)
     )
-    """In how many prompts with chunks of its group ``"similar"`` preprocessing puts each chunk: 2, of which about five
-    eighths of the second are prefilled, behind chunks that the first shows, or 4, which are prefilled but for their
-    first chunk; with 1, half of a second one is prefilled. A few chunks, up to five with 2 and up to three with 1, are
-    prefilled as with 4. More take longer and bring answers closer to those of full prefill."""
+    """In how many prompts with chunks of its group ``"similar"`` preprocessing prefills each chunk: 1 (half of them
+    are prefilled in a second one, behind the others; all of a group of fewer than four), 2 or 4. More take longer and
+    bring answers closer to those of full prefill."""
 
     embedder: Annotated[Any | None, Option(on_command_line=False)] = Field(
         default=None, frozen=True, exclude=True, repr=False

@@ -2,11 +2,9 @@
 
 Every chunk of a group is put into several prompts behind an instruction. A large group is divided in two ways for that:
 into halves of chunks that are most similar, and into every other chunk. A prompt runs forwards or backwards. So what
-stands before a chunk differs from prompt to prompt. With two prompts of a chunk, the second ones run backwards, and the
-chunks that they begin with stand behind a quarter or more of the chunks of a first one. That shows nearly all that
-there is to see of them, so they are not computed again. Where one prompt a chunk is asked for, there are two as well,
-but the second ones compute only the chunks that have little before them in the first ones, behind the others. A group
-of few chunks stands behind neighbours and is computed twice all the same.
+stands before a chunk differs from prompt to prompt. Where one prompt a chunk is asked for, there are two as well, but
+the second ones compute only the chunks that have little before them in the first ones, behind the others. A group of
+few chunks stands behind neighbours and is computed twice all the same.
 """
 
 from __future__ import annotations
@@ -50,8 +48,7 @@ class PromptShape:
     lead_tokens : int
         Most tokens of neighbours before a small group; one alone may be longer.
     times : int
-        Prompts of each chunk: 2, of which the second computes about five eighths of the chunks, or 4. 1 means two, of
-        which the second computes half of the chunks.
+        Prompts of each chunk: 2 or 4. 1 means two, of which the second computes half of the chunks.
     """
 
     header: Sequence[int]
@@ -120,11 +117,7 @@ def _orders(keys: Sequence[str], times: int) -> dict[tuple[str, ...], int]:
         orders = [keys, *_backwards([keys]), *_backwards(mixed), *mixed]
     # They show each chunk four times; the first half of them shows it twice, behind others each time.
     wanted = list(dict.fromkeys(map(tuple, orders[: len(orders) * max(times, 2) // 4])))
-    first, second = wanted[: len(near)], wanted[len(near) :]
-    if times == 1:
-        return _half_again(first, second)
-    known = {order: max(1, len(order) * 3 // 8) if times == 2 else 1 for order in second}
-    return {**dict.fromkeys(first, 1), **known}
+    return _half_again(wanted[: len(near)], wanted[len(near) :]) if times == 1 else dict.fromkeys(wanted, 1)
 
 
 def _half_again(first: Sequence[tuple[str, ...]], second: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], int]:
