@@ -90,10 +90,10 @@ class PromptPrefill:
         StoppedError
             If it was stopped.
         """
-        loaded = self._loaded
-        cache = FusedCache(loaded.geometry, len(ids), self._pool)
+        loaded, geometry = self._loaded, self._loaded.geometry
+        cache = FusedCache(geometry, len(ids), self._pool)
         try:
-            if not loaded.geometry.has_one_shape:
+            if any(shape != geometry.room for shape in geometry.shapes):
                 # A layer of smaller heads than others leaves room that is stored with its KV.
                 cache.keys.zero_()
                 cache.values.zero_()
