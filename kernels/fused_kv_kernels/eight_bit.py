@@ -78,6 +78,7 @@ def eight_bit_weights(layers: Sequence[tuple[Tensor, Tensor | None]], largest: T
     if not largest_weight:
         msg = "eight-bit weights need torch's oneDNN operators for integers; compute these layers in their dtype"
         raise UnsupportedOperandsError(msg)
+    # Under an autocast to float16, torch.cat refuses bfloat16.
     with torch.autocast("cpu", enabled=False):
         weight = torch.cat([one.detach() for one, _ in layers])
     largest = largest.float()
@@ -159,6 +160,7 @@ def _outputs(product: Tensor, scales: Tensor, weights: EightBitWeights, x: Tenso
 
 
 def _scales_natively(product: Tensor, scales: Tensor) -> bool:
+    """Return whether the native operators take a product and the scales of its rows."""
     return product.numel() > 0 and product.is_contiguous() and scales.dtype == torch.float32 and takes_rows(product)
 
 

@@ -161,6 +161,16 @@ def test_what_stands_in_an_mlp_is_rounded_by_the_native_operator(
 
 
 @needs_onednn
+def test_weights_are_the_same_under_autocast() -> None:
+    layers, largest = [(random(48, 64, seed=seed).bfloat16(), None) for seed in (1, 2)], torch.ones(64)
+    want = eight_bit_weights(layers, largest)
+    for dtype in (torch.float16, torch.bfloat16):
+        with torch.autocast("cpu", dtype):
+            got = eight_bit_weights(layers, largest)
+        assert torch.equal(got.scales, want.scales)
+
+
+@needs_onednn
 def test_layers_that_make_no_mlp_are_refused() -> None:
     gate_up, down = mlp_of(64, 48)
     for gates, last in ((gate_up, mlp_of(64, 32)[1]), (down, down), (gate_up, gate_up)):

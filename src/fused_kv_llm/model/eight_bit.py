@@ -61,7 +61,7 @@ class EightBitLinears:
         return None if weights is None else eight_bit_linears(x, weights)
 
     def gated_mlp(self, gate: Any, down: Any, x: Tensor) -> Tensor | None:
-        """Return the output ``[..., O]`` of an MLP whose gate and up layers are known by the first one, or None."""
+        """Return ``down(silu(gate(x)) * up(x))``, ``[..., O]``; None unless gate and up were rounded together."""
         gate_up, last = self._weights.get(gate), self._weights.get(down)
         if gate_up is None or last is None or len(gate_up.sizes) != 2:
             return None
@@ -100,9 +100,6 @@ def eight_bit_of(loaded: LoadedModel, owner: ModelOwner, stopped: Callable[[], b
 class _Recording:
     """Records the largest magnitudes of linear layers' inputs, and leaves the layers to the model."""
 
-    def gated_mlp(self, gate: Any, down: Any, x: Tensor) -> None:
-        """Leave an MLP to the model, layer by layer."""
-
     def __init__(self) -> None:
         self.seen: dict[Any, tuple[Sequence[Any], Tensor]] = {}
 
@@ -112,6 +109,9 @@ class _Recording:
         if modules[0] in self.seen:
             largest = torch.maximum(largest, self.seen[modules[0]][1])
         self.seen[modules[0]] = modules, largest
+
+    def gated_mlp(self, gate: Any, down: Any, x: Tensor) -> None:
+        """Leave an MLP to the model: its layers come one after another, and are recorded then."""
 
 
 def _rounded(loaded: LoadedModel, recording: _Recording, stopped: Callable[[], bool]) -> dict[Any, EightBitWeights]:

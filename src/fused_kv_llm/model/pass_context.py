@@ -33,13 +33,16 @@ class StopForwardError(Exception):
 
 
 class Linears(Protocol):
-    """Computes plain linear layers, without hooks or wrappers."""
+    """Computes linear layers in the model's place; they have no hooks and are not wrapped."""
 
     def __call__(self, modules: Sequence[Any], x: Tensor) -> list[Tensor] | None:
         """Return the outputs of layers that read the same input ``[..., I]``, or None to leave them to the model."""
 
     def gated_mlp(self, gate: Any, down: Any, x: Tensor) -> Tensor | None:
-        """Return the output of an MLP with a gate, which up stands beside, or None to leave it layer by layer."""
+        """Return ``down(silu(gate(x)) * up(x))``, or None to have the layers asked for one after another.
+
+        The up layer is the one that reads the same input as the gate.
+        """
 
 
 class LayerPass:
@@ -63,7 +66,7 @@ class LayerPass:
     pausing : Pausing or None
         Set where the forward may be left between two layers.
     linears : Linears or None
-        Computes plain linear layers on a CPU in another way.
+        Computes plain linear layers on a CPU in the model's place.
     """
 
     final_rows: slice | Tensor | None = None
