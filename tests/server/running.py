@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import faulthandler
 import io
 import json
@@ -47,7 +48,8 @@ def _what_is_left(server: uvicorn.Server) -> str:
     faulthandler.dump_traceback(sys.__stderr__ or sys.stderr)
     state = server.server_state
     stacks = io.StringIO()
-    for task in list(state.tasks):
+    # Those of requests, and those of the server itself, which may wait for its application's end.
+    for task in asyncio.all_tasks(server.servers[0].get_loop()):
         task.print_stack(file=stacks)
     connections = list(state.connections)
     told = [(one.conn.our_state, one.conn.their_state, (one.scope or {}).get("path")) for one in connections]
