@@ -14,14 +14,7 @@ from .decode_views import DecodeViews, decode_views
 from .decoder_layer import few_row_heads, few_row_mlp
 from .decoder_stack import LayerWeights, decode_layers
 from .dispatch import UnsupportedOperandsError
-from .eight_bit import (
-    EightBitWeights,
-    eight_bit_gated_mlp,
-    eight_bit_linears,
-    eight_bit_weights,
-    has_eight_bit_linears,
-    quantize_rows,
-)
+from .eight_bit import eight_bit_attended_mlp, eight_bit_gated_mlp, eight_bit_linears
 from .eight_bit_attention import eight_bit_row_attention, has_eight_bit_attention
 from .elementwise import gated_silu, rms_norm, rotate_rows_
 from .kv_change import add_change, compress_rows
@@ -32,6 +25,7 @@ from .paged_rows import paged_row_attention
 from .pages import PageTable, SharedPages
 from .place_chunks import ChunkStack, place_chunks
 from .rotate import RotationTable, rerotate_keys, rotation_table
+from .rounded_weights import EightBitWeights, eight_bit_weights, has_eight_bit_linears, quantize_rows
 from .row_attention import row_attention
 from .row_plan import RowPlan
 from .shift_chunks import ChunkShift, ShiftStack, shift_chunks
@@ -63,6 +57,7 @@ __all__ = [
     "decode_layers",
     "decode_views",
     "deviation_vectors",
+    "eight_bit_attended_mlp",
     "eight_bit_gated_mlp",
     "eight_bit_linears",
     "eight_bit_row_attention",

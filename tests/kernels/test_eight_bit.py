@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from ctypes import CDLL
 from dataclasses import replace
 
@@ -16,19 +17,40 @@ from fused_kv_kernels import (
     EightBitWeights,
     UnsupportedOperandsError,
     eight_bit,
+    eight_bit_attended_mlp,
     eight_bit_gated_mlp,
     eight_bit_linears,
     eight_bit_weights,
     gated_silu,
     has_eight_bit_linears,
     quantize_rows,
+    rms_norm,
+    rounded_weights,
     why_not_native,
 )
-from fused_kv_kernels.native import native_quantize_gated, native_scale_rows
+from fused_kv_kernels.native import (
+    byte_panels,
+    byte_rows,
+    multiplies_bytes,
+    native_eight_bit_mlp,
+    native_quantize_gated,
+    native_scale_rows,
+)
 
 SIZES = st.sampled_from([1, 3, 8, 33, 64, 576])
 
 needs_onednn = pytest.mark.skipif(not has_eight_bit_linears(), reason="torch has no eight-bit products here")
+
+
+needs_bytes = pytest.mark.skipif(
+    not has_eight_bit_linears() or not multiplies_bytes(torch.float32), reason="no native eight-bit products here"
+)
+
+
+@pytest.fixture
+def in_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that are packed for oneDNN, as on processors without the native operators' instructions."""
+    monkeypatch.setattr(rounded_weights, "multiplies_bytes", lambda _: False)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -86,6 +108,7 @@ def test_rows_are_scaled_in_place_and_nothing_behind_them(dtype: torch.dtype, di
 
 
 @needs_onednn
+@pytest.mark.usefixtures("in_onednn")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_products_are_scaled_by_the_native_operator(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """And nearly as torch does, which rounds the scales to the dtype first."""
@@ -142,6 +165,7 @@ def test_a_gated_mlp_is_near_that_of_float32(rows: int, width: int, bias: bool, 
 
 
 @needs_onednn
+@pytest.mark.usefixtures("in_onednn")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_stands_in_an_mlp_is_rounded_by_the_native_operator(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -232,18 +256,18 @@ def test_products_of_bfloat16_are_those_of_float32_rounded() -> None:
 
 def test_weights_are_as_large_as_sums_stay_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     for exact, want in (({127, 63}, 127), ({63}, 63), (set[int](), 0)):
-        eight_bit._largest_weight.cache_clear()
+        rounded_weights._largest_weight.cache_clear()
         with monkeypatch.context() as patched:
-            patched.setattr(eight_bit, "_sums_exactly", lambda largest, _, exact=exact: largest in exact)
-            assert eight_bit._largest_weight() == want
+            patched.setattr(rounded_weights, "_sums_exactly", lambda largest, _, exact=exact: largest in exact)
+            assert rounded_weights._largest_weight() == want
             assert has_eight_bit_linears.__wrapped__() == (want > 0)
-    eight_bit._largest_weight.cache_clear()
+    rounded_weights._largest_weight.cache_clear()
 
 
 @needs_onednn
 @pytest.mark.parametrize("largest", [127, 63])
 def test_weights_take_all_of_the_range(largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eight_bit, "_largest_weight", lambda: largest)
+    monkeypatch.setattr(rounded_weights, "_largest_weight", lambda: largest)
     weight = random(8, 64)
     weights = eight_bit_weights([(weight, None)], torch.ones(64))
     scaled = weight / weights.factors
@@ -251,14 +275,14 @@ def test_weights_take_all_of_the_range(largest: int, monkeypatch: pytest.MonkeyP
 
 
 def test_there_are_no_weights_without_operators_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eight_bit, "_largest_weight", lambda: 0)
+    monkeypatch.setattr(rounded_weights, "_largest_weight", lambda: 0)
     with pytest.raises(UnsupportedOperandsError, match="oneDNN"):
         eight_bit_weights([(random(8, 64), None)], torch.ones(64))
 
 
 def test_each_dtype_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eight_bit, "_largest_weight", lambda: 127)
-    monkeypatch.setattr(eight_bit, "_sums_exactly", lambda _, dtype: dtype == torch.float32)
+    monkeypatch.setattr(rounded_weights, "_largest_weight", lambda: 127)
+    monkeypatch.setattr(rounded_weights, "_sums_exactly", lambda _, dtype: dtype == torch.float32)
     assert [has_eight_bit_linears.__wrapped__(dtype) for dtype in (torch.float32, torch.bfloat16)] == [True, False]
 
 
@@ -330,9 +354,153 @@ def test_operators_that_torch_has_no_more_are_not_used(monkeypatch: pytest.Monke
 
     for broken in (gone, wrong):
         has_eight_bit_linears.cache_clear()
-        eight_bit._largest_weight.cache_clear()
+        rounded_weights._largest_weight.cache_clear()
         with monkeypatch.context() as patched:
-            patched.setattr(eight_bit, "_product", broken)
+            patched.setattr(rounded_weights, "_product", broken)
             assert not has_eight_bit_linears()
         has_eight_bit_linears.cache_clear()
-        eight_bit._largest_weight.cache_clear()
+        rounded_weights._largest_weight.cache_clear()
+
+
+# -- native products ---------------------------------------------------------------------------------------------
+
+
+@given(outputs=st.integers(1, 200), inputs=st.integers(1, 70), seed=st.integers(0, 99))
+@settings(max_examples=30)
+def test_panels_hold_all_weights(outputs: int, inputs: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randint(-127, 128, (outputs, inputs), generator=generator, dtype=torch.int8)
+    panels, begins = byte_panels(rows)
+    assert panels.shape == (-(-outputs // 64), -(-inputs // 4), 64)
+    assert torch.equal(byte_rows(panels, outputs, inputs), rows)
+    assert torch.equal(begins[:outputs], -128 * rows.sum(1, dtype=torch.int32))
+    assert begins[outputs:].eq(0).all()
+
+
+@needs_bytes
+@given(
+    rows=st.integers(0, 230), inputs=st.integers(1, 150), outputs=st.integers(1, 150), threads=st.integers(1, 3),
+    normed=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+@settings(max_examples=60)
+def test_native_products_are_those_of_rounded_numbers(
+    rows: int, inputs: int, outputs: int, threads: int, normed: bool, seed: int
+) -> None:
+    x, norm = random(rows, inputs, seed=seed), (random(inputs, seed=seed + 1), 1e-5) if normed else None
+    weights = eight_bit_weights([(random(outputs, inputs, seed=seed + 2), None)], random(inputs, seed=seed).abs())
+    used = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        (got,) = eight_bit_linears(x, weights, norm)
+    finally:
+        torch.set_num_threads(used)
+    rounded, scales = quantize_rows(x if norm is None else rms_norm(x, *norm), weights.factors)
+    want = (rounded.double() - 128) * scales[:, None] @ byte_rows(weights.packed, outputs, inputs).double().T
+    want *= weights.scales
+    # Rounding to bytes may take a number that stands between two of them to either.
+    bound = 1e-5 if norm is None else 0.01
+    assert rows == 0 or float((got - want).norm()) <= bound * float(want.norm()) + 1e-6
+
+
+@needs_bytes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("rows", "inputs", "width"), [(1, 64, 64), (100, 70, 128), (333, 576, 192)])
+def test_half_a_decoder_layer_is_near_its_parts(dtype: torch.dtype, rows: int, inputs: int, width: int) -> None:
+    if why_not_native(dtype) is not None:
+        pytest.skip("no native operators here")
+    x, attended = random(1, rows, inputs).to(dtype), random(1, rows, 36, seed=1).to(dtype)
+    norm = random(inputs, seed=2).to(dtype), 1e-5
+    sizes = [(inputs, 36), (width, inputs), (width, inputs), (inputs, width)]
+    output, gate, up, down = (random(*one, seed=3 + n).div(one[1] ** 0.5) for n, one in enumerate(sizes))
+    rounded = [
+        eight_bit_weights([(one.to(dtype), None) for one in layers], torch.ones(layers[0].shape[1]))
+        for layers in ([output], [gate, up], [down])
+    ]
+    got = eight_bit_attended_mlp(x, attended, rounded[0], norm, rounded[1], rounded[2])
+    hidden = x.float() + linear(attended.float(), output)
+    normal = rms_norm(hidden, norm[0].float(), norm[1])
+    added = linear(torch.nn.functional.silu(linear(normal, gate)) * linear(normal, up), down)
+    assert (got.dtype, got.shape) == (dtype, x.shape)
+    assert error(got.float() - x.float(), hidden + added - x.float()) < 0.03
+    parts = x + eight_bit_linears(attended, rounded[0])[0]
+    parts = parts + eight_bit_gated_mlp(rms_norm(parts, *norm), rounded[1], rounded[2])
+    assert error(got.float(), parts.float()) < (1e-3 if dtype == torch.float32 else 0.01)
+
+
+@needs_bytes
+@pytest.mark.parametrize("of", ["output", "down", "gate"])
+def test_biases_in_half_a_decoder_layer_are_added(of: str) -> None:
+    x, attended, norm = random(5, 64), random(5, 36, seed=1), (torch.ones(64), 1e-5)
+    bias = random(64, seed=9)
+    output = eight_bit_weights([(random(64, 36, seed=2), bias if of == "output" else None)], torch.ones(36))
+    gates = [(random(64, 64, seed=n), bias if of == "gate" and n == 3 else None) for n in (3, 4)]
+    gate_up = eight_bit_weights(gates, torch.ones(64))
+    down = eight_bit_weights([(random(64, 64, seed=5), bias if of == "down" else None)], torch.ones(64))
+    hidden = x + eight_bit_linears(attended, output)[0]
+    gate, up = eight_bit_linears(hidden, gate_up, norm)
+    want = hidden + eight_bit_linears(gated_silu(gate, up), down)[0]
+    assert error(eight_bit_attended_mlp(x, attended, output, norm, gate_up, down), want) < 1e-3
+
+
+@needs_bytes
+def test_half_a_decoder_layer_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = list[torch.Size]()
+
+    def noting(x: Tensor, *operands: object) -> Tensor:
+        calls.append(x.shape)
+        return native_eight_bit_mlp(x, *operands)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(eight_bit, "native_eight_bit_mlp", noting)
+    gate_up, _ = mlp_of(64, 128)
+    output, down = (eight_bit_weights([(random(64, n), None)], torch.ones(n)) for n in (36, 128))
+    x, attended, norm = random(5, 64), random(5, 36, seed=1), (random(64), 1e-5)
+    got = eight_bit_attended_mlp(x, attended, output, norm, gate_up, down)
+    assert calls == [x.shape]
+    monkeypatch.setenv("FUSED_KV_KERNELS", "torch")
+    # The weights stay packed as they are.
+    assert error(got, eight_bit_attended_mlp(x, attended, output, norm, gate_up, down)) < 0.01
+    assert len(calls) == 1
+
+
+@needs_bytes
+@pytest.mark.parametrize("where", ["x", "attended"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_row_of_half_a_layer_that_is_not_finite_spoils_no_other(where: str, value: float) -> None:
+    gate_up, _ = mlp_of(64, 128)
+    output, down = (eight_bit_weights([(random(64, n), None)], torch.ones(n)) for n in (36, 128))
+    rows = {"x": random(30, 64), "attended": random(30, 36, seed=1)}
+    want = eight_bit_attended_mlp(*rows.values(), output, (torch.ones(64), 1e-5), gate_up, down)
+    rows[where][7, 3] = value
+    got = eight_bit_attended_mlp(*rows.values(), output, (torch.ones(64), 1e-5), gate_up, down)
+    assert not got[7].isfinite().any()
+    others = [row for row in range(30) if row != 7]
+    assert torch.equal(got[others], want[others])
+
+
+@needs_onednn
+def test_operands_that_do_not_fit_together_are_refused() -> None:
+    gate_up, short = mlp_of(64, 128)
+    output, down = (eight_bit_weights([(random(64, n), None)], torch.ones(n)) for n in (36, 128))
+    x, attended, norm = random(5, 64), random(5, 36), (torch.ones(64), 1e-5)
+    with pytest.raises(ValueError, match="63 elements and layers of 64 inputs"):
+        eight_bit_linears(random(5, 63), gate_up)
+    for one in (torch.ones(63), torch.ones(64).bfloat16()):
+        with pytest.raises(ValueError, match="norm"):
+            eight_bit_linears(x, gate_up, (one, 1e-5))
+    for rows in (attended[:4], attended.bfloat16()):
+        with pytest.raises(ValueError, match="attended rows"):
+            eight_bit_attended_mlp(x, rows, output, norm, gate_up, down)
+    with pytest.raises(ValueError, match="attended rows"):
+        eight_bit_attended_mlp(x, attended, output, norm, gate_up, short)
+    with pytest.raises(ValueError, match="128 elements and layers of 36 inputs"):
+        eight_bit_attended_mlp(x, random(5, 128), output, norm, gate_up, down)
+
+
+@needs_bytes
+def test_processors_with_tiles_multiply_in_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules["fused_kv_kernels.native.eight_bit_layers"]
+    real = module.processor_features()
+    assert multiplies_bytes(torch.float32)
+    monkeypatch.setattr(module, "processor_features", lambda: real | {"amx_int8"})
+    assert not multiplies_bytes(torch.float32)
+    assert eight_bit_weights([(random(8, 64), None)], torch.ones(64)).begins is None

@@ -88,8 +88,9 @@ def test_keys_and_values_are_near_the_models_own(
 
         monkeypatch.setattr(eight_bit, name, noting)
 
-    note("eight_bit_linears", lambda weights: weights.sizes)
+    note("eight_bit_linears", lambda weights, *_: weights.sizes)
     note("eight_bit_gated_mlp", lambda gate_up, down: (*gate_up.sizes, *down.sizes))
+    note("eight_bit_attended_mlp", lambda _, output, __, *mlp: [size for one in (output, *mlp) for size in one.sizes])
     # Random weights make much of small differences: what is off by 0.03 in a layer is off by more behind three.
     assert all(0 < error < 0.2 for error in errors(loaded, linears))
     *layers, last = loaded.model.get_decoder().layers
@@ -149,6 +150,54 @@ def test_a_layer_that_is_hooked_after_rounding_is_called(name: str) -> None:
     with running(forward_pass), torch.inference_mode():
         mlp(torch.ones(1, 3, mlp.gate_proj.in_features))
     assert called == [True]
+
+
+@needs_bfloat16
+def test_a_layer_in_bfloat16_is_two_calls_around_its_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, calls = loaded_of(model_of().to(torch.bfloat16)), list[str]()
+    linears = linears_of(loaded)
+
+    def note(name: str) -> None:
+        real = getattr(eight_bit, name)
+        monkeypatch.setattr(eight_bit, name, lambda *operands: calls.append(name) or real(*operands))
+
+    note("eight_bit_linears")
+    note("eight_bit_attended_mlp")
+    note("eight_bit_gated_mlp")
+    kv_of(loaded, linears)
+    # The last one ends with its keys and values.
+    both = ["eight_bit_linears", "eight_bit_attended_mlp"]
+    assert calls == both * (loaded.geometry.num_layers - 1) + both[:1]
+
+
+@needs_bfloat16
+@pytest.mark.parametrize(
+    "name",
+    ["input_layernorm", "post_attention_layernorm", "self_attn", "mlp", "self_attn.q_proj", "self_attn.o_proj",
+     "mlp.down_proj"],
+)  # fmt: skip
+def test_a_part_of_a_layer_in_bfloat16_that_is_hooked_after_rounding_is_called(name: str) -> None:
+    loaded, called = loaded_of(model_of().to(torch.bfloat16)), list[bool]()
+    linears = linears_of(loaded)
+    want = kv_of(loaded, linears)
+    layer = loaded.model.get_decoder().layers[0]
+    layer.get_submodule(name).register_forward_hook(lambda *_: called.append(True))
+    for got, one in zip(kv_of(loaded, linears), want, strict=True):
+        assert float((got - one).norm() / one.norm()) < 0.2
+    assert called == [True]
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("left", ["self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"])
+def test_layers_that_were_not_rounded_are_the_models_own(left: str) -> None:
+    loaded = loaded_of(model_of().to(torch.bfloat16))
+    linears = linears_of(loaded)
+    if linears is None:
+        raise AssertionError
+    weights = dict(linears._weights)
+    for layer in loaded.model.get_decoder().layers:
+        weights.pop(layer.get_submodule(left), None)
+    assert all(0 < one < 0.2 for one in errors(loaded, EightBitLinears(weights)))
 
 
 def test_an_mlp_whose_gate_was_recorded_apart_is_left_layer_by_layer() -> None:

@@ -11,6 +11,14 @@ from .attention import (
 )
 from .decoder_stack import native_decode_layers
 from .decoding import cache_table, decode_attention_scratch, native_decode_attention
+from .eight_bit_layers import (
+    BYTE_PANEL,
+    byte_panels,
+    byte_rows,
+    multiplies_bytes,
+    native_eight_bit_linear,
+    native_eight_bit_mlp,
+)
 from .elementwise import (
     native_compress_rows,
     native_gated_silu,
@@ -45,8 +53,11 @@ from .processor import processor_features
 from .views import ViewTables, native_decode_views, view_tables
 
 __all__ = [
+    "BYTE_PANEL",
     "Table",
     "ViewTables",
+    "byte_panels",
+    "byte_rows",
     "cache_table",
     "chunk_table",
     "decode_attention_scratch",
@@ -54,12 +65,15 @@ __all__ = [
     "int8_chunk_table",
     "is_dense_as",
     "most_linear_rows",
+    "multiplies_bytes",
     "native_add_change",
     "native_compress_rows",
     "native_decode_attention",
     "native_decode_layers",
     "native_decode_views",
     "native_eight_bit_attention",
+    "native_eight_bit_linear",
+    "native_eight_bit_mlp",
     "native_gated_mlp",
     "native_gated_silu",
     "native_heads",

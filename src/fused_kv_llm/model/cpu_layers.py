@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fused_kv_kernels import (
+    LayerWeights,
     few_row_heads,
     few_row_linears,
     few_row_mlp,
@@ -129,25 +130,35 @@ def _attention(
     past_key_values: Any,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    q, k, v = (part.transpose(1, 2) for part in _projected(module, hidden_states))
-    q, k = (rotate_rows_(part, *position_embeddings) for part in (q, k))
-    k, v = past_key_values.update(k, v, module.layer_idx)
-    rule = rule_of(module, attention_mask, module.scaling, q.shape[-1])
-    attended = required_pass(LayerPass).run_attention(module.layer_idx, q, k, v, rule)
-    return module.o_proj(attended.transpose(1, 2).flatten(2)), None
-
-
-def _projected(module: Any, x: Tensor) -> tuple[Tensor, ...]:
-    """Return queries, keys and values ``[B, R, H, D]``."""
     packed = getattr(module, "qkv_proj", None)
     if packed is not None:
         heads, kv_heads = module.config.num_attention_heads, module.num_key_value_heads
-        return tuple(packed(x).unflatten(-1, (-1, module.head_dim)).split((heads, kv_heads, kv_heads), dim=2))
-    projected = _linears((module.q_proj, module.k_proj, module.v_proj), x)
+        parts = packed(hidden_states).unflatten(-1, (-1, module.head_dim)).split((heads, kv_heads, kv_heads), dim=2)
+    else:
+        parts = _heads(module, _linears((module.q_proj, module.k_proj, module.v_proj), hidden_states))
+    return module.o_proj(_attended(module, parts, position_embeddings, attention_mask, past_key_values)), None
+
+
+def _heads(module: Any, projected: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return queries, keys and values ``[B, R, H, D]`` from what the linear layers gave."""
     q, k, v = (part.view(*part.shape[:-1], -1, module.head_dim) for part in projected)
-    if hasattr(module, "q_norm"):
-        q, k = module.q_norm(q), module.k_norm(k)
-    return q, k, v
+    return (module.q_norm(q), module.k_norm(k), v) if hasattr(module, "q_norm") else (q, k, v)
+
+
+def _attended(
+    module: Any,
+    heads: Sequence[Tensor],
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Any,
+    past_key_values: Any,
+) -> Tensor:
+    """Return what attention gives, ``[B, R, Hq * D]``, from queries, keys and values ``[B, R, H, D]``."""
+    q, k, v = (part.transpose(1, 2) for part in heads)
+    q, k = (rotate_rows_(part, *position_embeddings) for part in (q, k))
+    k, v = past_key_values.update(k, v, module.layer_idx)
+    rule = rule_of(module, attention_mask, module.scaling, q.shape[-1])
+    found = required_pass(LayerPass).run_attention(module.layer_idx, q, k, v, rule)
+    return found.transpose(1, 2).flatten(2)
 
 
 def _gated_mlp(module: Any, x: Tensor) -> Tensor:
@@ -178,21 +189,65 @@ def _decoder_layer(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any
 
 def _computed_layer(forward_pass: LayerPass, module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Run a layer in two calls around its attention, unless a part of it was wrapped, hooked or changed."""
-    is_one = hidden_states.dtype == torch.bfloat16 and not args and forward_pass.linears is None
+    is_one = hidden_states.dtype == torch.bfloat16 and not args
     parts = own_parts(module) if is_one else None
-    if parts is None:
-        whole: Tensor = type(module).forward(module, hidden_states, *args, **kwargs)
-        return whole
-    attention, (cos, sin) = module.self_attn, kwargs["position_embeddings"]
-    rule = rule_of(attention, kwargs["attention_mask"], attention.scaling, attention.head_dim)
+    if parts is not None and forward_pass.linears is None:
+        return _layer_in_two(forward_pass, module, parts, hidden_states, **kwargs)
+    given = None if parts is None else _given_layer(forward_pass, module, parts, hidden_states, **kwargs)
+    if given is not None:
+        return given
+    whole: Tensor = type(module).forward(module, hidden_states, *args, **kwargs)
+    return whole
+
+
+def _layer_in_two(
+    forward_pass: LayerPass,
+    module: Any,
+    parts: LayerWeights,
+    x: Tensor,
+    *,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Any,
+    past_key_values: Any,
+    **_: Any,
+) -> Tensor:
+    attention, (cos, sin) = module.self_attn, position_embeddings
+    rule = rule_of(attention, attention_mask, attention.scaling, attention.head_dim)
     stack = layers_alike(module) if forward_pass.decodes else []
     if len(stack) > 1:
-        return forward_pass.run_layers(hidden_states, stack, cos, sin, rule)
-    q, k, v = few_row_heads(hidden_states, *parts.norm, parts.heads, cos, sin, attention.head_dim, parts.head_norms)
-    k, v = kwargs["past_key_values"].update(k, v, attention.layer_idx)
+        return forward_pass.run_layers(x, stack, cos, sin, rule)
+    q, k, v = few_row_heads(x, *parts.norm, parts.heads, cos, sin, attention.head_dim, parts.head_norms)
+    k, v = past_key_values.update(k, v, attention.layer_idx)
     attended = forward_pass.run_attention(attention.layer_idx, q, k, v, rule)
     attended = attended.transpose(1, 2).flatten(2)
-    return few_row_mlp(hidden_states, *parts.mlp_norm, *parts.mlp, (attended, parts.output))
+    return few_row_mlp(x, *parts.mlp_norm, *parts.mlp, (attended, parts.output))
+
+
+def _given_layer(
+    forward_pass: LayerPass,
+    module: Any,
+    parts: LayerWeights,
+    x: Tensor,
+    *,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Any,
+    past_key_values: Any,
+    **_: Any,
+) -> Tensor | None:
+    """Run a layer whose linear layers are computed in the model's place, together with norms and sums, if they are."""
+    attention, way = module.self_attn, forward_pass.linears
+    layers = attention.q_proj, attention.k_proj, attention.v_proj
+    projected = None if way is None else way.normed(layers, x, parts.norm)
+    if way is None or projected is None:
+        return None
+    heads = _heads(attention, projected)
+    attended = _attended(attention, heads, position_embeddings, attention_mask, past_key_values)
+    whole = way.attended_mlp(module, x, attended, parts.mlp_norm)
+    if whole is not None:
+        return whole
+    x = x + attention.o_proj(attended)
+    ended: Tensor = x + module.mlp(module.post_attention_layernorm(x))
+    return ended
 
 
 def _packed_mlp(module: Any, hidden_states: Tensor) -> Tensor:

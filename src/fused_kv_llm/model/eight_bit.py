@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fused_kv_kernels import (
     EightBitWeights,
+    eight_bit_attended_mlp,
     eight_bit_gated_mlp,
     eight_bit_linears,
     eight_bit_weights,
@@ -27,6 +28,7 @@ from fused_kv_llm.model.forward import forward_kv
 from fused_kv_llm.model.forward_pass import KVPass
 from fused_kv_llm.model.loading import LoadedModel
 from fused_kv_llm.model.owner import ModelOwner, StoppedError
+from fused_kv_llm.model.pass_context import Norm
 
 __all__ = ["EightBitLinears", "eight_bit_of"]
 
@@ -66,6 +68,19 @@ class EightBitLinears:
         if gate_up is None or last is None or len(gate_up.sizes) != 2:
             return None
         return eight_bit_gated_mlp(x, gate_up, last)
+
+    def normed(self, modules: Sequence[Any], x: Tensor, norm: Norm) -> list[Tensor] | None:
+        """Return the outputs ``[..., O]`` of layers that read ``rms_norm(x)``, or None."""
+        weights = self._weights.get(modules[0])
+        return None if weights is None else eight_bit_linears(x, weights, norm)
+
+    def attended_mlp(self, layer: Any, x: Tensor, attended: Tensor, norm: Norm) -> Tensor | None:
+        """Return the second half of a decoder layer, ``[..., H]``; None unless all its linear layers were rounded."""
+        mlp = layer.mlp
+        output, gate_up, last = map(self._weights.get, (layer.self_attn.o_proj, mlp.gate_proj, mlp.down_proj))
+        if output is None or gate_up is None or last is None or len(gate_up.sizes) != 2:
+            return None
+        return eight_bit_attended_mlp(x, attended, output, norm, gate_up, last)
 
 
 def eight_bit_of(loaded: LoadedModel, owner: ModelOwner, stopped: Callable[[], bool]) -> EightBitLinears | None:
@@ -112,6 +127,12 @@ class _Recording:
 
     def gated_mlp(self, gate: Any, down: Any, x: Tensor) -> None:
         """Leave an MLP to the model: its layers come one after another, and are recorded then."""
+
+    def normed(self, modules: Sequence[Any], x: Tensor, norm: Norm) -> None:
+        """Leave a norm to the model, and what comes behind it."""
+
+    def attended_mlp(self, layer: Any, x: Tensor, attended: Tensor, norm: Norm) -> None:
+        """Leave half a layer to the model."""
 
 
 def _rounded(loaded: LoadedModel, recording: _Recording, stopped: Callable[[], bool]) -> dict[Any, EightBitWeights]:

@@ -24,6 +24,10 @@ from fused_kv_llm.model.pausing import Pausing
 __all__ = ["LayerPass", "StopForwardError", "current_pass", "required_pass", "running"]
 
 
+Norm = tuple[Tensor, float]
+"""Weight ``[H]`` and epsilon."""
+
+
 class StopForwardError(Exception):
     """Ends a forward that has brought what it was run for.
 
@@ -43,6 +47,12 @@ class Linears(Protocol):
 
         The up layer is the one that reads the same input as the gate.
         """
+
+    def normed(self, modules: Sequence[Any], x: Tensor, norm: Norm) -> list[Tensor] | None:
+        """Return the outputs of layers that read ``rms_norm(x)``, or None to have all asked for one after another."""
+
+    def attended_mlp(self, layer: Any, x: Tensor, attended: Tensor, norm: Norm) -> Tensor | None:
+        """Return the second half of a decoder layer, see :func:`.few_row_mlp`, or None as for :meth:`normed`."""
 
 
 class LayerPass:

@@ -1,30 +1,10 @@
 // Rows of activations or weights in eight bits, each scaled by its own largest element, for products of integers, and
 // scaling the products back.
-#include "element.h"
+#include "rounded_rows.h"
 
 #include <vector>
 
-namespace {
 using namespace fkv;
-
-// The elements of a row times their factors.
-inline Lanes scaled(const Element *row, const float *factors, int64_t column, int64_t dim) {
-    const Mask here = first_lanes(dim - column);
-    return load(row + column, here) * load_floats(factors + column, here);
-}
-
-// Rounds a row, whose elements read(column) gives by lanes, so that the largest one becomes `most`; returns its scale.
-template <typename Read>
-inline float quantize(int64_t dim, float largest, float most, const Read &read, uint8_t *out) {
-    largest = largest < 1e-30f ? 1e-30f : largest;
-    const Lanes factor = splat(most / largest);
-    for (int64_t column = 0; column < dim; column += kLanes) {
-        const Lanes shifted = multiply_add(read(column), factor, splat(kRounding));
-        store_bytes(out + column, whole_part(shifted) + 128, dim - column);
-    }
-    return largest / most;
-}
-}
 
 extern "C" {
 
@@ -36,7 +16,7 @@ void fkv_quantize_rows(const Element *x, const float *factors, uint8_t *out, flo
     for (int64_t row = 0; row < rows; ++row) {
         const Element *source = x + row * dim;
         const auto read = [&](int64_t column) { return scaled(source, factors, column, dim); };
-        scales[row] = quantize(dim, largest_magnitude(dim, read), most, read, out + row * dim);
+        scales[row] = round_row(dim, largest_magnitude(dim, read), most, read, out + row * dim);
     }
 }
 
@@ -46,21 +26,19 @@ void fkv_quantize_gated(const Element *products, const float *product_scales, co
                         float *scales, int64_t rows, int64_t width, float most, int threads) {
 #pragma omp parallel num_threads(threads)
     {
-        std::vector<float> gated(round_up(width, kLanes));
+        std::vector<float> hidden(round_up(width, kLanes));
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < rows; ++row) {
             const Element *gate = products + row * 2 * width, *up = gate + width;
             const Lanes scale = splat(product_scales[row]);
             const float largest = largest_magnitude(width, [&](int64_t column) {
                 const Mask here = first_lanes(width - column);
-                const Lanes value = load(gate + column, here) * scale;
-                const Lanes active = value / (1.0f + exp_lanes(-value));
-                const Lanes whole = active * (load(up + column, here) * scale) * load_floats(factors + column, here);
-                store_floats(gated.data() + column, whole);
-                return whole;
+                const Lanes whole = gated(load(gate + column, here) * scale, load(up + column, here) * scale);
+                store_floats(hidden.data() + column, whole * load_floats(factors + column, here));
+                return load_floats(hidden.data() + column);
             });
-            const auto read = [&](int64_t column) { return load_floats(gated.data() + column); };
-            scales[row] = quantize(width, largest, most, read, out + row * width);
+            const auto read = [&](int64_t column) { return load_floats(hidden.data() + column); };
+            scales[row] = round_row(width, largest, most, read, out + row * width);
         }
     }
 }

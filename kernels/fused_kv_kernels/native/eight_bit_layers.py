@@ -1,0 +1,123 @@
+"""The native linear layers and MLPs in eight bits, as functions of tensors. Callers check the shapes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .attention import eight_bit_attention_scratch
+from .library import int64_array, loaded_library, num_threads
+from .operands import supports
+from .processor import processor_features
+
+__all__ = [
+    "BYTE_PANEL",
+    "byte_panels",
+    "byte_rows",
+    "multiplies_bytes",
+    "native_eight_bit_linear",
+    "native_eight_bit_mlp",
+]
+
+BYTE_PANEL = 64
+"""Outputs of a panel."""
+
+_Weights = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Panels, what sums begin with, scales and factors: what :func:`byte_panels` returns, float32 ``[O]`` and ``[I]``."""
+
+_Norm = tuple[Tensor, float]
+"""A weight ``[I]`` in the dtype of inputs, and an epsilon."""
+
+_NO_NORM = None, 0.0
+
+
+def multiplies_bytes(dtype: torch.dtype) -> bool:
+    """Return whether the operators are the fastest for inputs of a dtype: AVX512-VNNI and VBMI, and no AMX."""
+    one = torch.empty(1, 1, 1, 2, dtype=dtype)
+    return "amx_int8" not in processor_features() and supports(one) and eight_bit_attention_scratch(one, one, one) >= 0
+
+
+def byte_panels(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Pack rounded weights as the operators read them.
+
+    Parameters
+    ----------
+    rows : Tensor
+        int8 ``[O, I]``.
+
+    Returns
+    -------
+    panels : Tensor
+        int32 ``[ceil(O / 64), ceil(I / 4), 64]``: four inputs a word, zero for what is not there.
+    begins : Tensor
+        int32 ``[64 * panels]``, which the sums of inputs begin with: they are stored with 128 added.
+    """
+    outputs, inputs = rows.shape
+    padded = torch.nn.functional.pad(rows, (0, -inputs % 4, 0, -outputs % BYTE_PANEL))
+    words = padded.view(torch.int32)
+    panels = words.view(-1, BYTE_PANEL, words.shape[1]).transpose(1, 2).contiguous()
+    return panels, padded.sum(1, dtype=torch.int32) * -128
+
+
+def byte_rows(panels: Tensor, outputs: int, inputs: int) -> Tensor:
+    """Return the rounded weights ``[O, I]`` that were packed."""
+    return panels.transpose(1, 2).contiguous().view(torch.int8).flatten(0, 1)[:outputs, :inputs]
+
+
+def native_eight_bit_linear(x: Tensor, weights: _Weights, norm: _Norm | None) -> Tensor:
+    """Return ``[..., O]`` of inputs ``[..., I]``, in their dtype; of their norm, if there is one."""
+    x, (inputs, outputs) = x.contiguous(), _sizes(weights)
+    out = torch.empty(*x.shape[:-1], outputs, dtype=x.dtype)
+    weight, epsilon = norm or _NO_NORM
+    loaded_library(x.dtype).fkv_eight_bit_linear(
+        x.data_ptr(),
+        _addresses(weights),
+        _address(weight),
+        out.data_ptr(),
+        x.numel() // inputs,
+        inputs,
+        outputs,
+        epsilon,
+        num_threads(),
+    )
+    return out
+
+
+def native_eight_bit_mlp(
+    x: Tensor,
+    gate_up: _Weights,
+    down: _Weights,
+    attended: tuple[Tensor, _Weights] | None = None,
+    norm: _Norm | None = None,
+) -> Tensor:
+    """Return ``[..., O]`` of inputs ``[..., I]``, see ``fkv_eight_bit_mlp``; the MLP's width is a multiple of 64."""
+    x, inputs, (width, outputs) = x.contiguous(), x.shape[-1], _sizes(down)
+    out = torch.empty(*x.shape[:-1], outputs, dtype=x.dtype)
+    rows, output = (None, None) if attended is None else (attended[0].contiguous(), _addresses(attended[1]))
+    weight, epsilon = norm or _NO_NORM
+    loaded_library(x.dtype).fkv_eight_bit_mlp(
+        x.data_ptr(),
+        _addresses(gate_up),
+        _addresses(down),
+        out.data_ptr(),
+        int64_array(x.numel() // inputs, inputs, width, outputs, 0 if rows is None else rows.shape[-1]),
+        _address(rows),
+        output,
+        _address(weight),
+        epsilon,
+        num_threads(),
+    )
+    return out
+
+
+def _sizes(weights: _Weights) -> tuple[int, int]:
+    _, _, scales, factors = weights
+    return factors.shape[0], scales.shape[0]
+
+
+def _addresses(weights: _Weights) -> object:
+    return int64_array(*(part.data_ptr() for part in weights))
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

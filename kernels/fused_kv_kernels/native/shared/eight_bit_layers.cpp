@@ -1,0 +1,213 @@
+// Linear layers and MLPs with a gate in eight bits: a block of rows is rounded, multiplied and scaled back while it is
+// in a core's cache.
+#include "eight_bit_tiles.h"
+#include "rounded_rows.h"
+
+#if defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
+#include <cmath>
+#include <vector>
+
+namespace {
+
+using namespace fkv;
+
+// Tiles of a block: with what its rows become in an MLP, it fills the second cache.
+constexpr int64_t kLeastTiles = 4, kMostTiles = 16, kMostRows = kMostTiles * kByteTileRows;
+constexpr float kMost = 127.0f;
+
+// Rounded weights of layers with a common input, in panels of 64 outputs: words [panels][words][64] of four inputs,
+// what sums of an output begin with, by what they are multiplied, and by what inputs are before they are rounded.
+struct Weights {
+    const uint32_t *words_;
+    const int32_t *begins;
+    const float *scales, *factors;
+    int64_t inputs, outputs;
+
+    Weights(const int64_t *addresses, int64_t inputs, int64_t outputs)
+        : words_(reinterpret_cast<const uint32_t *>(addresses[0])),
+          begins(reinterpret_cast<const int32_t *>(addresses[1])),
+          scales(reinterpret_cast<const float *>(addresses[2])),
+          factors(reinterpret_cast<const float *>(addresses[3])), inputs(inputs), outputs(outputs) {}
+    int64_t words() const { return (inputs + 3) / 4; }
+    int64_t panels() const { return (outputs + kBytePanel - 1) / kBytePanel; }
+    const uint32_t *panel(int64_t number) const { return words_ + number * words() * kBytePanel; }
+};
+
+// Up to kMostRows rounded rows of inputs, and their scales.
+struct RoundedRows {
+    std::vector<uint32_t> words;
+    float scales[kMostRows];
+    int64_t row_words = 0;
+
+    // For what it holds next.
+    void begin(int64_t words_of_row) {
+        row_words = words_of_row;
+        words.resize(std::max<size_t>(words.size(), kMostRows * row_words));
+    }
+    uint8_t *row(int64_t number) { return reinterpret_cast<uint8_t *>(words.data() + number * row_words); }
+
+    template <typename Read> void set(int64_t number, int64_t dim, const Read &read) {
+        scales[number] = round_row(dim, largest_magnitude(dim, read), kMost, read, row(number));
+    }
+    // Sums of `count` rows from `first` on with a panel, dense.
+    void multiply(int64_t first, int64_t count, const Weights &by, int64_t panel, int32_t *sums) const {
+        byte_rows<4>(count, words.data() + first * row_words, row_words, by.panel(panel), kBytePanel, row_words,
+                     by.begins + panel * kBytePanel, sums);
+    }
+};
+
+// Each thread's memory. It is kept from layer to layer: mapping fresh pages would take a part of the time.
+struct Workspace {
+    RoundedRows inputs, hidden;
+    std::vector<float> gated;
+};
+thread_local Workspace workspace;
+
+// A norm of rows before they are rounded, or none.
+struct Norm {
+    const Element *weight = nullptr;
+    float epsilon = 0.0f;
+
+    // What each row is multiplied by, beside the weight.
+    float factor(const Element *row, int64_t dim) const {
+        Lanes squares{};
+        for (int64_t column = 0; column < dim; column += kLanes) {
+            const Lanes value = load(row + column, first_lanes(dim - column));
+            squares = multiply_add(value, value, squares);
+        }
+        return 1.0f / std::sqrt(sum_lanes(squares) / static_cast<float>(dim) + epsilon);
+    }
+};
+
+void round_inputs(const Weights &of, const Norm &norm, const Element *x, int64_t rows, RoundedRows &to) {
+    for (int64_t row = 0; row < rows; ++row, x += of.inputs) {
+        const auto read = [&](int64_t column) { return scaled(x, of.factors, column, of.inputs); };
+        if (!norm.weight) {
+            to.set(row, of.inputs, read);
+            continue;
+        }
+        to.set(row, of.inputs, [&](int64_t column) {
+            return read(column) * load(norm.weight + column, first_lanes(of.inputs - column));
+        });
+        to.scales[row] *= norm.factor(x, of.inputs);
+    }
+}
+
+inline Lanes whole_lanes(const int32_t *sums) { return _mm512_cvtepi32_ps(_mm512_load_si512(sums)); }
+
+// Writes what the rows make, added to `addends` if they are given; these may be what is written.
+void write_outputs(const Weights &by, const RoundedRows &from, int64_t rows, const Element *addends, Element *out) {
+    alignas(64) int32_t sums[kByteTileRows * kBytePanel];
+    for (int64_t panel = 0; panel < by.panels(); ++panel)
+        for (int64_t first = 0; first < rows; first += kByteTileRows) {
+            const int64_t count = std::min<int64_t>(kByteTileRows, rows - first);
+            from.multiply(first, count, by, panel, sums);
+            for (int64_t row = 0; row < count; ++row)
+                for (int64_t part = 0; part < kBytePanel; part += kLanes) {
+                    const int64_t column = panel * kBytePanel + part;
+                    const Mask here = first_lanes(by.outputs - column);
+                    const int64_t at = (first + row) * by.outputs + column;
+                    const Lanes scale = load_floats(by.scales + column, here) * splat(from.scales[first + row]);
+                    const Lanes value = whole_lanes(sums + row * kBytePanel + part) * scale;
+                    store(out + at, here, addends ? load(addends + at, here) + value : value);
+                }
+        }
+}
+
+// silu(gate) * up of rows: the gate's panels come first, and then as many of what it is multiplied with.
+void gate_rows(const Weights &by, const RoundedRows &from, int64_t rows, float *hidden) {
+    alignas(64) int32_t gates[kByteTileRows * kBytePanel], ups[kByteTileRows * kBytePanel];
+    const int64_t width = by.outputs / 2, panels = by.panels() / 2;
+    for (int64_t panel = 0; panel < panels; ++panel)
+        for (int64_t first = 0; first < rows; first += kByteTileRows) {
+            const int64_t count = std::min<int64_t>(kByteTileRows, rows - first);
+            from.multiply(first, count, by, panel, gates);
+            from.multiply(first, count, by, panels + panel, ups);
+            for (int64_t row = 0; row < count; ++row)
+                for (int64_t part = 0; part < kBytePanel; part += kLanes) {
+                    const int64_t column = panel * kBytePanel + part, at = row * kBytePanel + part;
+                    const Lanes scale = splat(from.scales[first + row]);
+                    const Lanes gate = whole_lanes(gates + at) * (load_floats(by.scales + column) * scale);
+                    const Lanes up = whole_lanes(ups + at) * (load_floats(by.scales + width + column) * scale);
+                    store_floats(hidden + (first + row) * width + column, gated(gate, up));
+                }
+        }
+}
+
+// Calls use(first, count) with blocks of rows, of whole tiles, that keep all threads busy to the end.
+template <typename Use> void by_blocks(int64_t rows, int threads, const Use &use) {
+    const int64_t tiles = (rows + kByteTileRows - 1) / kByteTileRows, most = threads * kMostTiles;
+    const int64_t even = (tiles + most - 1) / most * threads;
+    const int64_t blocks = std::max<int64_t>(1, std::min(even, tiles / kLeastTiles));
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t block = 0; block < blocks; ++block) {
+        const int64_t first = tiles * block / blocks * kByteTileRows;
+        use(first, std::min(rows, tiles * (block + 1) / blocks * kByteTileRows) - first);
+    }
+}
+
+} // namespace
+
+extern "C" {
+
+// x [rows, inputs] and out [rows, outputs], dense; weights as struct Weights has them; norm [inputs] or none.
+void fkv_eight_bit_linear(const Element *x, const int64_t *weights, const Element *norm, Element *out, int64_t rows,
+                          int64_t inputs, int64_t outputs, float epsilon, int threads) {
+    const Weights by(weights, inputs, outputs);
+#pragma omp parallel num_threads(threads)
+    {
+        RoundedRows &rounded = workspace.inputs;
+        rounded.begin(by.words());
+        by_blocks(rows, threads, [&](int64_t first, int64_t count) {
+            round_inputs(by, {norm, epsilon}, x + first * inputs, count, rounded);
+            write_outputs(by, rounded, count, nullptr, out + first * outputs);
+        });
+    }
+}
+
+// x [rows, inputs] and out [rows, outputs], dense: down(silu(gate(x)) * up(x)). The weights of gate and up are one,
+// [inputs, 2 width]; width is a multiple of 64. sizes: rows, inputs, width, outputs, and those of a row of `attended`.
+// With attended, it is the second half of a decoder layer: h + the same of norm(h), with h = x + output(attended).
+void fkv_eight_bit_mlp(const Element *x, const int64_t *gate_up_weights, const int64_t *down_weights, Element *out,
+                       const int64_t *sizes, const Element *attended, const int64_t *output_weights,
+                       const Element *norm, float epsilon, int threads) {
+    const int64_t rows = sizes[0], inputs = sizes[1], width = sizes[2], outputs = sizes[3];
+    const Weights gate_up(gate_up_weights, inputs, 2 * width), down(down_weights, width, outputs);
+#pragma omp parallel num_threads(threads)
+    {
+        Workspace &own = workspace;
+        own.inputs.begin(gate_up.words());
+        own.hidden.begin(down.words());
+        own.gated.resize(std::max<size_t>(own.gated.size(), kMostRows * width));
+        by_blocks(rows, threads, [&](int64_t first, int64_t count) {
+            const Element *from = x + first * inputs;
+            Element *const to = out + first * outputs;
+            if (attended) {
+                const Weights output(output_weights, sizes[4], inputs);
+                own.inputs.begin(output.words());
+                round_inputs(output, {}, attended + first * sizes[4], count, own.inputs);
+                write_outputs(output, own.inputs, count, from, to);
+                own.inputs.begin(gate_up.words());
+                from = to;
+            }
+            round_inputs(gate_up, {norm, epsilon}, from, count, own.inputs);
+            gate_rows(gate_up, own.inputs, count, own.gated.data());
+            for (int64_t row = 0; row < count; ++row)
+                own.hidden.set(row, width, [&](int64_t column) {
+                    return load_floats(own.gated.data() + row * width + column) * load_floats(down.factors + column);
+                });
+            write_outputs(down, own.hidden, count, attended ? to : nullptr, to);
+        });
+    }
+}
+}
+
+#else
+
+// These instructions are not there, and fkv_eight_bit_attention_scratch says so.
+extern "C" void fkv_eight_bit_linear(const void *, const int64_t *, const void *, void *, int64_t, int64_t, int64_t,
+                                     float, int) {}
+extern "C" void fkv_eight_bit_mlp(const void *, const int64_t *, const int64_t *, void *, const int64_t *, const void *,
+                                  const int64_t *, const void *, float, int) {}
+
+#endif
