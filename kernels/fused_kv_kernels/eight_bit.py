@@ -14,6 +14,7 @@ from torch import Tensor
 from .elementwise import gated_silu, rms_norm
 from .native import (
     BYTE_PANEL,
+    ByteOperands,
     is_dense_as,
     native_eight_bit_linear,
     native_eight_bit_mlp,
@@ -162,9 +163,7 @@ def _described(x: Tensor) -> str:
     return f"{list(x.shape)} of {x.dtype}"
 
 
-def _native_mlp(
-    gate_up: EightBitWeights, down: EightBitWeights, x: Tensor
-) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]] | None:
+def _native_mlp(gate_up: EightBitWeights, down: EightBitWeights, x: Tensor) -> tuple[ByteOperands, ByteOperands] | None:
     """Return the operands of an MLP that the native operator takes: gate and up begin with a panel of their own."""
     first, last = gate_up.operands(), down.operands()
     is_whole = gate_up.biases == (None, None) and down.factors.shape[0] % BYTE_PANEL == 0 and takes_rows(x)

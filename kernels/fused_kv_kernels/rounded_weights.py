@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .dispatch import UnsupportedOperandsError
-from .native import byte_panels, byte_rows, multiplies_bytes, native_quantize_rows, takes_rows
+from .native import ByteOperands, byte_panels, byte_rows, multiplies_bytes, native_quantize_rows, takes_rows
 
 __all__ = [
     "LARGEST_INPUT",
@@ -62,7 +62,7 @@ class EightBitWeights:
     biases: tuple[Tensor | None, ...]
     sizes: tuple[int, ...]
 
-    def operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    def operands(self) -> ByteOperands | None:
         """Return what the native operators take, or None if the weights are packed for oneDNN."""
         return None if self.begins is None else (self.packed, self.begins, self.scales, self.factors)
 

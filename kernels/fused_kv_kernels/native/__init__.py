@@ -13,6 +13,7 @@ from .decoder_stack import native_decode_layers
 from .decoding import cache_table, decode_attention_scratch, native_decode_attention
 from .eight_bit_layers import (
     BYTE_PANEL,
+    ByteOperands,
     byte_panels,
     byte_rows,
     multiplies_bytes,
@@ -54,6 +55,7 @@ from .views import ViewTables, native_decode_views, view_tables
 
 __all__ = [
     "BYTE_PANEL",
+    "ByteOperands",
     "Table",
     "ViewTables",
     "byte_panels",

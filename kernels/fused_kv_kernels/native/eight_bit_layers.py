@@ -12,6 +12,7 @@ from .processor import processor_features
 
 __all__ = [
     "BYTE_PANEL",
+    "ByteOperands",
     "byte_panels",
     "byte_rows",
     "multiplies_bytes",
@@ -22,7 +23,7 @@ __all__ = [
 BYTE_PANEL = 64
 """Outputs of a panel."""
 
-_Weights = tuple[Tensor, Tensor, Tensor, Tensor]
+ByteOperands = tuple[Tensor, Tensor, Tensor, Tensor]
 """Panels, what sums begin with, scales and factors: what :func:`byte_panels` returns, float32 ``[O]`` and ``[I]``."""
 
 _Norm = tuple[Tensor, float]
@@ -64,7 +65,7 @@ def byte_rows(panels: Tensor, outputs: int, inputs: int) -> Tensor:
     return panels.transpose(1, 2).contiguous().view(torch.int8).flatten(0, 1)[:outputs, :inputs]
 
 
-def native_eight_bit_linear(x: Tensor, weights: _Weights, norm: _Norm | None) -> Tensor:
+def native_eight_bit_linear(x: Tensor, weights: ByteOperands, norm: _Norm | None) -> Tensor:
     """Return ``[..., O]`` of inputs ``[..., I]``, in their dtype; of their norm, if there is one."""
     x, (inputs, outputs) = x.contiguous(), _sizes(weights)
     out = torch.empty(*x.shape[:-1], outputs, dtype=x.dtype)
@@ -85,9 +86,9 @@ def native_eight_bit_linear(x: Tensor, weights: _Weights, norm: _Norm | None) ->
 
 def native_eight_bit_mlp(
     x: Tensor,
-    gate_up: _Weights,
-    down: _Weights,
-    attended: tuple[Tensor, _Weights] | None = None,
+    gate_up: ByteOperands,
+    down: ByteOperands,
+    attended: tuple[Tensor, ByteOperands] | None = None,
     norm: _Norm | None = None,
 ) -> Tensor:
     """Return ``[..., O]`` of inputs ``[..., I]``, see ``fkv_eight_bit_mlp``; the MLP's width is a multiple of 64."""
@@ -110,12 +111,12 @@ def native_eight_bit_mlp(
     return out
 
 
-def _sizes(weights: _Weights) -> tuple[int, int]:
+def _sizes(weights: ByteOperands) -> tuple[int, int]:
     _, _, scales, factors = weights
     return factors.shape[0], scales.shape[0]
 
 
-def _addresses(weights: _Weights) -> object:
+def _addresses(weights: ByteOperands) -> object:
     return int64_array(*(part.data_ptr() for part in weights))
 
 
