@@ -351,7 +351,7 @@ def test_the_second_pass_in_eight_bits(dtype: str, kinds: tuple[str, str]) -> No
 def test_attention_in_eight_bits() -> None:
     want = list(_kl_rows("_float32", "_float32_attention_in_full", questions=40))
     assert table("docs/methods.md", "wording and ratio, attention in eight bits, float32") == want
-    want = list(_kl_rows("", "_linears"))
+    want = list(_kl_rows("_gated", "_linears"))
     assert table("docs/methods.md", "wording and ratio, attention in eight bits, bfloat16") == want
     of = record("second_pass_attention_cpu.json")
     eight, full = (f"{of['total_over_first'][f'float32{way}']['2']:.2f}" for way in ("", " attention in full"))
