@@ -360,6 +360,10 @@ def test_attention_in_eight_bits() -> None:
     assert words in " ".join((ROOT / "docs/methods.md").read_text(encoding="utf-8").split())
 
 
+def test_native_products() -> None:
+    assert table("docs/methods.md", "wording and ratio, native products") == list(_kl_rows("", "_gated"))
+
+
 def test_one_prompt_instead_of_two() -> None:
     methods = {"0": "full_reuse/similar/0", "0.15": "sink_attention/similar/0.15", "none": "full_reuse/none/0"}
     want = []
@@ -505,7 +509,7 @@ def _second_passes(name: str, prompts: int) -> list[float]:
 
 
 def test_the_second_pass_today() -> None:
-    names = {"float32": "float32_attention", "bfloat16": "bfloat16_gated"}
+    names = {"float32": "float32_attention", "bfloat16": "bfloat16_native"}
     of = {dtype: record(f"second_pass_{name}_cpu.json") for dtype, name in names.items()}
     ratios = {dtype: one["total_over_first"][dtype] for dtype, one in of.items()}
     want = [[prompts, *(f"{ratios[dtype][prompts]:.2f}" for dtype in of)] for prompts in ("1", "2")]
@@ -521,11 +525,14 @@ def test_the_second_pass_today() -> None:
     assert f"on a processor without VNNI {slow:.2f} times in float32" in readme
     assert f"without VNNI {slow:.2f} times" in ingestion
     for prompts in (1, 2):
-        runs = _second_passes("bfloat16_gated", prompts)
+        runs = _second_passes("bfloat16_native", prompts)
         assert len(runs) == 3
         assert f"{runs[0]:.2f} to {runs[-1]:.2f}" in ingestion
     methods = " ".join((ROOT / "docs" / "methods.md").read_text(encoding="utf-8").split())
-    assert f"{want[0][2]} and {half} times as long as the first with one and two prompts (medians of three" in methods
+    assert f"{want[0][2]} and {half} times as long as the first with one and two prompts, in each of three" in methods
+    assert f"{runs[0]:.2f} to {runs[-1]:.2f} with two" in methods
+    gated = record("second_pass_bfloat16_gated_cpu.json")["total_over_first"]["bfloat16"]
+    assert f"{gated['1']:.2f} and {gated['2']:.2f} times as long as the first with one and two prompts (medians" in methods
 
 
 def test_the_second_pass_with_attention_in_eight_bits() -> None:
