@@ -16,6 +16,7 @@ from .native import (
     BYTE_PANEL,
     ByteOperands,
     is_dense_as,
+    multiplies_bytes,
     native_eight_bit_linear,
     native_eight_bit_mlp,
     native_quantize_gated,
@@ -48,11 +49,11 @@ def eight_bit_linears(x: Tensor, weights: EightBitWeights, norm: _Norm | None = 
     Raises
     ------
     ValueError
-        If the shapes, or the dtypes of `x` and the norm, do not fit together.
+        If the shapes do not fit together.
     """
-    operands = weights.operands()
+    operands, x = weights.operands(), x.contiguous()
     _check(x, weights, norm)
-    if operands is not None and takes_rows(x):
+    if operands is not None and _is_native(x, norm):
         return _parts(native_eight_bit_linear(x, operands, norm), weights)
     if norm is not None:
         x = rms_norm(x, *norm)
@@ -82,6 +83,7 @@ def eight_bit_gated_mlp(x: Tensor, gate_up: EightBitWeights, down: EightBitWeigh
     ValueError
         If the layers do not fit together.
     """
+    x = x.contiguous()
     _check(x, gate_up)
     _check_mlp(gate_up, down)
     mlp = _native_mlp(gate_up, down, x)
@@ -126,6 +128,7 @@ def eight_bit_attended_mlp(
     ValueError
         If the layers do not fit together.
     """
+    x = x.contiguous()
     _check(x, gate_up, norm)
     _check(attended, output)
     _check_mlp(gate_up, down)
@@ -136,7 +139,13 @@ def eight_bit_attended_mlp(
         )
         raise ValueError(msg)
     mlp, behind = _native_mlp(gate_up, down, x), output.operands()
-    if mlp is not None and behind is not None and output.biases == down.biases == (None,):
+    if (
+        mlp is not None
+        and behind is not None
+        and output.biases == (None,)
+        and down.biases == (None,)
+        and _is_native(x, norm)
+    ):
         return native_eight_bit_mlp(x, *mlp, (attended, behind), norm)
     x = x + eight_bit_linears(attended, output)[0]
     return x + eight_bit_gated_mlp(rms_norm(x, *norm), gate_up, down)
@@ -154,9 +163,14 @@ def _check(x: Tensor, weights: EightBitWeights, norm: _Norm | None = None) -> No
     if x.shape[-1:] != inputs:
         msg = f"rows of {x.shape[-1]} elements and layers of {inputs[0]} inputs do not fit together"
         raise ValueError(msg)
-    if norm is not None and (norm[0].shape != inputs or not is_dense_as(x, norm[0])):
+    if norm is not None and norm[0].shape != inputs:
         msg = f"x {_described(x)} and a norm {_described(norm[0])} do not fit together"
         raise ValueError(msg)
+
+
+def _is_native(x: Tensor, norm: _Norm | None = None) -> bool:
+    """Return whether the native operators take dense rows and the norm before them."""
+    return takes_rows(x) and multiplies_bytes(x.dtype) and (norm is None or is_dense_as(x, norm[0]))
 
 
 def _described(x: Tensor) -> str:
@@ -166,7 +180,7 @@ def _described(x: Tensor) -> str:
 def _native_mlp(gate_up: EightBitWeights, down: EightBitWeights, x: Tensor) -> tuple[ByteOperands, ByteOperands] | None:
     """Return the operands of an MLP that the native operator takes: gate and up begin with a panel of their own."""
     first, last = gate_up.operands(), down.operands()
-    is_whole = gate_up.biases == (None, None) and down.factors.shape[0] % BYTE_PANEL == 0 and takes_rows(x)
+    is_whole = gate_up.biases == (None, None) and down.factors.shape[0] % BYTE_PANEL == 0 and _is_native(x)
     return None if first is None or last is None or not is_whole else (first, last)
 
 

@@ -532,7 +532,9 @@ def test_the_second_pass_today() -> None:
     assert f"{want[0][2]} and {half} times as long as the first with one and two prompts, in each of three" in methods
     assert f"{runs[0]:.2f} to {runs[-1]:.2f} with two" in methods
     gated = record("second_pass_bfloat16_gated_cpu.json")["total_over_first"]["bfloat16"]
-    assert f"{gated['1']:.2f} and {gated['2']:.2f} times as long as the first with one and two prompts (medians" in methods
+    assert (
+        f"{gated['1']:.2f} and {gated['2']:.2f} times as long as the first with one and two prompts (medians" in methods
+    )
 
 
 def test_the_second_pass_with_attention_in_eight_bits() -> None:

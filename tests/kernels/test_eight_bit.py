@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import CDLL
 from dataclasses import replace
 
@@ -428,14 +429,14 @@ def test_half_a_decoder_layer_is_near_its_parts(dtype: torch.dtype, rows: int, i
 
 
 @needs_bytes
-@pytest.mark.parametrize("of", ["output", "down", "gate"])
-def test_biases_in_half_a_decoder_layer_are_added(of: str) -> None:
+@pytest.mark.parametrize("of", [("output",), ("down",), ("gate",), ("output", "down")])
+def test_biases_in_half_a_decoder_layer_are_added(of: tuple[str, ...]) -> None:
     x, attended, norm = random(5, 64), random(5, 36, seed=1), (torch.ones(64), 1e-5)
     bias = random(64, seed=9)
-    output = eight_bit_weights([(random(64, 36, seed=2), bias if of == "output" else None)], torch.ones(36))
-    gates = [(random(64, 64, seed=n), bias if of == "gate" and n == 3 else None) for n in (3, 4)]
+    output = eight_bit_weights([(random(64, 36, seed=2), bias if "output" in of else None)], torch.ones(36))
+    gates = [(random(64, 64, seed=n), bias if "gate" in of and n == 3 else None) for n in (3, 4)]
     gate_up = eight_bit_weights(gates, torch.ones(64))
-    down = eight_bit_weights([(random(64, 64, seed=5), bias if of == "down" else None)], torch.ones(64))
+    down = eight_bit_weights([(random(64, 64, seed=5), bias if "down" in of else None)], torch.ones(64))
     hidden = x + eight_bit_linears(attended, output)[0]
     gate, up = eight_bit_linears(hidden, gate_up, norm)
     want = hidden + eight_bit_linears(gated_silu(gate, up), down)[0]
@@ -484,9 +485,13 @@ def test_operands_that_do_not_fit_together_are_refused() -> None:
     x, attended, norm = random(5, 64), random(5, 36), (torch.ones(64), 1e-5)
     with pytest.raises(ValueError, match="63 elements and layers of 64 inputs"):
         eight_bit_linears(random(5, 63), gate_up)
-    for one in (torch.ones(63), torch.ones(64).bfloat16()):
-        with pytest.raises(ValueError, match="norm"):
-            eight_bit_linears(x, gate_up, (one, 1e-5))
+    with pytest.raises(ValueError, match="norm"):
+        eight_bit_linears(x, gate_up, (torch.ones(63), 1e-5))
+    with pytest.raises(ValueError, match="63 elements and layers of 64 inputs"):
+        eight_bit_gated_mlp(random(5, 63), gate_up, down)
+    wrong = eight_bit_weights([(random(32, 36), None)], torch.ones(36))
+    with pytest.raises(ValueError, match="attended rows"):
+        eight_bit_attended_mlp(x, attended, wrong, norm, gate_up, down)
     for rows in (attended[:4], attended.bfloat16()):
         with pytest.raises(ValueError, match="attended rows"):
             eight_bit_attended_mlp(x, rows, output, norm, gate_up, down)
@@ -504,3 +509,59 @@ def test_processors_with_tiles_multiply_in_onednn(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(module, "processor_features", lambda: real | {"amx_int8"})
     assert not multiplies_bytes(torch.float32)
     assert eight_bit_weights([(random(8, 64), None)], torch.ones(64)).begins is None
+
+
+@needs_onednn
+@pytest.mark.usefixtures("in_onednn")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_are_normed_before_products_in_onednn(dtype: torch.dtype) -> None:
+    x, norm, weight = random(5, 64).to(dtype), (random(64, seed=1).to(dtype), 1e-5), random(48, 64, seed=2)
+    (got,) = eight_bit_linears(x, eight_bit_weights([(weight.to(dtype), None)], torch.ones(64)), norm)
+    assert error(got.float(), linear(rms_norm(x.float(), norm[0].float(), norm[1]), weight)) < 0.03
+
+
+@needs_bytes
+def test_norms_that_are_not_dense_are_computed_before() -> None:
+    x, sparse = random(5, 64), random(64, 2, seed=1)[:, 0]
+    gate_up, _ = mlp_of(64, 128)
+    output, down = (eight_bit_weights([(random(64, n), None)], torch.ones(n)) for n in (36, 128))
+    for one, other in zip(*(eight_bit_linears(x, gate_up, (w, 1e-5)) for w in (sparse, sparse.clone())), strict=True):
+        assert error(one, other) < 0.01
+    attended = random(5, 36, seed=2)
+    ends = [
+        eight_bit_attended_mlp(x, attended, output, (w, 1e-5), gate_up, down) for w in (sparse, sparse.contiguous())
+    ]
+    assert error(*ends) < 0.01
+
+
+@needs_bytes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_depend_on_no_other_whatever_the_threads_and_the_layout(dtype: torch.dtype) -> None:
+    if why_not_native(dtype) is not None:
+        pytest.skip("no native operators here")
+    x, attended, norm = random(2, 350, 576).to(dtype), random(2, 350, 192, seed=1).to(dtype), torch.ones(576).to(dtype)
+    sizes = [(576, 192), (1536, 576), (1536, 576), (576, 1536)]
+    output, gate, up, down = (random(*one, seed=n).to(dtype) for n, one in enumerate(sizes))
+    weights = [
+        eight_bit_weights([(one, None) for one in layers], torch.ones(layers[0].shape[1]))
+        for layers in ([output], [gate, up], [down])
+    ]
+
+    def both(rows: Tensor, of: Tensor) -> list[Tensor]:
+        whole = eight_bit_attended_mlp(rows, of, weights[0], (norm, 1e-5), *weights[1:])
+        return [whole, *eight_bit_linears(rows, weights[1], (norm, 1e-5))]
+
+    want, used = both(x, attended), torch.get_num_threads()
+    spread = [part.transpose(0, 1).contiguous().transpose(0, 1) for part in (x, attended)]
+    try:
+        for threads in (1, 2, 3, 8):
+            torch.set_num_threads(threads)
+            for got in (both(x, attended), both(*spread)):
+                assert all(map(torch.equal, got, want))
+    finally:
+        torch.set_num_threads(used)
+    some = both(x[:, 10:77], attended[:, 10:77])
+    assert all(torch.equal(got, of_all[:, 10:77]) for got, of_all in zip(some, want, strict=True))
+    with ThreadPoolExecutor(4) as pool:
+        for got in pool.map(lambda _: both(x, attended), range(8)):
+            assert all(map(torch.equal, got, want))

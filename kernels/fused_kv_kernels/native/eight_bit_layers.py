@@ -66,8 +66,8 @@ def byte_rows(panels: Tensor, outputs: int, inputs: int) -> Tensor:
 
 
 def native_eight_bit_linear(x: Tensor, weights: ByteOperands, norm: _Norm | None) -> Tensor:
-    """Return ``[..., O]`` of inputs ``[..., I]``, in their dtype; of their norm, if there is one."""
-    x, (inputs, outputs) = x.contiguous(), _sizes(weights)
+    """Return ``[..., O]`` of dense inputs ``[..., I]``, in their dtype; of their norm, if there is one."""
+    inputs, outputs = _sizes(weights)
     out = torch.empty(*x.shape[:-1], outputs, dtype=x.dtype)
     weight, epsilon = norm or _NO_NORM
     loaded_library(x.dtype).fkv_eight_bit_linear(
@@ -91,8 +91,8 @@ def native_eight_bit_mlp(
     attended: tuple[Tensor, ByteOperands] | None = None,
     norm: _Norm | None = None,
 ) -> Tensor:
-    """Return ``[..., O]`` of inputs ``[..., I]``, see ``fkv_eight_bit_mlp``; the MLP's width is a multiple of 64."""
-    x, inputs, (width, outputs) = x.contiguous(), x.shape[-1], _sizes(down)
+    """Return ``[..., O]`` of dense inputs ``[..., I]``, see ``fkv_eight_bit_mlp``; the width is a multiple of 64."""
+    inputs, (width, outputs) = x.shape[-1], _sizes(down)
     out = torch.empty(*x.shape[:-1], outputs, dtype=x.dtype)
     rows, output = (None, None) if attended is None else (attended[0].contiguous(), _addresses(attended[1]))
     weight, epsilon = norm or _NO_NORM
