@@ -927,9 +927,9 @@ def test_adaptive_with_shifts_of_two_divisions() -> None:
 def test_adaptive_with_shifts_in_eight_bits() -> None:
     listed = record("adaptive_eight_bit_cpu.json")["rows"]
     rows = {(row["way"], row["along"]): row for row in listed}
-    assert {row["questions"] for row in listed} == {60}
+    assert {row["questions"] for row in listed} == {120}
     text = " ".join((ROOT / "docs" / "methods.md").read_text(encoding="utf-8").split())
-    assert f"which rests on the worst three here, is {told_nearer(listed)} lower" in text
+    assert f"which rests on the worst six, is {told_nearer(listed)} lower" in text
     assert 0.12 < rows["adaptive 0.01", "answer"]["mean_share"] < 0.15
     assert rows["adaptive, all to 0.15", "answer"]["rank_correlation"] > 0.6
 
