@@ -20,7 +20,7 @@ from .elementwise import gated_silu, rms_norm, rotate_rows_
 from .kv_change import add_change, compress_rows
 from .kv_deviation import kv_deviation
 from .linears import few_row_linears
-from .native import why_not_native
+from .native import Norm, why_not_native
 from .paged_rows import paged_row_attention
 from .pages import PageTable, SharedPages
 from .place_chunks import ChunkStack, place_chunks
@@ -41,6 +41,7 @@ __all__ = [
     "EightBitWeights",
     "LayerRotations",
     "LayerWeights",
+    "Norm",
     "PageTable",
     "RotationTable",
     "RowPlan",

@@ -15,11 +15,10 @@ from torch import Tensor
 from .decode_attention import DecodeCaches, decode_attention
 from .decoder_layer import few_row_heads, few_row_mlp
 from .linears import Layer, check_linears
-from .native import is_dense_as, most_linear_rows, native_decode_layers
+from .native import Norm, is_dense_as, most_linear_rows, native_decode_layers
 
 __all__ = ["LayerWeights", "decode_layers"]
 
-_Norm = tuple[Tensor, float]
 _NONE = None, None
 
 
@@ -41,11 +40,11 @@ class LayerWeights:
         Gate, up ``[W, H]`` and down ``[H, W]``.
     """
 
-    norm: _Norm
+    norm: Norm
     heads: Sequence[Layer]
     head_norms: tuple[Tensor, Tensor, float] | None
     output: Layer
-    mlp_norm: _Norm
+    mlp_norm: Norm
     mlp: tuple[Layer, Layer, Layer]
 
     def tensors(self) -> Iterator[Tensor]:

@@ -15,6 +15,7 @@ from .elementwise import gated_silu, rms_norm
 from .native import (
     BYTE_PANEL,
     ByteOperands,
+    Norm,
     is_dense_as,
     multiplies_bytes,
     native_eight_bit_linear,
@@ -27,10 +28,8 @@ from .rounded_weights import LARGEST_INPUT, EightBitWeights, product_of, quantiz
 
 __all__ = ["eight_bit_attended_mlp", "eight_bit_gated_mlp", "eight_bit_linears"]
 
-_Norm = tuple[Tensor, float]
 
-
-def eight_bit_linears(x: Tensor, weights: EightBitWeights, norm: _Norm | None = None) -> list[Tensor]:
+def eight_bit_linears(x: Tensor, weights: EightBitWeights, norm: Norm | None = None) -> list[Tensor]:
     """Return about ``x weight^T + bias`` of every layer, without gradients.
 
     Parameters
@@ -99,7 +98,7 @@ def eight_bit_gated_mlp(x: Tensor, gate_up: EightBitWeights, down: EightBitWeigh
 
 
 def eight_bit_attended_mlp(
-    x: Tensor, attended: Tensor, output: EightBitWeights, norm: _Norm, gate_up: EightBitWeights, down: EightBitWeights
+    x: Tensor, attended: Tensor, output: EightBitWeights, norm: Norm, gate_up: EightBitWeights, down: EightBitWeights
 ) -> Tensor:
     """Return about the second half of a decoder layer, without gradients.
 
@@ -158,7 +157,7 @@ def _check_mlp(gate_up: EightBitWeights, down: EightBitWeights) -> None:
         raise ValueError(msg)
 
 
-def _check(x: Tensor, weights: EightBitWeights, norm: _Norm | None = None) -> None:
+def _check(x: Tensor, weights: EightBitWeights, norm: Norm | None = None) -> None:
     inputs = weights.factors.shape
     if x.shape[-1:] != inputs:
         msg = f"rows of {x.shape[-1]} elements and layers of {inputs[0]} inputs do not fit together"
@@ -168,7 +167,7 @@ def _check(x: Tensor, weights: EightBitWeights, norm: _Norm | None = None) -> No
         raise ValueError(msg)
 
 
-def _is_native(x: Tensor, norm: _Norm | None = None) -> bool:
+def _is_native(x: Tensor, norm: Norm | None = None) -> bool:
     """Return whether the native operators take dense rows and the norm before them."""
     return takes_rows(x) and multiplies_bytes(x.dtype) and (norm is None or is_dense_as(x, norm[0]))
 

@@ -529,8 +529,8 @@ def test_the_second_pass_today() -> None:
         assert len(runs) == 3
         assert f"{runs[0]:.2f} to {runs[-1]:.2f}" in ingestion
     methods = " ".join((ROOT / "docs" / "methods.md").read_text(encoding="utf-8").split())
-    assert f"{want[0][2]} and {half} times as long as the first with one and two prompts, in each of three" in methods
-    assert f"{runs[0]:.2f} to {runs[-1]:.2f} with two" in methods
+    words = f"{want[0][2]} and {half} times as long as the first with one and two prompts (medians of three runs"
+    assert f"{words}, {runs[0]:.2f} to {runs[-1]:.2f} with two;" in methods
     gated = record("second_pass_bfloat16_gated_cpu.json")["total_over_first"]["bfloat16"]
     assert (
         f"{gated['1']:.2f} and {gated['2']:.2f} times as long as the first with one and two prompts (medians" in methods

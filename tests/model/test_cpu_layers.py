@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 from fused_kv_kernels import few_row_linears, few_row_mlp, why_not_native
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.errors import ConfigError
-from fused_kv_llm.model import CachePool, ForwardPass, FusedCache, cpu_layers, forward_rows, load_model
+from fused_kv_llm.model import CachePool, ForwardPass, FusedCache, cpu_layers, decoder_layer, forward_rows, load_model
 from fused_kv_llm.model.cpu_layers import attach_cpu_layers
 from fused_kv_llm.model.cpu_linear import _has_avx512_that_mkl_ignores, linear_in_onednn
 from fused_kv_llm.model.fast_forward import own_parts
@@ -130,7 +130,7 @@ def test_a_layer_goes_by_its_parts_only_where_one_is_hooked(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
-    monkeypatch.setattr(cpu_layers, "few_row_mlp", lambda x, *rest: calls.append(x.shape[1]) or few_row_mlp(x, *rest))
+    monkeypatch.setattr(decoder_layer, "few_row_mlp", lambda x, *rest: calls.append(x.shape[1]) or few_row_mlp(x, *rest))
     model = tiny_model(num_hidden_layers=3).bfloat16()
     prompt = rag_prompt(SHORT[:3])
 

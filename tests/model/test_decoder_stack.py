@@ -18,7 +18,7 @@ from fused_kv_llm.model import (
     FusedCache,
     LoadedModel,
     RaggedPart,
-    cpu_layers,
+    decoder_layer,
     forward_ragged,
     forward_rows,
     load_model,
@@ -59,7 +59,7 @@ def decoded(loaded: LoadedModel) -> list[Tensor]:
 
 def one_by_one(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     with monkeypatch.context() as patch:
-        patch.setattr(cpu_layers, "layers_alike", lambda layer: [])
+        patch.setattr(decoder_layer, "layers_alike", lambda layer: [])
         return decoded(loaded)
 
 

@@ -21,6 +21,7 @@ from .eight_bit_layers import (
     native_eight_bit_mlp,
 )
 from .elementwise import (
+    Norm,
     native_compress_rows,
     native_gated_silu,
     native_quantize_gated,
@@ -56,6 +57,7 @@ from .views import ViewTables, native_decode_views, view_tables
 __all__ = [
     "BYTE_PANEL",
     "ByteOperands",
+    "Norm",
     "Table",
     "ViewTables",
     "byte_panels",

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .attention import eight_bit_attention_scratch
+from .elementwise import Norm
 from .library import int64_array, loaded_library, num_threads
 from .operands import supports
 from .processor import processor_features
@@ -25,9 +26,6 @@ BYTE_PANEL = 64
 
 ByteOperands = tuple[Tensor, Tensor, Tensor, Tensor]
 """Panels, what sums begin with, scales and factors: what :func:`byte_panels` returns, float32 ``[O]`` and ``[I]``."""
-
-_Norm = tuple[Tensor, float]
-"""A weight ``[I]`` in the dtype of inputs, and an epsilon."""
 
 _NO_NORM = None, 0.0
 
@@ -65,7 +63,7 @@ def byte_rows(panels: Tensor, outputs: int, inputs: int) -> Tensor:
     return panels.transpose(1, 2).contiguous().view(torch.int8).flatten(0, 1)[:outputs, :inputs]
 
 
-def native_eight_bit_linear(x: Tensor, weights: ByteOperands, norm: _Norm | None) -> Tensor:
+def native_eight_bit_linear(x: Tensor, weights: ByteOperands, norm: Norm | None) -> Tensor:
     """Return ``[..., O]`` of dense inputs ``[..., I]``, in their dtype; of their norm, if there is one."""
     inputs, outputs = _sizes(weights)
     out = torch.empty(*x.shape[:-1], outputs, dtype=x.dtype)
@@ -89,7 +87,7 @@ def native_eight_bit_mlp(
     gate_up: ByteOperands,
     down: ByteOperands,
     attended: tuple[Tensor, ByteOperands] | None = None,
-    norm: _Norm | None = None,
+    norm: Norm | None = None,
 ) -> Tensor:
     """Return ``[..., O]`` of dense inputs ``[..., I]``, see ``fkv_eight_bit_mlp``; the width is a multiple of 64."""
     inputs, (width, outputs) = x.shape[-1], _sizes(down)

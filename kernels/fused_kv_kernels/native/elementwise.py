@@ -8,6 +8,7 @@ from torch import Tensor
 from .library import int64_array, loaded_library, native_library, num_threads
 
 __all__ = [
+    "Norm",
     "native_compress_rows",
     "native_gated_silu",
     "native_quantize_gated",
@@ -17,6 +18,9 @@ __all__ = [
     "native_scale_rows",
     "takes_rows",
 ]
+
+Norm = tuple[Tensor, float]
+"""Weight ``[H]``, in the dtype of what it multiplies, and epsilon."""
 
 
 def takes_rows(*tensors: Tensor) -> bool:

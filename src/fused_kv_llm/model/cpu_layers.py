@@ -15,20 +15,16 @@ import torch
 from torch import Tensor
 
 from fused_kv_kernels import (
-    LayerWeights,
-    few_row_heads,
     few_row_linears,
-    few_row_mlp,
     gated_silu,
     has_eight_bit_linears,
     rms_norm,
-    rotate_rows_,
     why_not_native,
 )
-from fused_kv_llm.model.attention import rule_of
 from fused_kv_llm.model.cpu_linear import linear_in_onednn, onednn_is_faster
-from fused_kv_llm.model.decoder_stack import layers_alike, note_first_layer
-from fused_kv_llm.model.fast_forward import FastForward, has_known_gate, is_plain, own_parts
+from fused_kv_llm.model.decoder_layer import attended, decoder_layer, heads_of
+from fused_kv_llm.model.decoder_stack import note_first_layer
+from fused_kv_llm.model.fast_forward import FastForward, has_known_gate, is_plain
 from fused_kv_llm.model.own_code import is_library_class, patches
 from fused_kv_llm.model.pass_context import LayerPass, required_pass
 
@@ -67,7 +63,7 @@ def attach_cpu_layers(model: Any) -> list[Any]:
         if way is not None and has_known_gate(module):
             module.forward = FastForward(module, way)
             attached.append(module)
-    note_first_layer(model.get_decoder(), _decoder_layer)
+    note_first_layer(model.get_decoder(), decoder_layer)
     return attached
 
 
@@ -84,7 +80,7 @@ def _ways_of(kinds: set[type], dtype: torch.dtype) -> dict[type, Callable[..., A
     return {
         kind: way
         for kind, way in known.items()
-        if is_library_class(kind) and not patches([kind]) and (way is not _decoder_layer or dtype == torch.bfloat16)
+        if is_library_class(kind) and not patches([kind]) and (way is not decoder_layer or dtype == torch.bfloat16)
     }
 
 
@@ -135,30 +131,8 @@ def _attention(
         heads, kv_heads = module.config.num_attention_heads, module.num_key_value_heads
         parts = packed(hidden_states).unflatten(-1, (-1, module.head_dim)).split((heads, kv_heads, kv_heads), dim=2)
     else:
-        parts = _heads(module, _linears((module.q_proj, module.k_proj, module.v_proj), hidden_states))
-    return module.o_proj(_attended(module, parts, position_embeddings, attention_mask, past_key_values)), None
-
-
-def _heads(module: Any, projected: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return queries, keys and values ``[B, R, H, D]`` from what the linear layers gave."""
-    q, k, v = (part.view(*part.shape[:-1], -1, module.head_dim) for part in projected)
-    return (module.q_norm(q), module.k_norm(k), v) if hasattr(module, "q_norm") else (q, k, v)
-
-
-def _attended(
-    module: Any,
-    heads: Sequence[Tensor],
-    position_embeddings: tuple[Tensor, Tensor],
-    attention_mask: Any,
-    past_key_values: Any,
-) -> Tensor:
-    """Return what attention gives, ``[B, R, Hq * D]``, from queries, keys and values ``[B, R, H, D]``."""
-    q, k, v = (part.transpose(1, 2) for part in heads)
-    q, k = (rotate_rows_(part, *position_embeddings) for part in (q, k))
-    k, v = past_key_values.update(k, v, module.layer_idx)
-    rule = rule_of(module, attention_mask, module.scaling, q.shape[-1])
-    found = required_pass(LayerPass).run_attention(module.layer_idx, q, k, v, rule)
-    return found.transpose(1, 2).flatten(2)
+        parts = heads_of(module, _linears((module.q_proj, module.k_proj, module.v_proj), hidden_states))
+    return module.o_proj(attended(module, parts, position_embeddings, attention_mask, past_key_values)), None
 
 
 def _gated_mlp(module: Any, x: Tensor) -> Tensor:
@@ -172,82 +146,6 @@ def _gated_mlp(module: Any, x: Tensor) -> Tensor:
         return whole
     down: Tensor = last(gated_silu(*_linears((gate, up), x)))
     return down
-
-
-def _decoder_layer(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Run a layer, unless it was computed already; the forward may be left before and behind it."""
-    forward_pass = required_pass(LayerPass)
-    pausing = forward_pass.pausing
-    if forward_pass.next_layer > module.self_attn.layer_idx:
-        # With the layers before it, or before the forward was left.
-        return hidden_states if pausing is None or pausing.hidden is None else pausing.hidden
-    if pausing is None:
-        return _computed_layer(forward_pass, module, hidden_states, *args, **kwargs)
-    pausing.enter()
-    return pausing.leave(_computed_layer(forward_pass, module, hidden_states, *args, **kwargs))
-
-
-def _computed_layer(forward_pass: LayerPass, module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Run a layer in two calls around its attention, unless a part of it was wrapped, hooked or changed."""
-    is_one = hidden_states.dtype == torch.bfloat16 and not args
-    parts = own_parts(module) if is_one else None
-    if parts is not None and forward_pass.linears is None:
-        return _layer_in_two(forward_pass, module, parts, hidden_states, **kwargs)
-    given = None if parts is None else _given_layer(forward_pass, module, parts, hidden_states, **kwargs)
-    if given is not None:
-        return given
-    whole: Tensor = type(module).forward(module, hidden_states, *args, **kwargs)
-    return whole
-
-
-def _layer_in_two(
-    forward_pass: LayerPass,
-    module: Any,
-    parts: LayerWeights,
-    x: Tensor,
-    *,
-    position_embeddings: tuple[Tensor, Tensor],
-    attention_mask: Any,
-    past_key_values: Any,
-    **_: Any,
-) -> Tensor:
-    attention, (cos, sin) = module.self_attn, position_embeddings
-    rule = rule_of(attention, attention_mask, attention.scaling, attention.head_dim)
-    stack = layers_alike(module) if forward_pass.decodes else []
-    if len(stack) > 1:
-        return forward_pass.run_layers(x, stack, cos, sin, rule)
-    q, k, v = few_row_heads(x, *parts.norm, parts.heads, cos, sin, attention.head_dim, parts.head_norms)
-    k, v = past_key_values.update(k, v, attention.layer_idx)
-    attended = forward_pass.run_attention(attention.layer_idx, q, k, v, rule)
-    attended = attended.transpose(1, 2).flatten(2)
-    return few_row_mlp(x, *parts.mlp_norm, *parts.mlp, (attended, parts.output))
-
-
-def _given_layer(
-    forward_pass: LayerPass,
-    module: Any,
-    parts: LayerWeights,
-    x: Tensor,
-    *,
-    position_embeddings: tuple[Tensor, Tensor],
-    attention_mask: Any,
-    past_key_values: Any,
-    **_: Any,
-) -> Tensor | None:
-    """Run a layer whose linear layers are computed in the model's place, together with norms and sums, if they are."""
-    attention, way = module.self_attn, forward_pass.linears
-    layers = attention.q_proj, attention.k_proj, attention.v_proj
-    projected = None if way is None else way.normed(layers, x, parts.norm)
-    if way is None or projected is None:
-        return None
-    heads = _heads(attention, projected)
-    attended = _attended(attention, heads, position_embeddings, attention_mask, past_key_values)
-    whole = way.attended_mlp(module, x, attended, parts.mlp_norm)
-    if whole is not None:
-        return whole
-    x = x + attention.o_proj(attended)
-    ended: Tensor = x + module.mlp(module.post_attention_layernorm(x))
-    return ended
 
 
 def _packed_mlp(module: Any, hidden_states: Tensor) -> Tensor:
@@ -266,7 +164,7 @@ def _ways() -> Iterator[tuple[str, Callable[..., Any]]]:
         yield f"{module}MLP", _packed_mlp if family == "Phi3" else _gated_mlp
         if family != "Phi3":
             # In bfloat16 only: few rows are no faster in float32.
-            yield f"{module}DecoderLayer", _decoder_layer
+            yield f"{module}DecoderLayer", decoder_layer
 
 
 _WAYS = dict(_ways())

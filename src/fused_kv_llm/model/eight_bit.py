@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fused_kv_kernels import (
     EightBitWeights,
+    Norm,
     eight_bit_attended_mlp,
     eight_bit_gated_mlp,
     eight_bit_linears,
@@ -28,7 +29,6 @@ from fused_kv_llm.model.forward import forward_kv
 from fused_kv_llm.model.forward_pass import KVPass
 from fused_kv_llm.model.loading import LoadedModel
 from fused_kv_llm.model.owner import ModelOwner, StoppedError
-from fused_kv_llm.model.pass_context import Norm
 
 __all__ = ["EightBitLinears", "eight_bit_of"]
 

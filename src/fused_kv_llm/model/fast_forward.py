@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.modules import module as _all_modules
 from transformers.activations import ACT2FN
 
-from fused_kv_kernels import LayerWeights
+from fused_kv_kernels import LayerWeights, Norm
 from fused_kv_llm.model.pass_context import current_pass
 
 __all__ = ["FastForward", "has_known_gate", "is_ours", "is_plain", "own_parts"]
@@ -28,7 +28,6 @@ _WATCHED = ("forward", "_forward_hooks", "_forward_pre_hooks", "variance_epsilon
 _SILU = (torch.nn.SiLU, type(ACT2FN["silu"]))
 
 _Linear = tuple[Tensor, Tensor | None]
-_Norm = tuple[Tensor, float]
 
 
 class FastForward:
@@ -171,7 +170,7 @@ def _linears(module: Any, names: tuple[str, ...]) -> list[_Linear]:
     return found
 
 
-def _norms(module: Any, names: tuple[str, ...]) -> list[_Norm]:
+def _norms(module: Any, names: tuple[str, ...]) -> list[Norm]:
     """Return weights and epsilons of norms in a module; none if one of them has to be called."""
     found = []
     for name in names:

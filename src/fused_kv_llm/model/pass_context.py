@@ -16,16 +16,12 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from fused_kv_kernels import LayerWeights
+from fused_kv_kernels import LayerWeights, Norm
 from fused_kv_llm.errors import FusedKVError, UnsupportedModelError
 from fused_kv_llm.model.attention_rule import AttentionRule
 from fused_kv_llm.model.pausing import Pausing
 
-__all__ = ["LayerPass", "StopForwardError", "current_pass", "required_pass", "running"]
-
-
-Norm = tuple[Tensor, float]
-"""Weight ``[H]`` and epsilon."""
+__all__ = ["LayerPass", "Linears", "StopForwardError", "current_pass", "required_pass", "running"]
 
 
 class StopForwardError(Exception):

@@ -1,9 +1,9 @@
 """Forwards that are left between two layers and gone on with later, so that a long prompt leaves time for others.
 
 transformers runs all layers in one go. A pass that may be left says so in its ``pausing``: the decoder layers that know
-of it (:mod:`.cpu_layers`) are computed until its time is over, and the forward ends with an error that carries nothing.
-When it is run again, layers that were computed hand on what the last of them gave. What comes out is the same, bit for
-bit, wherever it was left.
+of it (:mod:`.decoder_layer`) are computed until its time is over, and the forward ends with an error that carries
+nothing. When it is run again, layers that were computed hand on what the last of them gave. What comes out is the same,
+bit for bit, wherever it was left.
 """
 
 from __future__ import annotations

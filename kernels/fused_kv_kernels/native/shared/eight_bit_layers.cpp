@@ -2,9 +2,9 @@
 // in a core's cache.
 #include "eight_bit_tiles.h"
 #include "rounded_rows.h"
+#include "row_norm.h"
 
 #if defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
-#include <cmath>
 #include <vector>
 
 namespace {
@@ -67,16 +67,6 @@ thread_local Workspace workspace;
 struct Norm {
     const Element *weight = nullptr;
     float epsilon = 0.0f;
-
-    // What each row is multiplied by, beside the weight.
-    float factor(const Element *row, int64_t dim) const {
-        Lanes squares{};
-        for (int64_t column = 0; column < dim; column += kLanes) {
-            const Lanes value = load(row + column, first_lanes(dim - column));
-            squares = multiply_add(value, value, squares);
-        }
-        return 1.0f / std::sqrt(sum_lanes(squares) / static_cast<float>(dim) + epsilon);
-    }
 };
 
 void round_inputs(const Weights &of, const Norm &norm, const Element *x, int64_t rows, RoundedRows &to) {
@@ -89,7 +79,7 @@ void round_inputs(const Weights &of, const Norm &norm, const Element *x, int64_t
         to.set(row, of.inputs, [&](int64_t column) {
             return read(column) * load(norm.weight + column, first_lanes(of.inputs - column));
         });
-        to.scales[row] *= norm.factor(x, of.inputs);
+        to.scales[row] *= norm_factor(x, of.inputs, norm.epsilon);
     }
 }
 
@@ -134,7 +124,8 @@ void gate_rows(const Weights &by, const RoundedRows &from, int64_t rows, float *
         }
 }
 
-// Calls use(first, count) with blocks of rows, of whole tiles, that keep all threads busy to the end.
+// Calls use(first, count) with blocks of rows, of whole tiles, that keep all threads busy to the end. A block reads all
+// weights, so few rows make fewer blocks than there may be threads.
 template <typename Use> void by_blocks(int64_t rows, int threads, const Use &use) {
     const int64_t tiles = (rows + kByteTileRows - 1) / kByteTileRows, most = threads * kMostTiles;
     const int64_t even = (tiles + most - 1) / most * threads;

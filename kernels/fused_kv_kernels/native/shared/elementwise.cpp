@@ -1,8 +1,6 @@
 // The element-wise steps between a decoder's matrix products: RMS norm, rotary positions, and the gate of its MLP. Each
 // makes one pass over the memory and rounds to the dtype exactly where transformers' own code does.
-#include "element.h"
-
-#include <cmath>
+#include "row_norm.h"
 
 namespace {
 using namespace fkv;
@@ -16,13 +14,7 @@ void fkv_rms_norm(const Element *x, const Element *weight, Element *out, int64_t
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t row = 0; row < rows; ++row) {
         const Element *source = x + row * dim;
-        Lanes squares{};
-        for (int64_t column = 0; column < dim; column += kLanes) {
-            const Lanes value = load(source + column, first_lanes(dim - column));
-            squares += value * value;
-        }
-        const double mean = static_cast<double>(sum_lanes(squares)) / static_cast<double>(dim);
-        const float factor = static_cast<float>(1.0 / std::sqrt(mean + epsilon));
+        const float factor = norm_factor(source, dim, epsilon);
         for (int64_t column = 0; column < dim; column += kLanes) {
             const Mask here = first_lanes(dim - column);
             const Lanes normal = rounded(load(source + column, here) * factor);
