@@ -36,3 +36,24 @@ def test_workers_end_and_come_back() -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "3"}
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
+
+
+FORKING = """
+import os, torch
+from fused_kv_llm.thread_pool import release_openmp_workers
+
+torch.set_num_threads(3)
+want = torch.ones(3_000_000).exp_().sum()
+child = os.fork()
+if not child:
+    release_openmp_workers()
+    os._exit(0 if torch.ones(3_000_000).exp_().sum() == want else 1)
+assert os.waitpid(child, 0)[1] == 0
+assert torch.ones(3_000_000).exp_().sum() == want
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that fork")
+def test_a_forked_process_waits_for_no_workers_of_its_parent() -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "3"}
+    subprocess.run([sys.executable, "-c", FORKING], env=environment, check=True, timeout=60)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -39,6 +40,16 @@ def loaded_openmp() -> ctypes.CDLL | None:
     except (AttributeError, OSError):
         return None
     return library if hasattr(library, "omp_pause_resource_all") and hasattr(library, "GOMP_parallel") else None
+
+
+def _before_fork() -> None:
+    # A forked process has none of its parent's workers, and would wait for them when it computes or ends its own.
+    if "torch" in sys.modules:
+        release_openmp_workers()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork)
 
 
 class ThreadPool:

@@ -129,8 +129,8 @@ def test_linear_layers_in_bfloat16_take_the_native_way_for_few_rows(monkeypatch:
 def test_a_layer_goes_by_its_parts_only_where_one_is_hooked(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[int] = []
-    monkeypatch.setattr(decoder_layer, "few_row_mlp", lambda x, *rest: calls.append(x.shape[1]) or few_row_mlp(x, *rest))
+    calls, real = list[int](), few_row_mlp
+    monkeypatch.setattr(decoder_layer, "few_row_mlp", lambda x, *rest: calls.append(x.shape[1]) or real(x, *rest))
     model = tiny_model(num_hidden_layers=3).bfloat16()
     prompt = rag_prompt(SHORT[:3])
 
