@@ -27,6 +27,7 @@ __all__ = [
     "multiprocessors",
     "page_blocks",
     "prune",
+    "row_block",
     "score_blocks",
 ]
 
@@ -91,6 +92,14 @@ def few_rows() -> list[triton.Config]:
         triton.Config({"BLOCK_N": n}, num_warps=warps, num_stages=stages)
         for n, warps, stages in (*_FEW[_generation()], *(shape[1:] for shape in _special()))
     ]
+
+
+def row_block(dtype: torch.dtype, dim: int, packed: int) -> int:
+    """Return ``BLOCK_M`` for so many packed rows; for many, whose shapes differ in it, about what they have."""
+    if packed > FEW_ROWS:
+        return 128
+    # In float32 there is no matrix instruction that is exact enough, so larger blocks only spill registers.
+    return 16 if dtype == torch.float32 or dim > WIDE_DIM else max(16, triton.next_power_of_2(packed))
 
 
 def prune(configs: Sequence[triton.Config], args: Mapping[str, Any], **kwargs: Any) -> list[triton.Config]:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .combine import combine
 from .configs import FEW_ROWS, block_dim, multiprocessors, page_blocks
+from .packed_rows import empty_results, packed_rows, softmax_step, split_results, store_rows
 from .products import dot, precision
 from .splits import choose_splits
 
@@ -37,12 +37,8 @@ def _paged_kernel(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend one block of packed rows of one request to one split of its pages."""
-    batch = (tl.program_id(1) // kv_heads).to(tl.int64)
-    kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
+    batch, kv_head, row, head = packed_rows(tl.program_id(0) * BLOCK_M, kv_heads, GROUP, BLOCK_M)
     split = tl.program_id(2)
-    packed = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    row = packed // GROUP
-    head = kv_head * GROUP + packed % GROUP
     is_row = row < rows
     asking = tl.load(q_positions + batch * stride_pb + row, mask=is_row, other=-1)
     last = tl.max(asking)
@@ -93,23 +89,13 @@ def _paged_kernel(
             v_at = page_v + page * stride_vp + kv_head * stride_vh
             in_values = is_slot[:, None] & (dims < D)[None, :]
             values = tl.load(v_at + slots[:, None] * stride_vn + dims[None, :], mask=in_values, other=0.0)
-            new_peak = tl.maximum(peak, tl.max(scores, 1))
-            base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            weights = tl.exp2(scores - base[:, None])
-            shrink = tl.exp2(peak - base)
-            total = total * shrink + tl.sum(weights, 1)
-            acc = dot(weights.to(values.dtype), values, acc * shrink[:, None], PRECISION)
-            peak = new_peak
+            acc, peak, total = softmax_step(acc, peak, total, scores, values, PRECISION, True)
 
-    sees = is_row & (total != 0.0)
-    safe = tl.where(sees, total, 1.0)
-    result = tl.where(sees[:, None], acc / safe[:, None], 0.0)
     out_at = out + split.to(tl.int64) * stride_os + batch * stride_ob + head[:, None] * stride_oh
     out_at += row.to(tl.int64)[:, None] * stride_or + dims[None, :]
-    tl.store(out_at, result.to(out.dtype.element_ty), mask=is_row[:, None] & (dims < D)[None, :])
-    level = tl.where(sees, (peak + tl.log2(safe)) * 0.6931471805599453, float("-inf"))
     requests = tl.num_programs(1) // kv_heads
-    tl.store(lse + ((split.to(tl.int64) * requests + batch) * kv_heads * GROUP + head) * rows + row, level, mask=is_row)
+    lse_at = lse + ((split.to(tl.int64) * requests + batch) * kv_heads * GROUP + head) * rows + row
+    store_rows(out_at, lse_at, acc, peak, total, total, is_row, is_row, dims < D)
 
 
 def paged_rows(
@@ -146,8 +132,7 @@ def paged_rows(
     batch, q_heads, rows, dim = q.shape
     kv_heads, page_size = page_keys.shape[1], page_keys.shape[2]
     group, half, num_pages = q_heads // kv_heads, table.cos.shape[-1], table.pages.shape[1]
-    out = torch.empty((batch, rows, q_heads, dim), dtype=q.dtype, device=q.device).transpose(1, 2)
-    lse = torch.empty((batch, q_heads, rows), dtype=torch.float32, device=q.device)
+    out, lse = empty_results(q, dim)
     if out.numel() == 0:
         return out, lse
     packed = rows * group
@@ -155,10 +140,7 @@ def paged_rows(
     blocks = triton.cdiv(packed, shape["BLOCK_M"])
     if splits is None:
         splits = choose_splits(blocks * batch * kv_heads, num_pages * page_size, multiprocessors(q.device))
-    part_out, part_lse = out[None], lse[None]
-    if splits > 1:
-        part_out = torch.empty((splits, *out.shape), dtype=torch.float32, device=q.device)
-        part_lse = torch.empty((splits, *lse.shape), dtype=torch.float32, device=q.device)
+    part_out, part_lse = split_results(out, lse, splits)
     rest = dim - 2 * half
     _paged_kernel[(blocks, batch * kv_heads, splits)](
         q, page_keys, page_values, part_out, part_lse, table.pages, table.positions, table.cos, table.sin, q_positions,

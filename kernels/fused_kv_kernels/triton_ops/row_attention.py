@@ -1,9 +1,8 @@
 """Row attention in Triton: FusionRAG section 4.3's Q-Sparse-Attn.
 
-The query heads that share a key head are packed into the rows of one block, so the keys are loaded once for all of
-them. Rows ascend in position: keys up to the first row's position need no mask, and keys after the last row's position
-or before the first row's window are not read. Where there are too few blocks to fill the device, the keys are split
-among programs, and :mod:`.combine` joins their results.
+Rows are packed (:mod:`.packed_rows`) and ascend in position: keys up to the first row's position need no mask, and keys
+after the last row's position or before the first row's window are not read. Where there are too few blocks to fill the
+device, the keys are split among programs.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .combine import combine
-from .configs import FEW_ROWS, WIDE_DIM, block_dim, few_rows, many_rows, multiprocessors, prune
+from .configs import FEW_ROWS, block_dim, few_rows, many_rows, multiprocessors, prune, row_block
+from .packed_rows import empty_results, packed_rows, softmax_step, split_results, store_rows
 from .products import dot, precision, scaled_scores, sink_weight, weight_factors
 from .splits import choose_splits
 
@@ -33,24 +33,22 @@ def _row_positions(positions):
 
 
 @triton.jit
-def _softmax_step(acc, peak, total, scores, values, PRECISION: tl.constexpr, MASKED: tl.constexpr):
-    """Fold one block of scores (base two, minus infinity where unseen) into the running softmax."""
-    new_peak = tl.maximum(peak, tl.max(scores, 1))
-    # A row that has seen nothing yet has no peak to subtract.
-    base = tl.where(new_peak == float("-inf"), 0.0, new_peak) if MASKED else new_peak
-    weights = tl.exp2(scores - base[:, None])
-    shrink = tl.exp2(peak - base)
-    total = total * shrink + tl.sum(weights, 1)
-    acc = acc * shrink[:, None]
-    return dot(weights.to(values.dtype), values, acc, PRECISION), new_peak, total
-
-
-@triton.jit
 def _whole_rows(at, dims, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Load rows of keys or values that are all there."""
     if BLOCK == WIDTH:
         return tl.load(at)
     return tl.load(at, mask=(dims < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def _key_range(begin, first, end, splits, IS_MASKED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return where the keys of this program's split begin, where those begin that need a mask, and where they end."""
+    low = begin // BLOCK_N * BLOCK_N
+    unmasked = low if IS_MASKED else tl.minimum(first + 1, end) // BLOCK_N * BLOCK_N
+    span = tl.cdiv(tl.cdiv(end - low, BLOCK_N), splits) * BLOCK_N
+    start = low + tl.program_id(2) * span
+    end = tl.minimum(start + span, end)
+    return start, tl.maximum(tl.minimum(unmasked, end), start), end
 
 
 @triton.jit(do_not_specialize=["rows", "keys", "splits", "work"])
@@ -67,15 +65,11 @@ def _row_attention_kernel(
     """Attend one block of packed rows to one split of the keys."""
     # The last rows see most keys: they start first.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
-    batch = (tl.program_id(1) // kv_heads).to(tl.int64)
-    kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
+    batch, kv_head, row, head = packed_rows(block * BLOCK_M, kv_heads, GROUP, BLOCK_M)
     split = tl.program_id(2)
     num_rows = tl.load(q_lengths + batch).to(tl.int32) if HAS_Q_LENGTHS else rows
     num_keys = tl.load(kv_lengths + batch).to(tl.int32) if HAS_KV_LENGTHS else keys
 
-    packed = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    row = packed // GROUP
-    head = kv_head * GROUP + packed % GROUP
     dims = tl.arange(0, BLOCK_D)
     value_dims = tl.arange(0, BLOCK_DV)
     is_row = row < num_rows
@@ -86,20 +80,15 @@ def _row_attention_kernel(
     first = _row_positions(tl.load(q_positions + batch * stride_pb + first_row, mask=has_rows, other=-1))
     last = _row_positions(tl.load(q_positions + batch * stride_pb + last_row, mask=has_rows, other=-1))
 
-    end = num_keys if HAS_KV_POSITIONS else tl.minimum(last + 1, num_keys)
-    end = tl.where(has_rows, end, 0)
     begin_key = 0
     if HAS_WINDOWS:
-        # Windows are narrow: all their blocks are masked, rather than those at both edges only.
         row_firsts = tl.load(first_keys + row, mask=is_row, other=0).to(tl.int32)
         begin_key = tl.load(first_keys + first_row, mask=has_rows, other=0).to(tl.int32)
-    low = begin_key // BLOCK_N * BLOCK_N
-    is_masked = HAS_KV_POSITIONS or HAS_WINDOWS
-    unmasked = low if is_masked else tl.minimum(first + 1, end) // BLOCK_N * BLOCK_N
-    span = tl.cdiv(tl.cdiv(end - low, BLOCK_N), splits) * BLOCK_N
-    start = low + split * span
-    end = tl.minimum(start + span, end)
-    unmasked = tl.maximum(tl.minimum(unmasked, end), start)
+    end = num_keys if HAS_KV_POSITIONS else tl.minimum(last + 1, num_keys)
+    # Windows are narrow: all their blocks are masked, rather than those at both edges only.
+    start, unmasked, end = _key_range(
+        begin_key, first, tl.where(has_rows, end, 0), splits, HAS_KV_POSITIONS or HAS_WINDOWS, BLOCK_N
+    )
 
     q_at = q + batch * stride_qb + head[:, None] * stride_qh + row.to(tl.int64)[:, None] * stride_qr + dims[None, :]
     queries = tl.load(q_at, mask=is_row[:, None] & (dims < D)[None, :], other=0.0)
@@ -120,7 +109,7 @@ def _row_attention_kernel(
         values_block = _whole_rows(v_at + v_inside, value_dims, DV, BLOCK_DV)
         products = dot(queries, tl.trans(keys_block), nothing, PRECISION)
         scores = scaled_scores(products, scale, cap, CAPPED)
-        acc, peak, total = _softmax_step(acc, peak, total, scores, values_block, PRECISION, False)
+        acc, peak, total = softmax_step(acc, peak, total, scores, values_block, PRECISION, False)
         k_at += BLOCK_N * stride_kn
         v_at += BLOCK_N * stride_vn
 
@@ -147,23 +136,18 @@ def _row_attention_kernel(
             if HAS_WINDOWS:
                 seen &= column[None, :] >= row_firsts[:, None]
             scores = tl.where(seen, scores, float("-inf"))
-            acc, peak, total = _softmax_step(acc, peak, total, scores, values_block, PRECISION, True)
+            acc, peak, total = softmax_step(acc, peak, total, scores, values_block, PRECISION, True)
         k_at += BLOCK_N * stride_kn
         v_at += BLOCK_N * stride_vn
 
-    sees = is_row & (total != 0.0)
     whole = total
     if HAS_SINKS:
         whole += sink_weight(tl.load(sinks + head), peak)
-    result = tl.where(sees[:, None], acc / tl.where(sees, whole, 1.0)[:, None], 0.0)
-    is_output = row < rows
     out_at = out + split.to(tl.int64) * stride_os + batch * stride_ob + head[:, None] * stride_oh
     out_at += row.to(tl.int64)[:, None] * stride_or + value_dims[None, :]
-    tl.store(out_at, result.to(out.dtype.element_ty), mask=is_output[:, None] & (value_dims < DV)[None, :])
-    level = tl.where(sees, (peak + tl.log2(tl.where(sees, total, 1.0))) * 0.6931471805599453, float("-inf"))
     sequences = tl.num_programs(1) // kv_heads
-    lse_row = ((split.to(tl.int64) * sequences + batch) * kv_heads * GROUP + head) * rows + row
-    tl.store(lse + lse_row, level, mask=is_output)
+    lse_at = lse + ((split.to(tl.int64) * sequences + batch) * kv_heads * GROUP + head) * rows + row
+    store_rows(out_at, lse_at, acc, peak, total, whole, is_row, row < rows, value_dims < DV)
 
 
 _KEY = ["GROUP", "D", "DV", "BLOCK_M", "HAS_KV_POSITIONS", "HAS_WINDOWS", "CAPPED", "work"]
@@ -219,32 +203,22 @@ def row_attention(
     if kv_positions is not None:
         # Whoever hides a key may put it at the largest number there is.
         kv_positions = kv_positions.clamp(-(2**31), 2**31 - 1).to(torch.int32)
-    kv_positions, q_lengths, kv_lengths = (
-        None if x is None else _dense(x) for x in (kv_positions, q_lengths, kv_lengths)
-    )
-    first_keys = None if first_keys is None else _dense(first_keys)
+    extras = kv_positions, q_lengths, kv_lengths, first_keys
+    kv_positions, q_lengths, kv_lengths, first_keys = (None if x is None else _dense(x) for x in extras)
     sinks = None if scoring.sinks is None else scoring.sinks.float().contiguous()
     batch, q_heads, rows, dim = q.shape
     kv_heads, keys, value_dim = k.shape[1], k.shape[2], v.shape[3]
     group = q_heads // kv_heads
-    out = torch.empty((batch, rows, q_heads, value_dim), dtype=q.dtype, device=q.device).transpose(1, 2)
-    lse = torch.empty((batch, q_heads, rows), dtype=torch.float32, device=q.device)
+    out, lse = empty_results(q, value_dim)
     if out.numel() == 0:
         return out, lse
     packed = rows * group
     is_few = packed <= FEW_ROWS
-    # In float32 there is no matrix instruction that is exact enough, so larger blocks only spill registers.
-    is_exact, is_wide = q.dtype == torch.float32, max(dim, value_dim) > WIDE_DIM
-    block_m = max(16, triton.next_power_of_2(packed)) if is_few and not is_exact and not is_wide else 16
-    if not is_few:
-        block_m = 128
+    block_m = row_block(q.dtype, max(dim, value_dim), packed)
     if splits is None:
         blocks = triton.cdiv(packed, block_m) * batch * kv_heads
         splits = choose_splits(blocks, keys, multiprocessors(q.device))
-    part_out, part_lse = out[None], lse[None]
-    if splits > 1:
-        part_out = torch.empty((splits, *out.shape), dtype=torch.float32, device=q.device)
-        part_lse = torch.empty((splits, *lse.shape), dtype=torch.float32, device=q.device)
+    part_out, part_lse = split_results(out, lse, splits)
     meta = {"BLOCK_M": block_m} if is_few else {}
     (_few if is_few else _many)[
         lambda config: (triton.cdiv(packed, config["BLOCK_M"]), batch * kv_heads, splits)

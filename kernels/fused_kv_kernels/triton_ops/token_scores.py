@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .configs import block_dim, multiprocessors, score_blocks
+from .packed_rows import packed_rows
 from .products import dot, precision, scaled_scores, sink_weight, weight_factors
 from .splits import choose_splits
 
@@ -31,12 +32,8 @@ def _denominator_kernel(
     HAS_WINDOWS: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write the base-two log-sum-exp of one block of packed rows over one split of the keys."""
-    layer = (tl.program_id(1) // kv_heads).to(tl.int64)
-    kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
+    layer, kv_head, row, head = packed_rows(tl.program_id(0) * BLOCK_M, kv_heads, GROUP, BLOCK_M)
     split = tl.program_id(2)
-    packed = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    row = packed // GROUP
-    head = kv_head * GROUP + packed % GROUP
     dims = tl.arange(0, BLOCK_D)
     is_row = row < rows
     positions = tl.load(q_positions + row, mask=is_row, other=-1).to(tl.int32)
