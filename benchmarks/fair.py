@@ -24,7 +24,7 @@ from typing import get_args
 
 from environment import environment
 from evaluation.fair_summary import CellLog, markdown, summary
-from evaluation.grid import MODELS, Cell, cells
+from evaluation.grid import MODELS, RATIOS, Cell, cells
 from evaluation.methods import Method, methods_of
 from evaluation.questions import PARTS, Question
 from evaluation.records import RecordFile
@@ -49,6 +49,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=60.0, help="no question is begun after them")
     parser.add_argument("--part", choices=PARTS, default="held")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--ratios", nargs="+", type=float, choices=RATIOS, default=list(RATIOS))
     # The same on every machine, so that a run on another one goes on with the same table.
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="float32")
     parser.add_argument("--rules", nargs="+", default=all_rules(), help="all of them without it")
@@ -150,10 +151,11 @@ def main() -> None:
     """Run the benchmark."""
     args = parse()
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    grid = [cell for cell in cells(args.part) if cell.model in args.models]
+    grid = list(cells(args.part))
+    chosen = [cell for cell in grid if cell.model in args.models and cell.ratio in args.ratios][: args.cells]
     run = Run(args)
     try:
-        for number, cell in enumerate(chosen := grid[: args.cells], 1):
+        for number, cell in enumerate(chosen, 1):
             if time.perf_counter() > run.until_s:
                 print(f"The time is over before cell {number} of {len(chosen)}: the same command goes on from here.")
                 break

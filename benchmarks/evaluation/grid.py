@@ -9,7 +9,7 @@ from itertools import product
 from .ruler import TASKS
 from .setting import Setting
 
-__all__ = ["MODELS", "ROUNDS", "SETS", "WORDS", "Cell", "Round", "cells"]
+__all__ = ["MODELS", "RATIOS", "ROUNDS", "SETS", "WORDS", "Cell", "Round", "cells"]
 
 RATIOS = (0.05, 0.15, 0.3, 0.5)
 MODELS = ("smollm2-135m", "gemma3-270m")
