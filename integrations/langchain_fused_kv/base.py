@@ -6,7 +6,8 @@ from typing import Any, ClassVar
 
 from langchain_core.documents import Document
 
-from fused_kv_llm.adapter import PER_CALL_OPTIONS, FusedKVModel, batch_progress
+from fused_kv_llm.adapter import PER_CALL_OPTIONS, FusedKVModel, IndexVectors, batch_progress
+from langchain_fused_kv.index_vectors import vectors_of
 from langchain_fused_kv.sources import documents_of
 
 __all__ = ["LangChainFusedKV"]
@@ -19,6 +20,9 @@ class LangChainFusedKV(FusedKVModel):
 
     def _items_of(self, source: Any) -> list[Any]:
         return documents_of(source)
+
+    def _vectors_of(self, source: Any) -> IndexVectors:
+        return vectors_of(source)
 
     def _text_of(self, item: Any) -> str:
         return item.page_content if isinstance(item, Document) else super()._text_of(item)

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 from llama_index_fused_kv.components import FusedKVPostprocessor, FusedKVTransform
 from llama_index_fused_kv.indices import FusedKVIndex
+from llama_index_fused_kv.ingestion import build_kv_cache
 from llama_index_fused_kv.llms import FusedKVLLM
-from llama_index_fused_kv.nodes import build_kv_cache
 from llama_index_fused_kv.retrievers import (
     FusedKVRetriever,
     QuickFirstRetriever,

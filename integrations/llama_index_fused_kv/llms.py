@@ -24,9 +24,10 @@ from llama_index.core.llms.llm import default_completion_to_prompt
 from llama_index.core.prompts import BasePromptTemplate
 from pydantic import BaseModel, ConfigDict
 
-from fused_kv_llm.adapter import FusedKVModel, collect_in_thread, iterate_in_threads
+from fused_kv_llm.adapter import FusedKVModel, IndexVectors, collect_in_thread, iterate_in_threads
 from fused_kv_llm.decoding import json_constraint
 from fused_kv_llm.errors import ConfigError
+from llama_index_fused_kv.index_vectors import vectors_of
 from llama_index_fused_kv.messages import to_engine_messages
 from llama_index_fused_kv.nodes import nodes_of, text_of
 
@@ -122,6 +123,9 @@ class FusedKVLLM(FusedKVModel, CustomLLM):
 
     def _items_of(self, source: Any) -> list[Any]:
         return nodes_of(source)
+
+    def _vectors_of(self, source: Any) -> IndexVectors:
+        return vectors_of(source)
 
     def _text_of(self, item: Any) -> str:
         return text_of(item)

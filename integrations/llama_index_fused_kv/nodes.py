@@ -13,69 +13,13 @@ from llama_index.core.vector_stores.types import BasePydanticVectorStore
 
 from fused_kv_llm.chunk import chunk_text
 from fused_kv_llm.errors import CorpusError
-from fused_kv_llm.offline import GivenNeighbours, Preprocess
-from fused_kv_llm.report import IngestReport
 
 if TYPE_CHECKING:
     from fused_kv_llm.adapter import FusedKVModel
 
-__all__ = ["announce_nodes", "build_kv_cache", "nodes_of", "text_of", "texts_of"]
+__all__ = ["announce_nodes", "nodes_of", "text_of", "texts_of"]
 
 _GIVE_THEM = "Pass the nodes that were indexed: build_kv_cache(index, llm, nodes=nodes)."
-
-
-def build_kv_cache(
-    source: Any,
-    llm: FusedKVModel,
-    *,
-    nodes: Sequence[BaseNode] | None = None,
-    neighbours: GivenNeighbours | None = None,
-    preprocess: Preprocess = "background",
-    refresh: bool = False,
-    prune: bool = False,
-    progress: bool = True,
-) -> IngestReport:
-    """Prefill the nodes of an existing index once and store their KV.
-
-    Parameters
-    ----------
-    source : BaseIndex, vector store, document store, retriever or iterable of BaseNode
-        Any index, also one that ``load_index_from_storage`` returned; a store or a retriever; or the nodes themselves.
-    llm : FusedKVLLM
-        The LLM that will answer; LangChain's ``FusedKVLLM`` and ``ChatFusedKV`` serve as well.
-    nodes : sequence of BaseNode or None
-        For indexes whose vector store does not return its nodes.
-    neighbours : mapping, callable or None
-        Text to similar or linked texts, nearest first; None asks the embedder.
-    preprocess : {"background", "wait", "later"}
-        When chunks are preprocessed: in the background, before this call returns, or not yet. They can be asked about
-        before.
-    refresh : bool
-        Whether chunks whose neighbours have changed are preprocessed again.
-    prune : bool
-        Whether stored chunks that are not among the nodes lose their KV: for a store of one corpus only.
-    progress : bool
-        Whether to show a progress bar.
-
-    Returns
-    -------
-    IngestReport
-
-    Raises
-    ------
-    CorpusError
-        If the source has no nodes that can be read.
-    StoreFullError
-        If the disk cannot hold the result.
-
-    Notes
-    -----
-    Metadata is not stored: LlamaIndex puts it in front of each node's text, and it is computed with the prompt.
-    """
-    texts = texts_of(nodes_of(source) if nodes is None else nodes)
-    return llm.build_kv_cache(
-        texts, neighbours=neighbours, preprocess=preprocess, refresh=refresh, prune=prune, progress=progress
-    )
 
 
 def nodes_of(source: Any) -> list[Any]:

@@ -6,6 +6,7 @@ Nothing here knows LangChain or LlamaIndex.
 from __future__ import annotations
 
 from .batch import stream_all
+from .index_neighbours import IndexVectors, Neighbours, faiss_vectors, given_by
 from .model import PER_CALL_OPTIONS, FusedKVModel
 from .progress import batch_progress
 from .retrieval_log import RetrievalCheck, RetrievalLog
@@ -18,11 +19,15 @@ __all__ = [
     "PER_CALL_OPTIONS",
     "EngineLease",
     "FusedKVModel",
+    "IndexVectors",
+    "Neighbours",
     "RetrievalCheck",
     "RetrievalLog",
     "Runtime",
     "batch_progress",
     "collect_in_thread",
+    "faiss_vectors",
+    "given_by",
     "in_thread",
     "iterate_in_threads",
     "lease_engine",

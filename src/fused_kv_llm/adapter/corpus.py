@@ -8,8 +8,10 @@ from typing import Any, ClassVar
 from fused_kv_llm.chunk import chunk_texts
 from fused_kv_llm.engine import FusedKVEngine
 from fused_kv_llm.errors import CorpusError
-from fused_kv_llm.offline import GivenNeighbours, Preprocess
+from fused_kv_llm.offline import Preprocess
 from fused_kv_llm.report import IngestReport, Verdict
+
+from .index_neighbours import IndexVectors, Neighbours, given_by
 
 __all__ = ["ModelCorpus"]
 
@@ -29,7 +31,7 @@ class ModelCorpus:
         self,
         documents: Any,
         *,
-        neighbours: GivenNeighbours | None = None,
+        neighbours: Neighbours | None = None,
         preprocess: Preprocess = "background",
         refresh: bool = False,
         prune: bool = False,
@@ -46,8 +48,9 @@ class ModelCorpus:
             The same chunks that the retriever returns: strings, or what the framework has for them, or what it keeps
             them in (LangChain: a loader, a vector store, a document store, a retriever; LlamaIndex: an index, a
             vector store, a document store, a retriever).
-        neighbours : mapping, callable or None
-            Text to similar or linked texts, nearest first; None asks the embedder.
+        neighbours : mapping, callable, "index" or None
+            Text to similar or linked texts, nearest first; None asks the embedder. ``"index"`` takes the vectors that
+            `documents`, a vector store or what is built on one, has of them already: nothing is embedded again.
         preprocess : {"background", "wait", "later"}
             When chunks are preprocessed: in the background, before this call returns, or not yet. They can be asked
             about before; see :meth:`FusedKVEngine.build_kv_cache`.
@@ -65,15 +68,16 @@ class ModelCorpus:
         Raises
         ------
         CorpusError
-            If there is nothing to ingest, an item has no text, or a store does not give its documents out.
+            If there is nothing to ingest, an item has no text, or a store does not give its documents or vectors out.
         StoreFullError
             If the disk is full.
         """
         texts = self._texts_of(documents)
+        given = given_by(neighbours, lambda: self._vectors_of(documents), texts, self.engine)
         # First, so that no chunk gets a neighbour that is about to leave.
         deleted = self._prune(texts) if prune and texts else 0
         report = self.engine.build_kv_cache(
-            texts, neighbours=neighbours, preprocess=preprocess, refresh=refresh, progress=progress
+            texts, neighbours=given, preprocess=preprocess, refresh=refresh, progress=progress
         )
         report.chunks_deleted = deleted
         return report
@@ -123,6 +127,9 @@ class ModelCorpus:
         if isinstance(source, str) or not isinstance(source, Iterable):
             raise CorpusError(f"build_kv_cache takes a list of {self.items_name}; put the single one into a list")
         return list(source)
+
+    def _vectors_of(self, source: Any) -> IndexVectors:
+        raise CorpusError(f"neighbours='index': a {type(source).__name__} has no vectors; leave neighbours out")
 
     def _text_of(self, item: Any) -> str:
         if isinstance(item, str):

@@ -15,7 +15,7 @@ from .fixed_pieces import FixedPieces
 from .grouping import group_tokens, similar_groups
 from .neighbour_graph import Similarity
 from .neighbour_index import NearestSearch, nearest
-from .neighbours import GivenNeighbours
+from .neighbours import GivenNeighbours, neighbours_by_vectors
 from .prefill import BATCH_TOKENS, Ingestor
 from .prefill_cost import PrefillCost
 from .preprocess import Preprocessor
@@ -61,6 +61,7 @@ __all__ = [
     "group_tokens",
     "keep_vectors",
     "nearest",
+    "neighbours_by_vectors",
     "progress_bar",
     "questions_from_chunks",
     "retriever_of",

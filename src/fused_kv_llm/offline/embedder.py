@@ -14,7 +14,7 @@ from fused_kv_llm.errors import ConfigError, MissingExtraError
 from fused_kv_llm.model import has_native_bfloat16
 from fused_kv_llm.reading_lock import READING
 
-__all__ = ["Embedder", "SentenceEmbedder", "as_embedder"]
+__all__ = ["Embedder", "SentenceEmbedder", "as_embedder", "unit_vectors"]
 
 
 @runtime_checkable
@@ -89,9 +89,13 @@ class _Adapted:
 
     def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Return one unit vector per text."""
-        vectors = np.asarray(self._embed(list(texts)), dtype=np.float32)
-        norms: NDArray[np.float32] = np.linalg.norm(vectors, axis=1, keepdims=True)
-        return cast("NDArray[np.float32]", vectors / np.maximum(norms, np.float32(1e-12)))
+        return unit_vectors(np.asarray(self._embed(list(texts)), dtype=np.float32))
+
+
+def unit_vectors(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return vectors ``[texts, dimensions]`` float32 at unit length; those of zeros stay as they are."""
+    norms: NDArray[np.float32] = np.linalg.norm(vectors, axis=1, keepdims=True)
+    return cast("NDArray[np.float32]", vectors / np.maximum(norms, np.float32(1e-12)))
 
 
 def as_embedder(embedder: Any) -> Embedder:
