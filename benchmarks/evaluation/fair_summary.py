@@ -16,8 +16,9 @@ from .summary import markdown_table, summarise
 __all__ = ["CellLog", "markdown", "summary"]
 
 _OF_A_CELL = (
-    "selector", "preprocessing", "kl", "kl_p95", "recovered", "recovered_95", "kl_p_holm", "top1_agreement",
-    "gold_probability", "contains", "answer_recall", "rouge_l", "support", "ttft_median_s", "selection_bytes",
+    "selector", "preprocessing", "kl", "kl_p95", "recovered", "recovered_95", "recovered_typical", "kl_p_holm",
+    "top1_agreement", "gold_probability", "contains", "answer_recall", "rouge_l", "support", "ttft_median_s",
+    "selection_bytes",
 )  # fmt: skip
 # F1 and exact match are near 0 for models of this size, whatever is done to the prompt.
 _WITHOUT_SIGNAL = ("f1", "f1_95", "f1_minus_full", "f1_minus_full_95", "normalised_f1", "em", "ttft_s")

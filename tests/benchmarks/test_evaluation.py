@@ -19,7 +19,7 @@ from evaluation.questions import Question, read_corpus, read_questions
 from evaluation.records import RecordFile, read_records
 from evaluation.ruler import TASKS, Task, make_ruler
 from evaluation.setting import Setting
-from evaluation.summary import bootstrap, markdown_table, rank_correlation, summarise
+from evaluation.summary import bootstrap, geometric_mean_ratio, markdown_table, rank_correlation, summarise
 from models import smollm2_tokenizer, tiny_model
 
 from fused_kv_llm import FusedKVEngine
@@ -205,6 +205,8 @@ def test_measuring_and_summing_up(tmp_path: Path) -> None:
     assert rows["full_prefill"]["recovered"] == 1.0
     assert rows["full_reuse"]["kl"] > rows["random"]["kl"] > 0
     assert rows["random"]["recovered"] == pytest.approx(1 - rows["random"]["kl"] / rows["full_reuse"]["kl"])
+    share = geometric_mean_ratio(*(_kl(records, key) for key in ("random/none/0.5", BASELINE.key)))
+    assert rows["random"]["recovered_typical"] == pytest.approx(1 - share)
     # The gold answer's rows were overwritten: generating is unaffected by having scored it.
     assert records["q0", FULL.key]["answer"] == plain.strip().splitlines()[0].strip()
     assert records["q0", BASELINE.key]["recomputed_tokens"] == 0
@@ -220,6 +222,16 @@ def test_measuring_and_summing_up(tmp_path: Path) -> None:
     by_rank = {row["selector"]: row.get("expected_rank_correlation") for row in summarise(expected, ["q0", "q1", "q2"])}
     assert by_rank == {"full_prefill": None, "full_reuse": pytest.approx(1.0), "random": pytest.approx(1.0)}
     assert "| random | none | 0.5 |" in markdown_table(list(rows.values()))
+
+
+def _kl(records: dict[tuple[str, str], dict[str, Any]], key: str) -> list[float]:
+    return [record["kl"] for (_, name), record in records.items() if name == key]
+
+
+def test_one_bad_question_does_not_decide_a_geometric_mean() -> None:
+    assert geometric_mean_ratio([1.0, 4.0], [2.0, 2.0]) == pytest.approx(1.0)
+    assert geometric_mean_ratio([0.01] * 9 + [1.0], [0.1] * 10) == pytest.approx(0.1 * 100**0.1)
+    assert geometric_mean_ratio([0.0], [0.1]) == pytest.approx(1e-8)
 
 
 @pytest.mark.parametrize("options", [{"needles": 1}, {"needles": 13}, {"words": 20}, {"words": 100, "passages": 50}])
