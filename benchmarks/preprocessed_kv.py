@@ -1,9 +1,9 @@
-"""How far preprocessed KV is from that of full prefill, layer by layer, and what that does to answers.
+"""How far preprocessed KV is from that of full prefill, in the second layer and in all, and what that does to answers.
 
     python benchmarks/preprocessed_kv.py --data ../shared/data/musique_train100.jsonl
 
 FusionRAG's figure 7b shows the deviation of the second layer's KV, and figure 17 how many similar chunks are best. Here
-both are asked of every layer: chunks as they are, FusionRAG's preprocessing with one, three and ten similar chunks, the
+both are asked of all layers: chunks as they are, FusionRAG's preprocessing with one, three and ten similar chunks, the
 default. The error of a chunk's keys (or values) is the sum of squared differences from those of full prefill, over that
 of chunks without preprocessing, at the chunk's place in a prompt; a prompt's first chunk is left out, since it needs no
 preprocessing. *exact context* is no method: the ten similar chunks before a chunk are prefilled as one prompt, so that
@@ -205,20 +205,21 @@ def main() -> None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     kv_dir = args.kv_dir or Path(tempfile.mkdtemp(prefix="fused-kv-preprocessed-"))
     setting = Setting(frame=args.frame, passages=args.passages, part=args.part)
-    tables, results = [], {}
-    with ExitStack() as stack:
-        loaded = load_model("smollm2-135m", dtype=args.dtype)
-        engines = {name: stack.enter_context(FusedKVEngine(loaded, kv_dir=kv_dir, store_misses=False, **options))
-                   for name, options in WAYS.items()}  # fmt: skip
-        for path in args.data:
+    tables, results, loaded = [], {}, load_model("smollm2-135m", dtype=args.dtype)
+    for path in args.data:
+        # Chunks of another set are no similar chunks of this one's.
+        with ExitStack() as stack:
+            engines = {name: stack.enter_context(
+                           FusedKVEngine(loaded, kv_dir=kv_dir / path.stem, store_misses=False, **options))
+                       for name, options in WAYS.items()}  # fmt: skip
             asked = setting.questions(path, max(args.questions, args.others), engines["none"])
             corpus = list(dict.fromkeys(text for question in asked for text in question.passages))
             for name, engine in engines.items():
-                print(f"{path.stem}, {name}: {engine.build_kv_cache(corpus, preprocess='wait').summary()}")
+                report = engine.build_kv_cache(corpus, preprocess="wait", refresh=True)
+                print(f"{path.stem}, {name}: {report.summary()}")
             exact = ExactContexts(engines["none"], corpus)
-            out = RecordFile(
-                args.out, f"preprocessed {setting.digest(path.stem, engines['none'])} {len(corpus)}", (0, 1)
-            )
+            digest = f"{setting.digest(path.stem, engines['none'])} {len(corpus)} chunks"
+            out = RecordFile(args.out, digest, (0, 1))
             questions = asked[: args.questions]
             for question in track(questions, description=path.stem):
                 if (question.id, EXACT) not in out.read():
@@ -227,7 +228,7 @@ def main() -> None:
             results[path.stem] = summarise([{name: known[q.id, name] for name in (*WAYS, EXACT)} for q in questions])
             tables.append(markdown(path.stem, results[path.stem]))
     result = {"environment": environment(), "frame": args.frame, "passages": args.passages, "part": args.part,
-              "dtype": engines["none"].dtype, "sets": results}  # fmt: skip
+              "dtype": str(loaded.dtype).removeprefix("torch."), "sets": results}  # fmt: skip
     args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     args.out.with_suffix(".md").write_text("# Preprocessed KV\n\n" + "\n".join(tables), encoding="utf-8")
     print("\n".join(tables))

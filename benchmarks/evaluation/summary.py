@@ -19,7 +19,7 @@ _MEANS = (
 )  # fmt: skip
 _WITH_INTERVAL = ("gold_probability", "contains", "rouge_l")
 _ROUNDS = 2000
-_LEAST = 1e-9
+_LEAST = 1e-5
 _Values = NDArray[np.float64]
 
 
@@ -42,7 +42,7 @@ def bootstrap(values: Sequence[float], baseline: Sequence[float], kind: str, see
 
 
 def geometric_mean_ratio(values: Sequence[float], others: Sequence[float]) -> float:
-    """Return the geometric mean of ``values / others``; a value of 0 counts as 1e-9."""
+    """Return the geometric mean of ``values / others``; less than 1e-5 counts as 1e-5, about what rounding does."""
     ratios = np.maximum(values, _LEAST) / np.maximum(others, _LEAST)
     return float(np.exp(np.log(ratios).mean()))
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from langchain_core.documents import Document
 
-from fused_kv_llm.adapter import PER_CALL_OPTIONS, FusedKVModel, IndexVectors, batch_progress
-from langchain_fused_kv.index_vectors import vectors_of
+from fused_kv_llm.adapter import PER_CALL_OPTIONS, FusedKVModel, batch_progress, keep_index_vectors
+from langchain_fused_kv.index_vectors import store_of, vectors_of
 from langchain_fused_kv.sources import documents_of
 
 __all__ = ["LangChainFusedKV"]
@@ -21,8 +22,10 @@ class LangChainFusedKV(FusedKVModel):
     def _items_of(self, source: Any) -> list[Any]:
         return documents_of(source)
 
-    def _vectors_of(self, source: Any) -> IndexVectors:
-        return vectors_of(source)
+    def _keep_vectors_of(self, source: Any, texts: Sequence[str]) -> int:
+        if (store := store_of(source)) is None:
+            return 0
+        return keep_index_vectors(self.engine, texts, store.embeddings, lambda: vectors_of(store))
 
     def _text_of(self, item: Any) -> str:
         return item.page_content if isinstance(item, Document) else super()._text_of(item)

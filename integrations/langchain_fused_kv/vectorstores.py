@@ -10,7 +10,7 @@ from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.vectorstores import VectorStore, VectorStoreRetriever
 
-from fused_kv_llm.adapter import FusedKVModel, Neighbours, given_by, in_thread
+from fused_kv_llm.adapter import FusedKVModel, in_thread, keep_index_vectors
 from fused_kv_llm.chunk import chunk_text, chunk_texts
 from fused_kv_llm.errors import ConfigError, FusedKVWarning
 from langchain_fused_kv.index_vectors import vectors_of
@@ -33,9 +33,6 @@ class FusedKVVectorStore(VectorStore):
     vector_store : VectorStore
         Any. If it cannot find documents by their ids, the KV of deleted ones stays, with a warning.
     llm : FusedKVLLM or ChatFusedKV
-    neighbours : mapping, callable, "index" or None
-        Which chunks are similar to the added ones, as ``llm.build_kv_cache`` takes it. ``"index"`` takes the vectors of
-        the wrapped store, so that nothing is embedded twice.
 
     Examples
     --------
@@ -59,10 +56,9 @@ class FusedKVVectorStore(VectorStore):
     1
     """
 
-    def __init__(self, vector_store: VectorStore, llm: FusedKVModel, neighbours: Neighbours | None = None) -> None:
+    def __init__(self, vector_store: VectorStore, llm: FusedKVModel) -> None:
         self.vector_store = vector_store
         self.llm = llm
-        self.neighbours = neighbours
 
     @property
     def embeddings(self) -> Embeddings | None:
@@ -117,8 +113,9 @@ class FusedKVVectorStore(VectorStore):
 
     def _ingest(self, texts: list[str]) -> None:
         if texts:
-            given = given_by(self.neighbours, lambda: vectors_of(self), texts, self.llm.engine)
-            self.llm.engine.build_kv_cache(texts, neighbours=given, progress=False)
+            inner, engine = self.vector_store, self.llm.engine
+            keep_index_vectors(engine, texts, inner.embeddings, lambda: vectors_of(inner))
+            engine.build_kv_cache(texts, progress=False)
 
     def _texts_of(self, ids: Sequence[str] | None) -> list[str]:
         try:

@@ -1,66 +1,59 @@
-"""The vectors that a LlamaIndex index has of its nodes."""
+"""The vectors that a LlamaIndex index has of its nodes, and what made them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
-from llama_index.core.indices.base import BaseIndex
+from llama_index.core import VectorStoreIndex
 from llama_index.core.retrievers import BaseRetriever
-from llama_index.core.schema import BaseNode
-from llama_index.core.vector_stores.types import BasePydanticVectorStore
 
-from fused_kv_llm.adapter import IndexVectors, faiss_vectors
-from fused_kv_llm.errors import CorpusError
-from llama_index_fused_kv.nodes import nodes_of, text_of
+from fused_kv_llm.adapter import FusedKVModel, IndexVectors, faiss_vectors, keep_index_vectors
+from llama_index_fused_kv.nodes import text_of, texts_of
 
-__all__ = ["vectors_of"]
+__all__ = ["keep_vectors_of", "vectors_of"]
 
 
-def vectors_of(source: Any, nodes: Sequence[BaseNode] | None = None) -> IndexVectors:
-    """Return texts with their vectors.
+def keep_vectors_of(source: Any, nodes: Iterable[Any], llm: FusedKVModel) -> int:
+    """Remember the vectors that an index, or that of a retriever, has of nodes which are about to be ingested.
+
+    Returns
+    -------
+    int
+        Nodes that the LLM's engine need not embed now; see :func:`fused_kv_llm.adapter.keep_index_vectors`.
+    """
+    index = getattr(source, "_index", None) if isinstance(source, BaseRetriever) else source
+    if not isinstance(index, VectorStoreIndex):
+        return 0
+    found = list(nodes)
+    return keep_index_vectors(llm.engine, texts_of(found), index._embed_model, lambda: vectors_of(index, found))
+
+
+def vectors_of(index: VectorStoreIndex, nodes: Iterable[Any]) -> IndexVectors:
+    """Return the texts of nodes with their vectors, as far as an index gives them out.
 
     Parameters
     ----------
-    source : BaseIndex, vector store, retriever or iterable of BaseNode
-        An index over LlamaIndex's own vector store or over FAISS; or nodes that carry their embeddings, as some
-        vector stores return them.
-    nodes : sequence of BaseNode or None
-        For indexes whose vector store does not return its nodes.
-
-    Raises
-    ------
-    CorpusError
-        If no vector can be read.
+    index : VectorStoreIndex
+        Over LlamaIndex's own vector store, or over FAISS.
+    nodes : iterable of BaseNode
+        Of the index; where they carry their embeddings, these are taken.
     """
-    index = source
-    if isinstance(source, BaseRetriever):
-        index = getattr(source, "_index", source)
-    found = list(nodes_of(index) if nodes is None else nodes)
-    by_id = _of_store(index)
+    by_id = _by_id(index)
     vectors = {}
-    for node in found:
-        vector = by_id.get(getattr(node, "node_id", None))
-        vector = getattr(node, "embedding", None) if vector is None else vector
-        if vector is not None:
-            vectors[text_of(node)] = vector
-    if not vectors:
-        raise CorpusError(
-            f"neighbours='index': {type(source).__name__} gives no vectors of its nodes out; leave neighbours out to "
-            "have them embedded"
-        )
+    for node in nodes:
+        vector = by_id.get(getattr(node, "node_id", ""))
+        vectors[text_of(node)] = getattr(node, "embedding", None) if vector is None else vector
     return vectors
 
 
-def _of_store(index: Any) -> dict[Any, Any]:
-    """Return vectors by the ids of nodes, as far as the vector store shows them."""
-    store = index.vector_store if isinstance(index, BaseIndex) and hasattr(index, "vector_store") else index
-    if not isinstance(store, BasePydanticVectorStore):
-        return {}
-    if isinstance(by_id := getattr(getattr(store, "data", None), "embedding_dict", None), dict):  # SimpleVectorStore
+def _by_id(index: VectorStoreIndex) -> dict[str, Any]:
+    store: Any = index.vector_store
+    by_id = getattr(getattr(store, "data", None), "embedding_dict", None)
+    if isinstance(by_id, dict):  # SimpleVectorStore
         return by_id
     faiss_index = getattr(store, "_faiss_index", None)
-    if faiss_index is None or not isinstance(index, BaseIndex):
+    vectors = None if faiss_index is None else faiss_vectors(faiss_index)
+    if vectors is None:
         return {}
-    vectors = faiss_vectors(faiss_index)
     return {node_id: vectors[int(row)] for row, node_id in index.index_struct.nodes_dict.items()}

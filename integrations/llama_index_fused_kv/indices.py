@@ -10,12 +10,12 @@ from llama_index.core import VectorStoreIndex
 from llama_index.core.schema import BaseNode
 from llama_index.core.vector_stores.types import MetadataFilter, MetadataFilters
 
-from fused_kv_llm.adapter import FusedKVModel, Neighbours, given_by, in_thread
+from fused_kv_llm.adapter import FusedKVModel, in_thread
 from fused_kv_llm.chunk import chunk_text, chunk_texts
 from fused_kv_llm.errors import CorpusError, FusedKVWarning
-from fused_kv_llm.offline import Preprocess
+from fused_kv_llm.offline import GivenNeighbours, Preprocess
 from fused_kv_llm.report import IngestReport
-from llama_index_fused_kv.index_vectors import vectors_of
+from llama_index_fused_kv.index_vectors import keep_vectors_of
 from llama_index_fused_kv.ingestion import build_kv_cache
 from llama_index_fused_kv.nodes import nodes_of, texts_of
 
@@ -47,14 +47,13 @@ class FusedKVIndex(VectorStoreIndex):
     """
 
     _kv_llm: FusedKVModel | None = None
-    _kv_neighbours: Neighbours | None = None
 
     def build_kv_cache(
         self,
         llm: FusedKVModel,
         *,
         nodes: Sequence[BaseNode] | None = None,
-        neighbours: Neighbours | None = None,
+        neighbours: GivenNeighbours | None = None,
         preprocess: Preprocess = "background",
         refresh: bool = False,
         prune: bool = False,
@@ -66,8 +65,7 @@ class FusedKVIndex(VectorStoreIndex):
         ----------
         llm : FusedKVLLM
         nodes, neighbours, preprocess, refresh, prune, progress
-            See :func:`llama_index_fused_kv.build_kv_cache`. ``neighbours="index"`` holds for nodes that are inserted
-            later too.
+            See :func:`llama_index_fused_kv.build_kv_cache`.
 
         Returns
         -------
@@ -91,7 +89,6 @@ class FusedKVIndex(VectorStoreIndex):
             progress=progress,
         )
         self._kv_llm = llm
-        self._kv_neighbours = neighbours if isinstance(neighbours, str) else None
         return report
 
     def insert_nodes(self, nodes: Sequence[BaseNode], **insert_kwargs: Any) -> None:
@@ -133,9 +130,8 @@ class FusedKVIndex(VectorStoreIndex):
     def _ingest(self, nodes: Sequence[BaseNode]) -> None:
         texts = texts_of(nodes)
         if self._kv_llm is not None and texts:
-            engine = self._kv_llm.engine
-            given = given_by(self._kv_neighbours, lambda: vectors_of(self), texts, engine)
-            engine.build_kv_cache(texts, neighbours=given, progress=False)
+            keep_vectors_of(self, nodes, self._kv_llm)
+            self._kv_llm.engine.build_kv_cache(texts, progress=False)
 
     def _leaving(self, *, node_ids: Sequence[str] = (), ref_doc_id: str | None = None) -> list[BaseNode]:
         """Return the nodes that are about to be deleted, as far as the stores can list them."""

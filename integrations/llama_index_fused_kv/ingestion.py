@@ -7,10 +7,10 @@ from typing import Any
 
 from llama_index.core.schema import BaseNode
 
-from fused_kv_llm.adapter import FusedKVModel, Neighbours, given_by
-from fused_kv_llm.offline import Preprocess
+from fused_kv_llm.adapter import FusedKVModel
+from fused_kv_llm.offline import GivenNeighbours, Preprocess
 from fused_kv_llm.report import IngestReport
-from llama_index_fused_kv.index_vectors import vectors_of
+from llama_index_fused_kv.index_vectors import keep_vectors_of
 from llama_index_fused_kv.nodes import nodes_of, texts_of
 
 __all__ = ["build_kv_cache"]
@@ -21,7 +21,7 @@ def build_kv_cache(
     llm: FusedKVModel,
     *,
     nodes: Sequence[BaseNode] | None = None,
-    neighbours: Neighbours | None = None,
+    neighbours: GivenNeighbours | None = None,
     preprocess: Preprocess = "background",
     refresh: bool = False,
     prune: bool = False,
@@ -37,9 +37,9 @@ def build_kv_cache(
         The LLM that will answer; LangChain's ``FusedKVLLM`` and ``ChatFusedKV`` serve as well.
     nodes : sequence of BaseNode or None
         For indexes whose vector store does not return its nodes.
-    neighbours : mapping, callable, "index" or None
-        Text to similar or linked texts, nearest first; None asks the embedder. ``"index"`` takes the vectors that the
-        index has of its nodes already: nothing is embedded again.
+    neighbours : mapping, callable or None
+        Text to similar or linked texts, nearest first; None asks the embedder, but for nodes that the index has
+        embedded with it.
     preprocess : {"background", "wait", "later"}
         When chunks are preprocessed: in the background, before this call returns, or not yet. They can be asked about
         before.
@@ -57,7 +57,7 @@ def build_kv_cache(
     Raises
     ------
     CorpusError
-        If the source has no nodes, or no vectors, that can be read.
+        If the source has no nodes that can be read.
     StoreFullError
         If the disk cannot hold the result.
 
@@ -65,9 +65,9 @@ def build_kv_cache(
     -----
     Metadata is not stored: LlamaIndex puts it in front of each node's text, and it is computed with the prompt.
     """
-    found = nodes_of(source) if nodes is None else nodes
+    found = list(nodes_of(source) if nodes is None else nodes)
+    keep_vectors_of(source, found, llm)
     texts = texts_of(found)
-    given = given_by(neighbours, lambda: vectors_of(source, found), texts, llm.engine)
     return llm.build_kv_cache(
-        texts, neighbours=given, preprocess=preprocess, refresh=refresh, prune=prune, progress=progress
+        texts, neighbours=neighbours, preprocess=preprocess, refresh=refresh, prune=prune, progress=progress
     )

@@ -18,16 +18,18 @@ from llama_index.core.base.llms.types import (
     LLMMetadata,
     MessageRole,
 )
+from llama_index.core.indices.base import BaseIndex
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.custom import CustomLLM
 from llama_index.core.llms.llm import default_completion_to_prompt
 from llama_index.core.prompts import BasePromptTemplate
+from llama_index.core.retrievers import BaseRetriever
 from pydantic import BaseModel, ConfigDict
 
-from fused_kv_llm.adapter import FusedKVModel, IndexVectors, collect_in_thread, iterate_in_threads
+from fused_kv_llm.adapter import FusedKVModel, collect_in_thread, iterate_in_threads
 from fused_kv_llm.decoding import json_constraint
 from fused_kv_llm.errors import ConfigError
-from llama_index_fused_kv.index_vectors import vectors_of
+from llama_index_fused_kv.index_vectors import keep_vectors_of
 from llama_index_fused_kv.messages import to_engine_messages
 from llama_index_fused_kv.nodes import nodes_of, text_of
 
@@ -124,8 +126,8 @@ class FusedKVLLM(FusedKVModel, CustomLLM):
     def _items_of(self, source: Any) -> list[Any]:
         return nodes_of(source)
 
-    def _vectors_of(self, source: Any) -> IndexVectors:
-        return vectors_of(source)
+    def _keep_vectors_of(self, source: Any, texts: Sequence[str]) -> int:
+        return keep_vectors_of(source, nodes_of(source), self) if isinstance(source, (BaseIndex, BaseRetriever)) else 0
 
     def _text_of(self, item: Any) -> str:
         return text_of(item)

@@ -6,7 +6,7 @@ Nothing here knows LangChain or LlamaIndex.
 from __future__ import annotations
 
 from .batch import stream_all
-from .index_neighbours import IndexVectors, Neighbours, faiss_vectors, given_by
+from .index_vectors import IndexVectors, faiss_vectors, keep_index_vectors
 from .model import PER_CALL_OPTIONS, FusedKVModel
 from .progress import batch_progress
 from .retrieval_log import RetrievalCheck, RetrievalLog
@@ -20,16 +20,15 @@ __all__ = [
     "EngineLease",
     "FusedKVModel",
     "IndexVectors",
-    "Neighbours",
     "RetrievalCheck",
     "RetrievalLog",
     "Runtime",
     "batch_progress",
     "collect_in_thread",
     "faiss_vectors",
-    "given_by",
     "in_thread",
     "iterate_in_threads",
+    "keep_index_vectors",
     "lease_engine",
     "search_staged",
     "stream_all",

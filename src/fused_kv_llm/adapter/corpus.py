@@ -8,10 +8,8 @@ from typing import Any, ClassVar
 from fused_kv_llm.chunk import chunk_texts
 from fused_kv_llm.engine import FusedKVEngine
 from fused_kv_llm.errors import CorpusError
-from fused_kv_llm.offline import Preprocess
+from fused_kv_llm.offline import GivenNeighbours, Preprocess
 from fused_kv_llm.report import IngestReport, Verdict
-
-from .index_neighbours import IndexVectors, Neighbours, given_by
 
 __all__ = ["ModelCorpus"]
 
@@ -31,7 +29,7 @@ class ModelCorpus:
         self,
         documents: Any,
         *,
-        neighbours: Neighbours | None = None,
+        neighbours: GivenNeighbours | None = None,
         preprocess: Preprocess = "background",
         refresh: bool = False,
         prune: bool = False,
@@ -48,9 +46,9 @@ class ModelCorpus:
             The same chunks that the retriever returns: strings, or what the framework has for them, or what it keeps
             them in (LangChain: a loader, a vector store, a document store, a retriever; LlamaIndex: an index, a
             vector store, a document store, a retriever).
-        neighbours : mapping, callable, "index" or None
-            Text to similar or linked texts, nearest first; None asks the embedder. ``"index"`` takes the vectors that
-            `documents`, a vector store or what is built on one, has of them already: nothing is embedded again.
+        neighbours : mapping, callable or None
+            Text to similar or linked texts, nearest first; None asks the embedder, but for texts that a vector store
+            or an index has embedded with it.
         preprocess : {"background", "wait", "later"}
             When chunks are preprocessed: in the background, before this call returns, or not yet. They can be asked
             about before; see :meth:`FusedKVEngine.build_kv_cache`.
@@ -68,16 +66,16 @@ class ModelCorpus:
         Raises
         ------
         CorpusError
-            If there is nothing to ingest, an item has no text, or a store does not give its documents or vectors out.
+            If there is nothing to ingest, an item has no text, or a store does not give its documents out.
         StoreFullError
             If the disk is full.
         """
         texts = self._texts_of(documents)
-        given = given_by(neighbours, lambda: self._vectors_of(documents), texts, self.engine)
+        self._keep_vectors_of(documents, texts)
         # First, so that no chunk gets a neighbour that is about to leave.
         deleted = self._prune(texts) if prune and texts else 0
         report = self.engine.build_kv_cache(
-            texts, neighbours=given, preprocess=preprocess, refresh=refresh, progress=progress
+            texts, neighbours=neighbours, preprocess=preprocess, refresh=refresh, progress=progress
         )
         report.chunks_deleted = deleted
         return report
@@ -128,8 +126,9 @@ class ModelCorpus:
             raise CorpusError(f"build_kv_cache takes a list of {self.items_name}; put the single one into a list")
         return list(source)
 
-    def _vectors_of(self, source: Any) -> IndexVectors:
-        raise CorpusError(f"neighbours='index': a {type(source).__name__} has no vectors; leave neighbours out")
+    def _keep_vectors_of(self, source: Any, texts: Sequence[str]) -> int:
+        """Remember the vectors that a framework's index has of texts; return of how many."""
+        return 0
 
     def _text_of(self, item: Any) -> str:
         if isinstance(item, str):

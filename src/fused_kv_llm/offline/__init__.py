@@ -9,13 +9,13 @@ from .batches import PendingChunk, batches
 from .context_prefill import BATCH_TOKENS as CONTEXT_BATCH_TOKENS
 from .context_prefill import context_batches
 from .corpus import CorpusPlanner
-from .embedder import Embedder, SentenceEmbedder, as_embedder
+from .embedder import Embedder, SentenceEmbedder, as_embedder, unit_vectors
 from .first_passes import first_passes_of
 from .fixed_pieces import FixedPieces
 from .grouping import group_tokens, similar_groups
 from .neighbour_graph import Similarity
 from .neighbour_index import NearestSearch, nearest
-from .neighbours import GivenNeighbours, neighbours_by_vectors
+from .neighbours import GivenNeighbours
 from .prefill import BATCH_TOKENS, Ingestor
 from .prefill_cost import PrefillCost
 from .preprocess import Preprocessor
@@ -61,10 +61,10 @@ __all__ = [
     "group_tokens",
     "keep_vectors",
     "nearest",
-    "neighbours_by_vectors",
     "progress_bar",
     "questions_from_chunks",
     "retriever_of",
     "similar_groups",
+    "unit_vectors",
     "unknown_texts",
 ]

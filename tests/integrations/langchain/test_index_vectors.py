@@ -1,8 +1,8 @@
-"""neighbours="index": chunks are compared by the vectors that a vector store has of them."""
+"""Vectors that a vector store has of its documents are not made again to find similar chunks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,36 +13,50 @@ from langchain_classic.retrievers import ParentDocumentRetriever
 from langchain_classic.storage import InMemoryStore
 from langchain_community.vectorstores import FAISS
 from langchain_core.documents import Document
-from langchain_core.embeddings import DeterministicFakeEmbedding
-from langchain_core.vectorstores import InMemoryVectorStore
+from langchain_core.embeddings import DeterministicFakeEmbedding, Embeddings
+from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 from langchain_text_splitters import CharacterTextSplitter
-from numpy.typing import NDArray
 
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.adapter import faiss_vectors
-from fused_kv_llm.errors import ConfigError, CorpusError, FusedKVWarning
-from langchain_fused_kv import FusedKVLLM, FusedKVVectorStore
-from langchain_fused_kv.index_vectors import vectors_of
+from langchain_fused_kv import FusedKVLLM, FusedKVRetriever, FusedKVVectorStore
+from langchain_fused_kv.index_vectors import store_of, vectors_of
 
-EMBEDDER = DeterministicFakeEmbedding(size=8)
 TEXTS = [f"On day {n} of the year the ferry left Skeldra at {n} past nine with {n} cars." for n in range(3, 9)]
 
 
-class Refusing:
-    """An embedder that must not be asked."""
+class Counting(Embeddings):
+    """Embeds, and says how many texts."""
 
-    name = "refusing"
+    def __init__(self, model: str = "counting", size: int = 8) -> None:
+        self.model, self.count, self._inner = model, 0, DeterministicFakeEmbedding(size=size)
 
-    def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        raise AssertionError(f"{len(texts)} texts were embedded again")
+    def embed_documents(self, texts: list[str]) -> list[list[float]]:
+        self.count += len(texts)
+        return self._inner.embed_documents(texts)
+
+    def embed_query(self, text: str) -> list[float]:
+        return self._inner.embed_query(text)
 
 
 @pytest.fixture
-def fresh(engine: FusedKVEngine, tmp_path: Path) -> Iterator[FusedKVLLM]:
-    """An LLM with an empty store, whose own embedder refuses."""
-    options: dict[str, Any] = {"embedder": Refusing(), "num_neighbours": 2}
-    with FusedKVEngine(engine.loaded, kv_dir=tmp_path / "kv", **options) as made:
-        yield FusedKVLLM.from_engine(made, max_tokens=2)
+def embedder() -> Counting:
+    return Counting()
+
+
+@pytest.fixture
+def llm_with(engine: FusedKVEngine, tmp_path: Path) -> Iterator[Callable[[Any], FusedKVLLM]]:
+    """Makes an LLM with an empty store and an embedder."""
+    made: list[FusedKVEngine] = []
+
+    def make(embedder: Any) -> FusedKVLLM:
+        folder = tmp_path / f"kv{len(made)}"
+        made.append(FusedKVEngine(engine.loaded, kv_dir=folder, embedder=embedder, num_neighbours=2))
+        return FusedKVLLM.from_engine(made[-1], max_tokens=2)
+
+    yield make
+    for one in made:
+        one.close()
 
 
 class ChromaLike(InMemoryVectorStore):
@@ -54,12 +68,6 @@ class ChromaLike(InMemoryVectorStore):
         return {name: [entry[named[name]] for entry in entries] for name in include}
 
 
-def chroma() -> ChromaLike:
-    made = ChromaLike.from_texts(TEXTS, EMBEDDER)
-    made.store = _Hidden(made.store)  # type: ignore[assignment]
-    return made
-
-
 class _Hidden:
     """A store's entries, but no dict."""
 
@@ -67,78 +75,118 @@ class _Hidden:
         self.values = entries.values
 
 
-SOURCES = {
-    "FAISS": lambda: FAISS.from_texts(TEXTS, EMBEDDER),
-    "InMemoryVectorStore": lambda: InMemoryVectorStore.from_texts(TEXTS, EMBEDDER),
+def chroma(embedder: Counting) -> ChromaLike:
+    made = ChromaLike.from_texts(TEXTS, embedder)
+    made.store = _Hidden(made.store)  # type: ignore[assignment]
+    return made
+
+
+STORES = {
+    "FAISS": lambda embedder: FAISS.from_texts(TEXTS, embedder),
+    "InMemoryVectorStore": lambda embedder: InMemoryVectorStore.from_texts(TEXTS, embedder),
     "Chroma": chroma,
-    "retriever": lambda: FAISS.from_texts(TEXTS, EMBEDDER).as_retriever(),
 }
 
 
-@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
-def test_stores_give_their_vectors_out(source: Any) -> None:
-    found = vectors_of(source())
-    for text, vector in zip(TEXTS, EMBEDDER.embed_documents(TEXTS), strict=True):
-        assert np.allclose(found[text], vector, rtol=1e-5)
+@pytest.mark.parametrize("made", STORES.values(), ids=STORES)
+def test_stores_give_their_vectors_out(made: Callable[[Counting], VectorStore], embedder: Counting) -> None:
+    found = vectors_of(made(embedder))
+    for text, vector in zip(TEXTS, embedder.embed_documents(TEXTS), strict=True):
+        assert np.allclose(found[text], vector, rtol=1e-5)  # type: ignore[arg-type]
 
 
-def test_nothing_is_embedded_again(fresh: FusedKVLLM) -> None:
-    store = InMemoryVectorStore.from_texts(TEXTS, EMBEDDER)
-    report = fresh.build_kv_cache(store, neighbours="index", preprocess="wait", progress=False)
-    assert report.chunks_new == report.chunks_preprocessed == len(TEXTS)
-    units = np.array(EMBEDDER.embed_documents(TEXTS))
-    units /= np.linalg.norm(units, axis=1, keepdims=True)
-    near = np.argsort(-(units @ units.T), axis=1)
-    graph = fresh.engine.corpus._preprocessor._plans.graph  # type: ignore[union-attr]
-    key_of = [fresh.engine.chunk_id(text) for text in TEXTS]
-    for row, key in enumerate(key_of):
-        assert key is not None
-        assert graph.neighbours(key) == tuple(key_of[other] for other in near[row] if other != row)[:2]
+@pytest.mark.parametrize("made", [*STORES.values(), lambda embedder: FAISS.from_texts(TEXTS, embedder).as_retriever()])
+def test_nothing_is_embedded_again(
+    made: Callable[[Counting], Any], embedder: Counting, llm_with: Callable[[Any], FusedKVLLM]
+) -> None:
+    llm, other = llm_with(embedder), llm_with(Counting())
+    report = llm.build_kv_cache(made(embedder), preprocess="wait", progress=False)
+    assert report.chunks_new == report.chunks_preprocessed == embedder.count == len(TEXTS)
+    other.build_kv_cache(TEXTS, preprocess="wait", progress=False)
+    for text in TEXTS:
+        key = llm.engine.chunk_id(text) or ""
+        graphs = (one.engine.corpus._preprocessor._plans.graph for one in (llm, other))  # type: ignore[union-attr]
+        mine, embedded = (graph.neighbours(key) for graph in graphs)
+        assert len(mine) == 2
+        assert mine == embedded
 
 
-def test_documents_that_come_later_are_compared_too(fresh: FusedKVLLM) -> None:
-    store = FusedKVVectorStore(InMemoryVectorStore(EMBEDDER), fresh, neighbours="index")
-    store.add_texts(TEXTS[:4])
-    store.add_documents([Document(text) for text in TEXTS[4:]])
-    fresh.engine.wait_for_background()
-    engine = fresh.engine
-    assert all(engine.store.sidecars.has(engine.chunk_id(text), engine._parts.shift_name) for text in TEXTS)
-    assert len(fresh.engine.stored_texts()) == len(TEXTS)
+def test_documents_that_come_one_by_one_are_compared_with_all(
+    embedder: Counting, llm_with: Callable[[Any], FusedKVLLM]
+) -> None:
+    llm = llm_with(embedder)
+    store = FusedKVVectorStore(InMemoryVectorStore(embedder), llm)
+    for text in TEXTS[:-1]:
+        store.add_texts([text])
+    store.add_documents([Document(f"{TEXTS[-1]}\n")])
+    llm.engine.wait_for_background()
+    assert embedder.count == len(TEXTS)
+    keys = [llm.engine.chunk_id(text) or "" for text in TEXTS]
+    assert all(llm.engine.store.sidecars.has(key, llm.engine._parts.shift_name or "") for key in keys)
 
 
-def test_chunks_without_a_vector_are_named(fresh: FusedKVLLM) -> None:
-    store = InMemoryVectorStore.from_texts(TEXTS[:3], EMBEDDER)
-    wrapped = FusedKVVectorStore(store, fresh, neighbours="index")
-    with pytest.warns(FusedKVWarning, match="2 of 3 chunks have no vector in the index"):
-        wrapped._ingest([TEXTS[0], *TEXTS[3:5]])
-    with pytest.raises(CorpusError, match="the index has 3 vectors, but none of these 1 chunks"):
-        wrapped._ingest(TEXTS[5:])
+@pytest.mark.parametrize("own", [Counting("another"), Counting("unknown"), Counting("Counting")])
+def test_another_embedder_embeds_itself(own: Counting, llm_with: Callable[[Any], FusedKVLLM]) -> None:
+    theirs = Counting(own.model if own.model != "another" else "theirs")
+    llm = llm_with(own)
+    llm.build_kv_cache(InMemoryVectorStore.from_texts(TEXTS, theirs), preprocess="wait", progress=False)
+    assert own.count == len(TEXTS)
 
 
-def test_sources_without_vectors_are_refused(fresh: FusedKVLLM) -> None:
-    with pytest.raises(CorpusError, match="list gives no vectors out"):
-        fresh.build_kv_cache(TEXTS, neighbours="index")
+def test_vectors_of_a_model_of_that_name_are_taken(llm_with: Callable[[Any], FusedKVLLM]) -> None:
+    own, theirs = Counting("e5"), Counting("e5")
+    llm_with(own).build_kv_cache(InMemoryVectorStore.from_texts(TEXTS, theirs), preprocess="wait", progress=False)
+    assert own.count == 0
+
+
+def test_vectors_that_say_nothing_are_made_again(embedder: Counting, llm_with: Callable[[Any], FusedKVLLM]) -> None:
+    store = InMemoryVectorStore.from_texts(TEXTS, embedder)
+    bad: list[Any] = [None, [float("nan")] * 8, [0.0] * 8]
+    for entry, vector in zip(store.store.values(), bad, strict=False):
+        entry["vector"] = vector
+    report = llm_with(embedder).build_kv_cache(store, preprocess="wait", progress=False)
+    assert report.chunks_preprocessed == len(TEXTS)
+    assert embedder.count == len(TEXTS) + len(bad)
+
+
+def test_vectors_of_several_lengths_are_left_alone(embedder: Counting, llm_with: Callable[[Any], FusedKVLLM]) -> None:
+    store = InMemoryVectorStore.from_texts(TEXTS, embedder)
+    next(iter(store.store.values()))["vector"] = [1.0]
+    report = llm_with(embedder).build_kv_cache(store, preprocess="wait", progress=False)
+    assert report.chunks_preprocessed == len(TEXTS)
+    assert embedder.count == 2 * len(TEXTS)
+
+
+def test_where_the_vectors_of_a_source_are(embedder: Counting, llm_with: Callable[[Any], FusedKVLLM]) -> None:
+    inner, llm = FAISS.from_texts(TEXTS, embedder), llm_with(embedder)
     parents = ParentDocumentRetriever(
-        vectorstore=FAISS.from_texts(["-"], EMBEDDER),
-        docstore=InMemoryStore(),
-        child_splitter=CharacterTextSplitter(" "),
+        vectorstore=inner, docstore=InMemoryStore(), child_splitter=CharacterTextSplitter(" ")
     )
-    with pytest.raises(CorpusError, match="ParentDocumentRetriever gives no vectors out"):
-        vectors_of(parents)
-    with pytest.raises(ConfigError, match="neighbours='vectors' is unknown"):
-        fresh.build_kv_cache(TEXTS, neighbours="vectors")  # type: ignore[arg-type]
-    assert fresh.engine.stored_texts() == []
+    for source in (inner, FusedKVVectorStore(inner, llm), FusedKVRetriever(retriever=inner.as_retriever(), llm=llm)):
+        assert store_of(source) is inner
+    assert store_of(TEXTS) is store_of(parents) is None
 
 
-def test_vectors_of_faiss_are_in_their_order_or_refused() -> None:
-    vectors = np.array(EMBEDDER.embed_documents(TEXTS), np.float32)
-    coarse = faiss.IndexIVFFlat(faiss.IndexFlatL2(8), 8, 2)
-    coarse.train(vectors)
-    for index in (faiss.IndexFlatIP(8), faiss.IndexHNSWFlat(8, 4), coarse):
+def test_vectors_of_faiss_are_in_their_order_or_left_alone(embedder: Counting) -> None:
+    vectors = np.array(embedder.embed_documents(TEXTS), np.float32)
+    for index in (faiss.IndexFlatIP(8), faiss.IndexHNSWFlat(8, 4)):
         index.add(vectors)
-        assert np.array_equal(faiss_vectors(index), vectors)
-    store = FAISS.from_texts(TEXTS, EMBEDDER)
+        assert np.array_equal(faiss_vectors(index), vectors)  # type: ignore[arg-type]
+    store = FAISS.from_texts(TEXTS, embedder)
+    store.delete([store.index_to_docstore_id[1]])
+    assert np.allclose(vectors_of(store)[TEXTS[2]], vectors[2], rtol=1e-5)  # type: ignore[arg-type]
     # This one would end the process.
     store.index = faiss.IndexIDMap(faiss.IndexFlatL2(8))
-    with pytest.raises(CorpusError, match="kind IndexIDMap cannot be read"):
-        vectors_of(store)
+    assert vectors_of(store) == {}
+
+
+def test_stores_that_give_nothing_out() -> None:
+    class Refusing:
+        def get(self, include: list[str]) -> dict[str, Any]:
+            raise NotImplementedError
+
+    class WithoutEmbeddings:
+        def get(self, include: list[str]) -> dict[str, Any]:
+            return {"documents": TEXTS, "embeddings": None}
+
+    assert vectors_of(object()) == vectors_of(Refusing()) == vectors_of(WithoutEmbeddings()) == {}
