@@ -83,7 +83,7 @@ class EngineConfig(BaseModel):
     rounds, until the answer's first tokens are expected to be near full prefill's."""
 
     adaptive_target: Annotated[float, Option(unit="nats"), BeforeValidator(checks.target)] = Field(
-        default=0.01, frozen=True
+        default=0.009, frozen=True
     )
     """With ``recompute_ratio="adaptive"``, how far the distributions of the answer's first tokens may be expected to be
     from full prefill's, as a KL divergence, for a round to be the last one."""
