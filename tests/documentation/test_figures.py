@@ -393,8 +393,8 @@ def _total(records: list[dict[str, Any]], method: str, questions: int = 40) -> f
     return float(sum(found))
 
 
-def _fair(model: str, dtype: str) -> dict[tuple[str, str], dict[str, Any]]:
-    at = model, dtype, "sets", 0.15
+def _fair(model: str, dtype: str, ratio: float = 0.15) -> dict[tuple[str, str], dict[str, Any]]:
+    at = model, dtype, "sets", ratio
     (pooled,) = (
         one for one in record("fair_cpu.json")["pooled"]
         if (one["model"], one["dtype"], one["kind"], one["ratio"]) == at
@@ -414,6 +414,21 @@ def _fair_rows() -> Iterator[list[str]]:
         yield [f"`{rule}`", *(f"{100 * row['recovered']:.0f} %" for row in pairs), read]
 
 
+def test_the_fair_table_at_other_ratios() -> None:
+    few, more, most = (_fair("smollm2-135m", "bfloat16", ratio) for ratio in (0.05, 0.3, 0.5))
+    assert [{row["questions"] for row in rows.values()} for rows in (few, more, most)] == [{6}, {6}, {2}]
+    aside = {"full_reuse", "full_prefill"}
+    rules = [name for name, made in few if made == "none" and "transfer" not in name and name not in aside]
+    want = [
+        [f"`{rule}`", *(f"{100 * rows[rule, made]['recovered']:.0f} %"
+                        for rows in (few, more) for made in ("none", "fusionrag", "similar"))] for rule in rules
+    ]  # fmt: skip
+    assert all(few[rule, "similar"]["recovered"] >= more[rule, "none"]["recovered"] for rule in rules)
+    worse = [rule for rule in rules if few[rule, "fusionrag"]["recovered"] < few[rule, "none"]["recovered"]]
+    assert worse == ["cache_craft_online"]
+    assert table("docs/methods.md", "rule, other ratios") == sorted(want, key=lambda cells: cells[0])
+
+
 def test_the_fair_table() -> None:
     want = sorted(_fair_rows(), key=lambda cells: -int(cells[6].removesuffix(" %")))
     assert table("docs/methods.md", "rule at 0.15") == want
@@ -426,8 +441,18 @@ def test_the_fair_table() -> None:
     ]  # fmt: skip
     named = ", ".join(f"`{name}`" for name in ahead)
     assert f"After our preprocessing these are worse than the default beyond chance: {named}." in text
-    full = [f"{100 * rows['full_reuse', made]['recovered']:.0f} %" for made in ("fusionrag", "similar")]
-    assert f"without recomputation ({full[0]}, ours {full[1]})" in text
+    full, typical = (
+        [f"{100 * rows['full_reuse', made][name]:.0f}" for made in ("fusionrag", "similar")]
+        for name in ("recovered", "recovered_typical")
+    )
+    assert f"wins back {full[0]} % without recomputation, and ours {full[1]} %" in text
+    assert f"by the geometric mean, {typical[0]} and {typical[1]} %" in text
+    none, theirs, ours = (
+        f"{100 * rows['fusionrag', made]['recovered_typical']:.0f} %" for made in ("none", "fusionrag", "similar")
+    )
+    assert (
+        f"wins back {none} of a typical question without preprocessing, {theirs} after FusionRAG's and {ours}" in text
+    )
     lost = rows["sink_attention", "similar"]["recovered"] - rows["sink_attention_anchors", "similar"]["recovered"]
     assert f"won back {100 * lost:.0f} point less" in text
     gemma = _fair("gemma3-270m", "float32")
@@ -441,6 +466,29 @@ def test_the_fair_table() -> None:
         f"`prophetkv+transfer` is ahead with {share['prophetkv+transfer', 'none']}, and the default has "
         f"{share['sink_attention', 'none']}"
     ) in text
+
+
+def _mean_of_sets(sets: list[dict[str, Any]], *names: str) -> str:
+    return f"{mean(rows[name] for rows in sets for name in names):.2f}"
+
+
+@pytest.mark.parametrize(("passages", "column"), [("", "KV of chunks, ten passages"), ("_five", "five passages")])
+def test_preprocessed_kv(passages: str, column: str) -> None:
+    by_set = record(f"preprocessed_kv{passages}_cpu.json")["sets"]
+    assert list(by_set) == ["musique_train100", "hotpotqa_train100", "squad10"]
+    want = []
+    for at, first in enumerate(by_set["musique_train100"]):
+        sets = [rows[at] for rows in by_set.values()]
+        assert {row["questions"] for row in sets} == {12}
+        places = "early", "late"
+        cells = [first["preprocessing"]]
+        cells += [_mean_of_sets(sets, f"keys, second, {place}", f"values, second, {place}") for place in places]
+        cells += [_mean_of_sets(sets, f"{part}, all, {place}") for part in ("keys", "values") for place in places]
+        for rule in ("full reuse", "fusionrag", "default"):
+            shares = [f"{100 * row[rule] + 0.0:.0f}".replace("-0", "0") for row in sets if rule in row]
+            cells.append(f"{', '.join(shares)} %" if shares else "-")
+        want.append(cells)
+    assert table("docs/methods.md", column) == want
 
 
 def test_reading_less_first() -> None:
