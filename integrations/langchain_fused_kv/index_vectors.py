@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from langchain_core.retrievers import BaseRetriever
@@ -27,25 +28,31 @@ def store_of(source: Any) -> VectorStore | None:
     return None
 
 
-def vectors_of(store: Any) -> IndexVectors:
+def vectors_of(store: Any, ids: Sequence[str] | None = None) -> IndexVectors:
     """Return texts with their vectors, as far as a vector store gives them out.
 
     Parameters
     ----------
     store : VectorStore
         FAISS, an ``InMemoryVectorStore``, Chroma or a store whose ``get`` gives embeddings out as Chroma's does.
+    ids : sequence of str or None
+        Of the documents that were added last, if only these are wanted.
     """
-    ids = getattr(store, "index_to_docstore_id", None)
-    if isinstance(ids, dict):  # FAISS
-        if (vectors := faiss_vectors(store.index)) is None:
-            return {}
-        return {store.docstore.search(id_).page_content: vectors[row] for row, id_ in ids.items()}
+    by_row = getattr(store, "index_to_docstore_id", None)
+    if isinstance(by_row, dict):  # FAISS, which appends
+        first = 0 if ids is None else max(0, len(by_row) - len(ids))
+        rows = range(first, len(by_row))
+        vectors = faiss_vectors(store.index, rows)
+        texts = [] if vectors is None else [store.docstore.search(by_row[row]).page_content for row in rows]
+        return {} if vectors is None else dict(zip(texts, vectors, strict=True))
     entries = getattr(store, "store", None)
     if isinstance(entries, dict):  # InMemoryVectorStore
-        return {entry["text"]: entry["vector"] for entry in entries.values()}
+        wanted = entries.values() if ids is None else (entries[id_] for id_ in ids if id_ in entries)
+        return {entry["text"]: entry["vector"] for entry in wanted}
     get = getattr(store, "get", None)
+    some = {} if ids is None else {"ids": list(ids)}
     try:  # Chroma, and those that took over its method
-        found = get(include=["documents", "embeddings"]) if callable(get) else {}
+        found = get(include=["documents", "embeddings"], **some) if callable(get) else {}
         return dict(zip(found["documents"], found["embeddings"], strict=True))
     except (TypeError, KeyError, ValueError, NotImplementedError):
         return {}

@@ -73,7 +73,7 @@ class FusedKVVectorStore(VectorStore):
         """Add texts and prefill them."""
         added = list(texts)
         ids = self.vector_store.add_texts(added, metadatas, **kwargs)
-        self._ingest(added)
+        self._ingest(added, ids)
         return ids
 
     async def aadd_texts(
@@ -82,19 +82,19 @@ class FusedKVVectorStore(VectorStore):
         """Add texts and prefill them, in a thread."""
         added = list(texts)
         ids = await self.vector_store.aadd_texts(added, metadatas, **kwargs)
-        await in_thread(self._ingest, added)
+        await in_thread(self._ingest, added, ids)
         return ids
 
     def add_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
         """Add documents and prefill them."""
         ids = self.vector_store.add_documents(documents, **kwargs)
-        self._ingest([document.page_content for document in documents])
+        self._ingest([document.page_content for document in documents], ids)
         return ids
 
     async def aadd_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
         """Add documents and prefill them, in a thread."""
         ids = await self.vector_store.aadd_documents(documents, **kwargs)
-        await in_thread(self._ingest, [document.page_content for document in documents])
+        await in_thread(self._ingest, [document.page_content for document in documents], ids)
         return ids
 
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
@@ -111,10 +111,10 @@ class FusedKVVectorStore(VectorStore):
         await in_thread(self._forget, leaving)
         return done
 
-    def _ingest(self, texts: list[str]) -> None:
+    def _ingest(self, texts: list[str], ids: list[str]) -> None:
         if texts:
             inner, engine = self.vector_store, self.llm.engine
-            keep_index_vectors(engine, texts, inner.embeddings, lambda: vectors_of(inner))
+            keep_index_vectors(engine, texts, inner.embeddings, lambda: vectors_of(inner, ids))
             engine.build_kv_cache(texts, progress=False)
 
     def _texts_of(self, ids: Sequence[str] | None) -> list[str]:

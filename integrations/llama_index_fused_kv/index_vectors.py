@@ -39,21 +39,23 @@ def vectors_of(index: VectorStoreIndex, nodes: Iterable[Any]) -> IndexVectors:
     nodes : iterable of BaseNode
         Of the index; where they carry their embeddings, these are taken.
     """
-    by_id = _by_id(index)
+    found = list(nodes)
+    by_id = _by_id(index, {getattr(node, "node_id", "") for node in found})
     vectors = {}
-    for node in nodes:
+    for node in found:
         vector = by_id.get(getattr(node, "node_id", ""))
         vectors[text_of(node)] = getattr(node, "embedding", None) if vector is None else vector
     return vectors
 
 
-def _by_id(index: VectorStoreIndex) -> dict[str, Any]:
+def _by_id(index: VectorStoreIndex, wanted: set[str]) -> dict[str, Any]:
     store: Any = index.vector_store
     by_id = getattr(getattr(store, "data", None), "embedding_dict", None)
     if isinstance(by_id, dict):  # SimpleVectorStore
         return by_id
     faiss_index = getattr(store, "_faiss_index", None)
-    vectors = None if faiss_index is None else faiss_vectors(faiss_index)
-    if vectors is None:
+    if faiss_index is None:
         return {}
-    return {node_id: vectors[int(row)] for row, node_id in index.index_struct.nodes_dict.items()}
+    rows = {node_id: int(row) for row, node_id in index.index_struct.nodes_dict.items() if node_id in wanted}
+    vectors = faiss_vectors(faiss_index, list(rows.values()))
+    return {} if vectors is None else dict(zip(rows, vectors, strict=True))

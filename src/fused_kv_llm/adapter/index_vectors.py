@@ -69,14 +69,15 @@ def _are_the_same(own: Any, embedding: Any) -> bool:
     return name == as_embedder(own).name and name not in ("unknown", type(embedding).__name__)
 
 
-def faiss_vectors(index: Any) -> NDArray[np.float32] | None:
-    """Return the vectors of a FAISS index in the order in which they were added, ``[vectors, dimensions]`` float32.
+def faiss_vectors(index: Any, rows: Sequence[int]) -> NDArray[np.float32] | None:
+    """Return vectors of a FAISS index, ``[rows, dimensions]`` float32, by the order in which they were added.
 
-    None if it is of a kind that may not keep them: asked for vectors that it does not keep, FAISS ends the process.
+    None if it is of a kind that may not keep them, or does not have so many: asked for what it does not have, FAISS
+    ends the process.
     """
     import faiss
 
-    if not isinstance(index, (faiss.IndexFlat, faiss.IndexHNSWFlat)):
+    if not isinstance(index, (faiss.IndexFlat, faiss.IndexHNSWFlat)) or not rows or max(rows) >= index.ntotal:
         return None
-    vectors: NDArray[np.float32] = index.reconstruct_n(0, index.ntotal)
+    vectors: NDArray[np.float32] = index.reconstruct_batch(np.array(rows, np.int64))
     return vectors

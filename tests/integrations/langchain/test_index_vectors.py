@@ -62,23 +62,33 @@ def llm_with(engine: FusedKVEngine, tmp_path: Path) -> Iterator[Callable[[Any], 
 class ChromaLike(InMemoryVectorStore):
     """Gives documents and embeddings out as Chroma does."""
 
-    def get(self, include: list[str]) -> dict[str, Any]:
-        entries = list(self.store.values())
+    def __init__(self, embedding: Embeddings) -> None:
+        super().__init__(embedding)
+        self.entries, self.store = self.store, None  # type: ignore[assignment]
+
+    def add_texts(self, texts: Any, metadatas: Any = None, **kwargs: Any) -> list[str]:
+        self.store = self.entries
+        try:
+            return super().add_texts(texts, metadatas, **kwargs)
+        finally:
+            self.store = None  # type: ignore[assignment]
+
+    def get(self, include: list[str], ids: list[str] | None = None) -> dict[str, Any]:
+        found = [self.entries[id_] for id_ in (self.entries if ids is None else ids)]
         named = {"documents": "text", "embeddings": "vector"}
-        return {name: [entry[named[name]] for entry in entries] for name in include}
-
-
-class _Hidden:
-    """A store's entries, but no dict."""
-
-    def __init__(self, entries: dict[str, Any]) -> None:
-        self.values = entries.values
+        return {name: [entry[named[name]] for entry in found] for name in include}
 
 
 def chroma(embedder: Counting) -> ChromaLike:
-    made = ChromaLike.from_texts(TEXTS, embedder)
-    made.store = _Hidden(made.store)  # type: ignore[assignment]
+    made = ChromaLike(embedder)
+    made.add_texts(TEXTS)
     return made
+
+
+def test_only_what_was_added_is_read(embedder: Counting) -> None:
+    for store in (InMemoryVectorStore(embedder), FAISS.from_texts(["-"], embedder), ChromaLike(embedder)):
+        store.add_texts(TEXTS[:2])
+        assert list(vectors_of(store, store.add_texts(TEXTS[2:5]))) == TEXTS[2:5]
 
 
 STORES = {
@@ -111,11 +121,14 @@ def test_nothing_is_embedded_again(
         assert mine == embedded
 
 
+@pytest.mark.parametrize("with_faiss", [False, True])
 def test_documents_that_come_one_by_one_are_compared_with_all(
-    embedder: Counting, llm_with: Callable[[Any], FusedKVLLM]
+    with_faiss: bool, embedder: Counting, llm_with: Callable[[Any], FusedKVLLM]
 ) -> None:
     llm = llm_with(embedder)
-    store = FusedKVVectorStore(InMemoryVectorStore(embedder), llm)
+    inner = FAISS.from_texts(["-"], embedder) if with_faiss else InMemoryVectorStore(embedder)
+    embedder.count = 0
+    store = FusedKVVectorStore(inner, llm)
     for text in TEXTS[:-1]:
         store.add_texts([text])
     store.add_documents([Document(f"{TEXTS[-1]}\n")])
@@ -171,11 +184,12 @@ def test_vectors_of_faiss_are_in_their_order_or_left_alone(embedder: Counting) -
     vectors = np.array(embedder.embed_documents(TEXTS), np.float32)
     for index in (faiss.IndexFlatIP(8), faiss.IndexHNSWFlat(8, 4)):
         index.add(vectors)
-        assert np.array_equal(faiss_vectors(index), vectors)  # type: ignore[arg-type]
+        assert np.array_equal(faiss_vectors(index, [4, 1]), vectors[[4, 1]])  # type: ignore[arg-type]
+        # These would end the process, as that below.
+        assert faiss_vectors(index, [len(vectors)]) is faiss_vectors(index, []) is None
     store = FAISS.from_texts(TEXTS, embedder)
     store.delete([store.index_to_docstore_id[1]])
     assert np.allclose(vectors_of(store)[TEXTS[2]], vectors[2], rtol=1e-5)  # type: ignore[arg-type]
-    # This one would end the process.
     store.index = faiss.IndexIDMap(faiss.IndexFlatL2(8))
     assert vectors_of(store) == {}
 
