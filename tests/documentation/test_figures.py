@@ -472,9 +472,8 @@ def _mean_of_sets(sets: list[dict[str, Any]], *names: str) -> str:
     return f"{mean(rows[name] for rows in sets for name in names):.2f}"
 
 
-@pytest.mark.parametrize(("passages", "column"), [("", "KV of chunks, ten passages"), ("_five", "five passages")])
-def test_preprocessed_kv(passages: str, column: str) -> None:
-    by_set = record(f"preprocessed_kv{passages}_cpu.json")["sets"]
+def test_preprocessed_kv() -> None:
+    by_set = record("preprocessed_kv_cpu.json")["sets"]
     assert list(by_set) == ["musique_train100", "hotpotqa_train100", "squad10"]
     want = []
     for at, first in enumerate(by_set["musique_train100"]):
@@ -488,7 +487,7 @@ def test_preprocessed_kv(passages: str, column: str) -> None:
             shares = [f"{100 * row[rule] + 0.0:.0f}".replace("-0", "0") for row in sets if rule in row]
             cells.append(f"{', '.join(shares)} %" if shares else "-")
         want.append(cells)
-    assert table("docs/methods.md", column) == want
+    assert table("docs/methods.md", "KV of chunks, ten passages") == want
 
 
 def test_reading_less_first() -> None:
