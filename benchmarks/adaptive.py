@@ -23,13 +23,13 @@ from typing import Any
 import numpy as np
 import torch
 from environment import environment
+from evaluation.metrics import mean_kl
 from evaluation.questions import FRAMES, PARTS, Question
 from evaluation.records import RecordFile
 from evaluation.run import Bench, open_bench
 from evaluation.setting import CORPORA, Setting
 from evaluation.summary import rank_correlation
-from torch import Tensor
-from torch.nn.functional import kl_div, log_softmax
+from torch.nn.functional import log_softmax
 
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.config import DEFAULT_PREPROCESSING
@@ -71,11 +71,6 @@ def distributions(engine: FusedKVEngine, prompt: str, texts: dict[str, list[int]
     return {**found, "report": report}
 
 
-def divergence(full: Tensor, fused: Tensor) -> float:
-    """Return the mean KL divergence of full prefill's distributions from the fused ones."""
-    return float(kl_div(fused, full, log_target=True, reduction="none").sum(-1).mean())
-
-
 def ways_of_asking(bench: Bench, adaptive: dict[str, FusedKVEngine]) -> dict[str, tuple[FusedKVEngine, dict[str, Any]]]:
     """Return the engine and the options of every way of asking."""
     fixed = {f"fixed {ratio:g}": (bench.engines[DEFAULT_PREPROCESSING], {"recompute_ratio": ratio}) for ratio in RATIOS}
@@ -95,7 +90,7 @@ def ask(
         got = distributions(one, prompt, texts, **options)
         report = got["report"]
         records[name] = {
-            **{along: divergence(full[along], got[along]) for along in ALONG},
+            **{along: mean_kl(full[along], got[along]) for along in ALONG},
             "share": report.recomputed_tokens / max(1, report.recomputed_tokens + report.reused_tokens),
             "expected_divergence": report.expected_divergence,
             "seconds": sum(report.seconds.values()),

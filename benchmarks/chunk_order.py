@@ -24,10 +24,9 @@ from typing import Any
 import torch
 from environment import environment
 from evaluation.measure import run
-from evaluation.metrics import answer_scores
+from evaluation.metrics import answer_scores, mean_kl
 from evaluation.questions import Question, read_questions
 from evaluation.setting import Setting
-from torch.nn.functional import kl_div
 
 from fused_kv_llm import FusedKVEngine
 
@@ -62,8 +61,7 @@ def judge(engine: FusedKVEngine, given: Question, other: Question, values: dict[
     full = run(engine, given, settings, recompute_ratio=1.0)
     for name, question in (("given", given), ("ordered", other)):
         found = full if name == "given" else run(engine, question, settings, recompute_ratio=1.0)
-        kl = kl_div(found.log_probs, full.log_probs, log_target=True, reduction="none").sum(-1).mean()
-        values[name]["kl"].append(float(kl))
+        values[name]["kl"].append(mean_kl(full.log_probs, found.log_probs))
         values[name]["gold_nll"].append(float(-found.log_probs.gather(1, gold).mean()))
         scores = answer_scores(found.answer, given.answers, full.answer)
         values[name]["em"].append(scores["em"])

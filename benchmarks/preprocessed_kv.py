@@ -25,13 +25,13 @@ from typing import Any
 
 import torch
 from environment import environment
-from evaluation.measure import QuestionRun, run
+from evaluation.measure import run
+from evaluation.metrics import mean_kl
 from evaluation.questions import FRAMES, PARTS, Question
 from evaluation.records import RecordFile
 from evaluation.setting import Setting
 from rich.progress import track
 from torch import Tensor
-from torch.nn.functional import kl_div
 
 from fused_kv_kernels import rerotate_keys
 from fused_kv_llm import FusedKVEngine
@@ -119,11 +119,11 @@ class ExactContexts:
     ----------
     engine : FusedKVEngine
     corpus : list of str
-        Where similar chunks come from.
+        Distinct; where similar chunks come from.
     """
 
     def __init__(self, engine: FusedKVEngine, corpus: list[str]) -> None:
-        self._engine, self._corpus = engine, list(dict.fromkeys(corpus))
+        self._engine, self._corpus = engine, corpus
 
     def kv_of(self, question: Question, frame: str) -> PromptKV:
         """Return the KV of a prompt's chunks, moved to their places in it."""
@@ -155,16 +155,13 @@ def ask(
     true = kv_of(engines["none"], question, frame, 1.0)
     records: dict[str, dict[str, Any]] = {}
     for name, engine in engines.items():
-        kl = {rule: divergence(run(engine, question, setting, selector=selector, recompute_ratio=ratio), full)
-              for rule, (selector, ratio) in RULES.items()}  # fmt: skip
+        kl = {}
+        for rule, (selector, ratio) in RULES.items():
+            got = run(engine, question, setting, selector=selector, recompute_ratio=ratio)
+            kl[rule] = mean_kl(full.log_probs, got.log_probs)
         records[name] = {"errors": kv_of(engine, question, frame, 0.0).errors(true), "kl": kl}
     records[EXACT] = {"errors": exact.kv_of(question, frame).errors(true), "kl": {}}
     return records
-
-
-def divergence(got: QuestionRun, full: QuestionRun) -> float:
-    """Return the mean KL divergence of full prefill's distributions along the gold answer."""
-    return float(kl_div(got.log_probs, full.log_probs, log_target=True, reduction="none").sum(-1).mean())
 
 
 def summarise(records: list[dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -177,9 +174,7 @@ def summarise(records: list[dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:
     for name in (*WAYS, EXACT):
         row: dict[str, Any] = {"preprocessing": name, "questions": len(records)}
         for of in records[0][name]["errors"]:
-            plain = total("none", "errors", of)
-            # Values of the first layer, and what follows from them, do not depend on what stands before.
-            row[of] = total(name, "errors", of) / plain if plain else None
+            row[of] = total(name, "errors", of) / total("none", "errors", of)
         for rule in records[0][name]["kl"]:
             row[rule] = 1 - total(name, "kl", rule) / total("none", "kl", "full reuse")
         rows.append(row)

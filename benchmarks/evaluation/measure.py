@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import kl_div, log_softmax
+from torch.nn.functional import log_softmax
 
 from fused_kv_llm import FusedKVEngine, FusionReport
 from fused_kv_llm.decoding import end_token_ids
@@ -16,7 +16,7 @@ from fused_kv_llm.report import lexical_support
 from fused_kv_llm.tuning.layer_profile import answer_token_positions
 
 from .methods import FULL, Method
-from .metrics import answer_scores, recall
+from .metrics import answer_scores, mean_kl, recall
 from .questions import Question
 from .rules import prefill
 from .setting import Setting
@@ -130,7 +130,7 @@ def measure(
 def _record(got: QuestionRun, full: QuestionRun, question: Question, setting: Setting) -> dict[str, Any]:
     report = got.report
     record: dict[str, Any] = {
-        "kl": float(kl_div(got.log_probs, full.log_probs, log_target=True, reduction="none").sum(-1).mean()),
+        "kl": mean_kl(full.log_probs, got.log_probs),
         "top1_agreement": float((got.log_probs.argmax(-1) == full.log_probs.argmax(-1)).float().mean()),
         "gold_probability": got.gold_probability,
         "ttft_s": got.ttft_s,

@@ -1,4 +1,4 @@
-"""Metrics of one answer, and of one selection.
+"""Metrics of one answer, of the distributions before its tokens, and of one selection.
 
 F1, EM and their normalisation follow SQuAD's evaluation (Rajpurkar et al. 2016): lower case, no punctuation, no
 articles, single spaces.
@@ -11,10 +11,21 @@ import string
 from collections import Counter
 from collections.abc import Sequence
 
-__all__ = ["answer_scores", "exact_match", "f1", "normalise", "recall", "rouge_l"]
+from torch import Tensor
+from torch.nn.functional import kl_div
+
+__all__ = ["answer_scores", "exact_match", "f1", "mean_kl", "normalise", "recall", "rouge_l"]
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def mean_kl(full: Tensor, fused: Tensor) -> float:
+    """Return the mean KL divergence of full prefill's distributions from the fused ones.
+
+    Both are float32 log-probabilities ``[tokens, vocabulary]``.
+    """
+    return float(kl_div(fused, full, log_target=True, reduction="none").sum(-1).mean())
 
 
 def normalise(text: str) -> str:

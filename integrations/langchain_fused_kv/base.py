@@ -22,10 +22,9 @@ class LangChainFusedKV(FusedKVModel):
     def _items_of(self, source: Any) -> list[Any]:
         return documents_of(source)
 
-    def _keep_vectors_of(self, source: Any, texts: Sequence[str]) -> int:
-        if (store := store_of(source)) is None:
-            return 0
-        return keep_index_vectors(self.engine, texts, store.embeddings, lambda: vectors_of(store))
+    def _keep_vectors_of(self, source: Any, texts: Sequence[str]) -> None:
+        if (store := store_of(source)) is not None:
+            keep_index_vectors(self.engine, texts, store.embeddings, lambda: vectors_of(store))
 
     def _text_of(self, item: Any) -> str:
         return item.page_content if isinstance(item, Document) else super()._text_of(item)

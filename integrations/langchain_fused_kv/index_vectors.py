@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from langchain_core.retrievers import BaseRetriever
-from langchain_core.vectorstores import VectorStore
+from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
 from fused_kv_llm.adapter import IndexVectors, faiss_vectors
 
@@ -40,19 +40,18 @@ def vectors_of(store: Any, ids: Sequence[str] | None = None) -> IndexVectors:
     """
     by_row = getattr(store, "index_to_docstore_id", None)
     if isinstance(by_row, dict):  # FAISS, which appends
-        first = 0 if ids is None else max(0, len(by_row) - len(ids))
-        rows = range(first, len(by_row))
-        vectors = faiss_vectors(store.index, rows)
-        texts = [] if vectors is None else [store.docstore.search(by_row[row]).page_content for row in rows]
-        return {} if vectors is None else dict(zip(texts, vectors, strict=True))
-    entries = getattr(store, "store", None)
-    if isinstance(entries, dict):  # InMemoryVectorStore
-        wanted = entries.values() if ids is None else (entries[id_] for id_ in ids if id_ in entries)
-        return {entry["text"]: entry["vector"] for entry in wanted}
-    get = getattr(store, "get", None)
+        rows = range(0 if ids is None else max(0, len(by_row) - len(ids)), len(by_row))
+        if (vectors := faiss_vectors(store.index, rows)) is None:
+            return {}
+        return {
+            store.docstore.search(by_row[row]).page_content: vector for row, vector in zip(rows, vectors, strict=True)
+        }
+    if isinstance(store, InMemoryVectorStore):
+        entries = store.store.values() if ids is None else [store.store[id_] for id_ in ids]
+        return {entry["text"]: entry["vector"] for entry in entries}
     some = {} if ids is None else {"ids": list(ids)}
     try:  # Chroma, and those that took over its method
-        found = get(include=["documents", "embeddings"], **some) if callable(get) else {}
+        found = store.get(include=["documents", "embeddings"], **some)
         return dict(zip(found["documents"], found["embeddings"], strict=True))
-    except (TypeError, KeyError, ValueError, NotImplementedError):
+    except Exception:  # third-party stores refuse in ways of their own; then the embedder is asked
         return {}

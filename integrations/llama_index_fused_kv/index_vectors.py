@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from llama_index.core import VectorStoreIndex
@@ -14,35 +14,29 @@ from llama_index_fused_kv.nodes import text_of, texts_of
 __all__ = ["keep_vectors_of", "vectors_of"]
 
 
-def keep_vectors_of(source: Any, nodes: Iterable[Any], llm: FusedKVModel) -> int:
+def keep_vectors_of(source: Any, nodes: Sequence[Any], llm: FusedKVModel) -> None:
     """Remember the vectors that an index, or that of a retriever, has of nodes which are about to be ingested.
 
-    Returns
-    -------
-    int
-        Nodes that the LLM's engine need not embed now; see :func:`fused_kv_llm.adapter.keep_index_vectors`.
+    See :func:`fused_kv_llm.adapter.keep_index_vectors`.
     """
     index = getattr(source, "_index", None) if isinstance(source, BaseRetriever) else source
-    if not isinstance(index, VectorStoreIndex):
-        return 0
-    found = list(nodes)
-    return keep_index_vectors(llm.engine, texts_of(found), index._embed_model, lambda: vectors_of(index, found))
+    if isinstance(index, VectorStoreIndex):
+        keep_index_vectors(llm.engine, texts_of(nodes), index._embed_model, lambda: vectors_of(index, nodes))
 
 
-def vectors_of(index: VectorStoreIndex, nodes: Iterable[Any]) -> IndexVectors:
+def vectors_of(index: VectorStoreIndex, nodes: Sequence[Any]) -> IndexVectors:
     """Return the texts of nodes with their vectors, as far as an index gives them out.
 
     Parameters
     ----------
     index : VectorStoreIndex
         Over LlamaIndex's own vector store, or over FAISS.
-    nodes : iterable of BaseNode
+    nodes : sequence of BaseNode
         Of the index; where they carry their embeddings, these are taken.
     """
-    found = list(nodes)
-    by_id = _by_id(index, {getattr(node, "node_id", "") for node in found})
+    by_id = _by_id(index, {getattr(node, "node_id", "") for node in nodes})
     vectors = {}
-    for node in found:
+    for node in nodes:
         vector = by_id.get(getattr(node, "node_id", ""))
         vectors[text_of(node)] = getattr(node, "embedding", None) if vector is None else vector
     return vectors

@@ -38,8 +38,8 @@ def build_kv_cache(
     nodes : sequence of BaseNode or None
         For indexes whose vector store does not return its nodes.
     neighbours : mapping, callable or None
-        Text to similar or linked texts, nearest first; None asks the embedder, but for nodes that the index has
-        embedded with it.
+        Text to similar or linked texts, nearest first; None compares their vectors, which the LLM's embedder makes
+        unless the index has them from it.
     preprocess : {"background", "wait", "later"}
         When chunks are preprocessed: in the background, before this call returns, or not yet. They can be asked about
         before.

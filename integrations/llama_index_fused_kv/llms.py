@@ -126,8 +126,9 @@ class FusedKVLLM(FusedKVModel, CustomLLM):
     def _items_of(self, source: Any) -> list[Any]:
         return nodes_of(source)
 
-    def _keep_vectors_of(self, source: Any, texts: Sequence[str]) -> int:
-        return keep_vectors_of(source, nodes_of(source), self) if isinstance(source, (BaseIndex, BaseRetriever)) else 0
+    def _keep_vectors_of(self, source: Any, texts: Sequence[str]) -> None:
+        if isinstance(source, (BaseIndex, BaseRetriever)):
+            keep_vectors_of(source, nodes_of(source), self)
 
     def _text_of(self, item: Any) -> str:
         return text_of(item)

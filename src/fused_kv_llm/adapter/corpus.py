@@ -47,8 +47,8 @@ class ModelCorpus:
             them in (LangChain: a loader, a vector store, a document store, a retriever; LlamaIndex: an index, a
             vector store, a document store, a retriever).
         neighbours : mapping, callable or None
-            Text to similar or linked texts, nearest first; None asks the embedder, but for texts that a vector store
-            or an index has embedded with it.
+            Text to similar or linked texts, nearest first; None compares their vectors, which the embedder makes
+            unless a vector store or an index has them from it.
         preprocess : {"background", "wait", "later"}
             When chunks are preprocessed: in the background, before this call returns, or not yet. They can be asked
             about before; see :meth:`FusedKVEngine.build_kv_cache`.
@@ -126,9 +126,8 @@ class ModelCorpus:
             raise CorpusError(f"build_kv_cache takes a list of {self.items_name}; put the single one into a list")
         return list(source)
 
-    def _keep_vectors_of(self, source: Any, texts: Sequence[str]) -> int:
-        """Remember the vectors that a framework's index has of texts; return of how many."""
-        return 0
+    def _keep_vectors_of(self, source: Any, texts: Sequence[str]) -> None:
+        """Remember the vectors that a framework's index has of texts. Without a framework there is no index."""
 
     def _text_of(self, item: Any) -> str:
         if isinstance(item, str):

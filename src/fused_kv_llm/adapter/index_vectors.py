@@ -21,7 +21,7 @@ IndexVectors = Mapping[str, Sequence[float] | NDArray[np.float32] | None]
 
 def keep_index_vectors(
     engine: FusedKVEngine, texts: Sequence[str], embedding: Any, vectors: Callable[[], IndexVectors]
-) -> int:
+) -> None:
     """Remember the vectors of an index, if the engine's own embedder made them; others are left alone.
 
     Parameters
@@ -34,33 +34,29 @@ def keep_index_vectors(
         What embeds texts for the index; None if that is not known.
     vectors : callable
         Returns the vectors of the index; called if they are of use.
-
-    Returns
-    -------
-    int
-        Texts that need not be embedded now.
     """
     config = engine.config
     if config.preprocessing == "none" or not _are_the_same(config.embedder, embedding):
-        return 0
+        return
     embedder, path = as_embedder(config.embedder), engine.store.kv_dir / VECTORS_FILE
     wanted = set(unknown_texts(chunk_texts(dict.fromkeys(texts)), embedder, path, tenant=config.tenant))
     if not wanted:
-        return 0
+        return
     given = {text: vector for one, vector in vectors().items() if (text := chunk_text(one)) in wanted}
     found = {text: np.asarray(vector, np.float32) for text, vector in given.items() if vector is not None}
     # Of a text whose vector says nothing, the embedder is asked.
     sound = {text: vector for text, vector in found.items() if np.isfinite(vector).all() and vector.any()}
-    if len({vector.shape for vector in sound.values()}) != 1:
-        return 0
-    keep_vectors(list(sound), unit_vectors(np.stack(list(sound.values()))), embedder, path, tenant=config.tenant)
-    return len(sound)
+    if len({vector.shape for vector in sound.values()}) == 1:
+        units = unit_vectors(np.stack(list(sound.values())))
+        keep_vectors(list(sound), units, embedder, path, tenant=config.tenant)
 
 
 def _are_the_same(own: Any, embedding: Any) -> bool:
     """Return whether an engine's embedder is that of an index, by what they are or by the name of their model."""
-    if embedding is None or embedding is own:
-        return embedding is not None
+    if embedding is None:
+        return False
+    if embedding is own:
+        return True
     try:
         name = as_embedder(embedding).name
     except ConfigError:

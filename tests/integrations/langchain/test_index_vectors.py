@@ -59,22 +59,29 @@ def llm_with(engine: FusedKVEngine, tmp_path: Path) -> Iterator[Callable[[Any], 
         one.close()
 
 
-class ChromaLike(InMemoryVectorStore):
+class ChromaLike(VectorStore):
     """Gives documents and embeddings out as Chroma does."""
 
     def __init__(self, embedding: Embeddings) -> None:
-        super().__init__(embedding)
-        self.entries, self.store = self.store, None  # type: ignore[assignment]
+        self._inner = InMemoryVectorStore(embedding)
+
+    @property
+    def embeddings(self) -> Embeddings:
+        return self._inner.embedding
 
     def add_texts(self, texts: Any, metadatas: Any = None, **kwargs: Any) -> list[str]:
-        self.store = self.entries
-        try:
-            return super().add_texts(texts, metadatas, **kwargs)
-        finally:
-            self.store = None  # type: ignore[assignment]
+        return self._inner.add_texts(texts, metadatas, **kwargs)
+
+    def similarity_search(self, query: str, k: int = 4, **kwargs: Any) -> list[Document]:
+        return self._inner.similarity_search(query, k, **kwargs)
+
+    @classmethod
+    def from_texts(cls, texts: Any, embedding: Embeddings, metadatas: Any = None, **kwargs: Any) -> ChromaLike:
+        raise NotImplementedError
 
     def get(self, include: list[str], ids: list[str] | None = None) -> dict[str, Any]:
-        found = [self.entries[id_] for id_ in (self.entries if ids is None else ids)]
+        entries = self._inner.store
+        found = [entries[id_] for id_ in (entries if ids is None else ids)]
         named = {"documents": "text", "embeddings": "vector"}
         return {name: [entry[named[name]] for entry in found] for name in include}
 
