@@ -27,11 +27,11 @@ from typing import Any
 
 from environment import environment
 from evaluation.measure import QuestionRun, run
+from evaluation.metrics import mean_kl
 from evaluation.questions import Question, read_questions
 from evaluation.setting import Setting
 from evaluation.summary import bootstrap
 from rich.progress import track
-from torch.nn.functional import kl_div
 
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.model import LoadedModel, load_model
@@ -134,7 +134,7 @@ def record(got: QuestionRun, full: QuestionRun, chunk_tokens: int, known: int) -
     report = got.report
     missed = known - chunk_tokens
     return {
-        "kl": float(kl_div(got.log_probs, full.log_probs, log_target=True, reduction="none").sum(-1).mean()),
+        "kl": mean_kl(full.log_probs, got.log_probs),
         "recomputed": report.recomputed_tokens,
         "computed_share": (report.recomputed_tokens + report.fresh_tokens - missed) / chunk_tokens,
         "variants_used": sum(one["variant"] != "" for one in report.variants),
