@@ -1,0 +1,250 @@
+"""Figures in docs/experiments.md are those of the records."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from statistics import mean
+from typing import Any
+
+import pytest
+from adaptive import summarise as summarise_ways
+from evaluation.summary import summarise
+
+from .records import (
+    RESULTS,
+    kl_rows,
+    prose,
+    quality,
+    record,
+    records_of,
+    rows_of,
+    second_passes,
+    table,
+    told_nearer,
+    total,
+    ways_of_recomputing,
+)
+
+PAGE = "docs/experiments.md"
+
+
+def _selector_rows() -> Iterator[list[str]]:
+    sets = quality("quality_methods_cpu.json")
+    keys = [key for key in next(iter(sets.values())) if key[2] == 0.15]
+    for key in sorted(keys, key=lambda key: -mean(rows[key]["recovered"] for rows in sets.values())):
+        shares = [rows[key]["recovered"] for rows in sets.values()]
+        recall = mean(rows[key]["recall_10"] for rows in sets.values())
+        yield [f"`{key[0]}`", *(f"{100 * share:.0f} %" for share in (*shares, mean(shares), recall))]
+
+
+def test_all_selectors() -> None:
+    head = " | ".join(["selector", *quality("quality_methods_cpu.json")])
+    assert table(PAGE, head) == list(_selector_rows())
+
+
+def test_the_default() -> None:
+    def percent(row: dict[str, Any]) -> str:
+        low, high = row["recovered_95"]
+        return f"{100 * row['recovered']:.0f} % ({100 * low:.0f} to {100 * high:.0f})"
+
+    want = []
+    for name, rows in quality("quality_default_cpu.json").items():
+        reused, fused = rows["full_reuse", "similar", 0.0], rows["sink_attention", "similar", 0.15]
+        low, high = fused["f1_minus_full_95"]
+        want.append([name, percent(reused), percent(fused), f"{100 * low:+.1f} to {100 * high:+.1f}"])
+    assert table(PAGE, "set") == want
+
+
+def test_shifts_from_prompts() -> None:
+    assert table(PAGE, "wording and ratio, one grouping") == list(kl_rows("_one_grouping", "_contexts"))
+
+
+def test_one_prompt_instead_of_two() -> None:
+    methods = {"0": "full_reuse/similar/0", "0.15": "sink_attention/similar/0.15", "none": "full_reuse/none/0"}
+    want = []
+    for frame in ("plain", "short"):
+        both = [records_of(f"quality_ten_{frame}{kind}_cpu.records.jsonl") for kind in ("_one_prompt", "_one_grouping")]
+        for name, *rows in zip(quality(f"quality_ten_{frame}_cpu.json"), *(of.values() for of in both), strict=True):
+            shares = [
+                {
+                    ratio: 100 - 100 * total(records, methods[ratio]) / total(records, methods["none"])
+                    for ratio in ("0", "0.15")
+                }
+                for records in rows
+            ]
+            cells = [f"{name}, `{frame}`"]
+            for ratio in ("0", "0.15"):
+                one, two = (share[ratio] for share in shares)
+                cells += [f"{one:.0f} %", f"{two - one:.1f}"]
+            want.append(cells)
+    assert table(PAGE, "set and wording, one prompt") == want
+
+
+def test_two_divisions_of_groups() -> None:
+    want = list(kl_rows("_two_divisions", "_one_grouping"))
+    assert table(PAGE, "wording and ratio, two divisions") == want
+
+
+def test_a_stronger_pull_and_a_stored_first_chunk() -> None:
+    assert table(PAGE, "wording and ratio, now") == list(kl_rows("_in_full", "_two_divisions"))
+    want = list(kl_rows("_float32_in_full", "_float32_two_divisions"))
+    assert table(PAGE, "wording and ratio, now, float32") == want
+
+
+def test_four_prompts_instead_of_two() -> None:
+    kinds = "_float32_two_divisions", "_float32_four_prompts"
+    want = []
+    for frame in ("plain", "short"):
+        both = [records_of(f"quality_ten_{frame}{kind}_cpu.records.jsonl").values() for kind in kinds]
+        for name, *of_set in zip(quality("quality_ten_plain_cpu.json"), *both, strict=True):
+            rows = [rows_of(records) for records in of_set]
+            ways = ("full_reuse", "similar", 0.0), ("sink_attention", "similar", 0.15)
+            shares = [f"{100 * of[way]['recovered']:.0f} %" for of in rows for way in ways]
+            want.append([f"{name}, `{frame}`", *shares])
+    assert table(PAGE, "set and wording, float32 then") == want
+    assert table(PAGE, "wording and ratio, four prompts") == list(kl_rows(*reversed(kinds)))
+
+
+def _beside(*kinds: str) -> tuple[list[list[str]], dict[float, list[float]]]:
+    """Return a table of what the first kind of records recovers and the second more; and that by ratio, in points."""
+    methods = ("full_reuse", "similar", 0.0), ("sink_attention", "similar", 0.15)
+    rows, lost = [], {ratio: list[float]() for *_, ratio in methods}
+    for frame in ("plain", "short"):
+        both = (
+            [rows_of(of) for of in records_of(f"quality_ten_{frame}{kind}_cpu.records.jsonl").values()]
+            for kind in kinds
+        )
+        for name, *of_set in zip(quality("quality_ten_plain_cpu.json"), *both, strict=True):
+            cells = [f"{name}, `{frame}`"]
+            for method in methods:
+                share, other = (100 * of[method]["recovered"] for of in of_set)
+                cells += [f"{share:.1f} %", f"{other - share:.1f}"]
+                lost[method[2]].append(other - share)
+            rows.append(cells)
+    return rows, lost
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_runs_of_one_prompt(dtype: str) -> None:
+    kinds = ("_float32_one_prompt", "_float32_in_full") if dtype == "float32" else ("_runs", "_in_full")
+    want, lost = _beside(*kinds)
+    assert table(PAGE, f"set and wording, one prompt in runs, {dtype}") == want
+    text = prose(PAGE)
+    assert f"{mean(lost[0.15]):.1f} points less on average in {dtype}" in text
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kinds", "questions"),
+    [("float32", ("_float32_again", "_float32_linears"), 20), ("bfloat16", ("_again", "_linears"), 40)],
+)
+def test_one_prompt_and_for_some_a_second(dtype: str, kinds: tuple[str, str], questions: int) -> None:
+    """On the questions that were asked."""
+    want, lost = [], []
+    for frame in ("plain", "short"):
+        again, two = (records_of(f"quality_ten_{frame}{kind}_cpu.records.jsonl") for kind in kinds)
+        for name, one, of_all in zip(quality("quality_ten_plain_cpu.json"), again.values(), two.values(), strict=True):
+            asked = {row["question"] for row in one}
+            other = [row for row in of_all if row["question"] in asked]
+            assert len(asked) == questions
+            whole = total(other, "full_reuse/none/0", questions)
+            cells = [f"{name}, `{frame}`"]
+            for method in ("full_reuse/similar/0", "sink_attention/similar/0.15"):
+                share, of_two = (100 - 100 * total(rows, method, questions) / whole for rows in (one, other))
+                cells += [f"{share:.1f} %", f"{of_two - share:.1f}"]
+            lost.append(of_two - share)
+            want.append(cells)
+    assert table(PAGE, f"set and wording, one prompt and for some a second, {dtype}") == want
+    text = prose(PAGE)
+    way = "less" if mean(lost) > 0 else "more"
+    assert f"{abs(mean(lost)):.1f} points {way} at 0.15 on average in {dtype}" in text
+
+
+def test_half_of_the_chunks_again() -> None:
+    kinds = "_half_again", "_gated"
+    want, lost = _beside(*kinds)
+    assert table(PAGE, "set and wording, half of the chunks again") == want
+    assert table(PAGE, "wording and ratio, half of the chunks again") == list(kl_rows(*kinds))
+    text = prose(PAGE)
+    zero, at = lost[0.0], lost[0.15]
+    assert f"{mean(at):.1f} points less at 0.15 on average, {max(at):.1f} in the set that loses most" in text
+    assert f"{mean(zero):.1f} and {max(zero):.1f} points less at 0" in text
+
+
+def test_five_eighths_of_the_chunks_again() -> None:
+    single = list(kl_rows("_float32_five_eighths", "_float32", questions=36))
+    assert table(PAGE, "wording and ratio, five eighths again, float32") == single
+    kinds = "_five_eighths", "_gated"
+    assert table(PAGE, "wording and ratio, five eighths again, bfloat16") == list(kl_rows(*kinds))
+    want, lost = _beside(*kinds)
+    assert table(PAGE, "set and wording, five eighths again, bfloat16") == want
+    text = prose(PAGE)
+    zero, at = (f"{mean(points):.1f} points" for points in lost.values())
+    assert f"In bfloat16 that is {at} less at 0.15 and {zero} less at 0 on average" in text
+    some, whole = (second_passes(f"bfloat16_{way}", prompts=2) for way in ("five_eighths", "gated"))
+    assert f"took {some[0]:.2f} to {some[-1]:.2f} times as long as the first with it in bfloat16 (three runs" in text
+    assert f"and {whole[0]:.2f} to {whole[-1]:.2f} times in full" in text
+
+
+def test_adaptive_against_fixed_ratios() -> None:
+    rows = {(row["way"], row["along"]): row for row in record("adaptive_cpu.json")["rows"]}
+    adaptive = rows["adaptive 0.01", "answer"]
+    assert table(PAGE, "way, one grouping") == ways_of_recomputing("adaptive_cpu.json")
+    assert f"answers is {100 * (1 - adaptive['p95'] / adaptive['fixed_p95']):.0f} % nearer" in prose(PAGE)
+    assert rows["adaptive, all to 0.15", "answer"]["rank_correlation"] > 0.6
+
+
+def test_adaptive_with_shifts_of_two_divisions() -> None:
+    listed = record("adaptive_float32_cpu.json")["rows"]
+    rows = {(row["way"], row["along"]): row for row in listed}
+    assert {row["questions"] for row in listed} == {120}
+    asked: dict[tuple[str, str], dict[str, Any]] = {}
+    for line in (RESULTS / "adaptive_float32_cpu.records.jsonl").read_text(encoding="utf-8").splitlines():
+        one = json.loads(line)
+        asked.setdefault((one["settings"], one["question"]), {})[one["method"]] = one
+    of_sets: dict[str, list[dict[str, Any]]] = {}
+    for (settings, _), ways in asked.items():
+        of_sets.setdefault(settings, []).append({way: ways[way] for way in dict.fromkeys(row["way"] for row in listed)})
+    first = [ways for of_set in of_sets.values() for ways in of_set[:20]]
+    assert table(PAGE, "way, two divisions") == ways_of_recomputing("adaptive_float32_cpu.json")
+    text = prose(PAGE)
+    assert f"p95 is {told_nearer(listed)} below" in text
+    assert f"worst three, it was {told_nearer(summarise_ways(first))}" in text
+    assert round(rows["adaptive 0.008", "answer"]["mean_share"], 2) == 0.15
+    assert rows["adaptive, all to 0.15", "answer"]["rank_correlation"] > 0.6
+
+
+def test_the_default_with_a_second_model() -> None:
+    def percent(row: dict[str, Any]) -> str:
+        low, high = row["recovered_95"]
+        return f"{100 * row['recovered']:.0f} % ({100 * low:.0f} to {100 * high:.0f})"
+
+    def chosen(rows: Any) -> list[dict[str, Any]]:
+        return [rows["full_reuse", "similar", 0.0], rows["sink_attention", "similar", 0.15]]
+
+    first = {tuple(one["question"] for one in records): records
+             for records in records_of("quality_default_cpu.records.jsonl").values()}  # fmt: skip
+    asked = [list(dict.fromkeys(one["question"] for one in records))
+             for records in records_of("quality_gemma_cpu.records.jsonl").values()]  # fmt: skip
+    want, counts = [], set()
+    for (name, rows), questions in zip(quality("quality_gemma_cpu.json").items(), asked, strict=True):
+        counts |= {row["questions"] for row in chosen(rows)} | {len(questions)}
+        (records,) = (found for known, found in first.items() if set(questions) <= set(known))
+        by_question = {(one["question"], one["method"]): one for one in records}
+        other = {
+            (row["selector"], row["preprocessing"], row["ratio"]): row for row in summarise(by_question, questions)
+        }
+        want.append([name, *map(percent, chosen(rows)), *map(percent, chosen(other))])
+    assert table(PAGE, "set of Gemma") == want
+    text = prose(PAGE)
+    (count,) = counts
+    assert f"the default on the first {count} questions of two of the sets" in text
+
+
+def test_long_chunks_with_contexts() -> None:
+    (rows,) = quality("quality_600_cpu.json").values()
+    found = []
+    for way in (("sink_attention", "similar", 0.15), ("full_reuse", "similar", 0.0)):
+        low, high = rows[way]["recovered_95"]
+        found.append(f"{100 * rows[way]['recovered']:.0f} % ({100 * low:.0f} to {100 * high:.0f})")
+    assert f"it was {found[0]} at 0.15 and {found[1]} at 0" in prose(PAGE)

@@ -1,0 +1,30 @@
+"""Figures in docs/methods.md are those of the records."""
+
+from __future__ import annotations
+
+from .records import prose, record, table
+
+PAGE = "docs/methods.md"
+
+
+def test_the_probe() -> None:
+    rows = table(PAGE, "prompt tokens")
+    assert rows == [
+        ["probe and selection", *(f"{100 * row['probe_share']:.1f} %" for row in record("probe_cpu.json")["lengths"])]
+    ]
+
+
+def test_variants_of_chunks() -> None:
+    found = record("variants_cpu.json")
+    want = []
+    for row in found["rows"][1:]:
+        low, high = (f"{100 * end:.0f}" for end in row["interval"])
+        recovered = f"{100 * row['recovered']:.0f} % ({low} to {high})"
+        want.append([row["way"], f"{100 * row['computed']:.0f} %", recovered])
+    assert table(PAGE, "KV and rule") == want
+    settings, stored = found["settings"], found["stored"]
+    text = prose(PAGE)
+    assert f"Measured on {settings['questions']} questions of {settings['data']} without preprocessing" in text
+    assert (settings["askings"], settings["passages"], settings["pool"]) == (3, 5, 8)
+    assert round(stored["variants"]["bytes"] / stored["plain"]["bytes"]) == 2
+    assert stored["plain"]["chunks"] == 4 * stored["few variants"]["chunks"]

@@ -1,0 +1,236 @@
+"""Figures in docs/quality.md are those of the records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import mean
+from typing import Any
+
+from fused_kv_llm.config import EngineConfig
+
+from .records import held_back, prose, quality, record, records_of, table, times, told_nearer, ways_of_recomputing
+
+PAGE = "docs/quality.md"
+
+
+def test_ten_passages() -> None:
+    reuse, default = ("full_reuse", "similar", 0.0), ("sink_attention", "similar", 0.15)
+    want = []
+    for frame in ("plain", "short"):
+        now, before = quality(f"quality_ten_{frame}_cpu.json"), quality(f"quality_ten_{frame}_before_cpu.json")
+        records = records_of(f"quality_ten_{frame}_cpu.records.jsonl")
+        for (name, rows), of_set in zip(now.items(), records.values(), strict=True):
+            low, high = rows[default]["recovered_95"]
+            held = held_back(of_set)
+            cells = [rows[reuse], held[reuse], before[name][default], rows[default], held[default]]
+            shares = [f"{100 * row['recovered']:.0f} %" for row in cells]
+            shares[3] += f" ({100 * low:.0f} to {100 * high:.0f})"
+            want.append([f"{name}, `{frame}`", *shares, f"{rows[default]['expected_rank_correlation']:.2f}"])
+    assert table(PAGE, "set and wording") == want
+    at = {column: sorted(int(row[column].split()[0]) for row in want) for column in (1, 4)}
+    readme = prose("README.md")
+    assert f"recovers {at[4][0]} to {at[4][-1]} % at 0.15, and {at[1][0]} to {at[1][-1]} % at 0 (" in readme
+
+
+def test_ten_passages_in_float32() -> None:
+    reuse, default = ("full_reuse", "similar", 0.0), ("sink_attention", "similar", 0.15)
+    want = []
+    for frame in ("plain", "short"):
+        now = quality(f"quality_ten_{frame}_float32_cpu.json")
+        records = records_of(f"quality_ten_{frame}_float32_cpu.records.jsonl")
+        for (name, rows), of_set in zip(now.items(), records.values(), strict=True):
+            held = held_back(of_set)
+            low, high = rows[default]["recovered_95"]
+            cells = [f"{100 * of[method]['recovered']:.0f} %" for method in (reuse, default) for of in (rows, held)]
+            cells[2] += f" ({100 * low:.0f} to {100 * high:.0f})"
+            want.append([f"{name}, `{frame}`", *cells])
+    assert table(PAGE, "set and wording, float32") == want
+    at = {column: sorted(int(row[column].split()[0]) for row in want) for column in (1, 3)}
+    readme = prose("README.md")
+    assert f"in float32 {at[3][0]} to {at[3][-1]} % and {at[1][0]} to {at[1][-1]} %" in readme
+
+
+def test_a_hundred_questions() -> None:
+    (rows,) = quality("quality_hundred_short_cpu.json").values()
+    half, none = rows["sink_attention", "similar", 0.15], rows["full_reuse", "similar", 0.0]
+    assert half["questions"] == none["questions"] == 100
+    low, high = half["recovered_95"]
+    shares = [f"{100 * row[name]:.0f}" for name in ("recovered", "recovered_typical") for row in (half, none)]
+    text = prose(PAGE)
+    assert f"{shares[0]} % ({100 * low:.0f} to {100 * high:.0f}) are recovered at 0.15 and {shares[1]} % at 0" in text
+    assert f"by the geometric mean, {shares[2]} and {shares[3]} %" in text
+
+
+def _fair(model: str, dtype: str, ratio: float = 0.15) -> dict[tuple[str, str], dict[str, Any]]:
+    at = model, dtype, "sets", ratio
+    (pooled,) = (
+        one for one in record("fair_cpu.json")["pooled"]
+        if (one["model"], one["dtype"], one["kind"], one["ratio"]) == at
+    )  # fmt: skip
+    return {(row["selector"], row["preprocessing"]): row for row in pooled["rows"]}
+
+
+def _fair_rows() -> Iterator[list[str]]:
+    rows = _fair("smollm2-135m", "bfloat16")
+    for rule in sorted({name for name, _ in rows} - {"full_reuse", "full_prefill"}):
+        if rule.endswith(("+transfer", "-transfer")):
+            continue
+        # The default has transfer by itself, the other rules are given it.
+        plain, with_it = ("-transfer", "") if f"{rule}-transfer" in {name for name, _ in rows} else ("", "+transfer")
+        pairs = [rows[f"{rule}{end}", made] for made in ("none", "fusionrag", "similar") for end in (plain, with_it)]
+        read = f"{100 * rows[f'{rule}{with_it}', 'similar']['selection_share']:.0f} %"
+        yield [f"`{rule}`", *(f"{100 * row['recovered']:.0f} %" for row in pairs), read]
+
+
+def test_the_fair_table() -> None:
+    want = sorted(_fair_rows(), key=lambda cells: -int(cells[6].removesuffix(" %")))
+    assert table(PAGE, "rule at 0.15") == want
+    rows = _fair("smollm2-135m", "bfloat16")
+    assert {row["questions"] for row in rows.values()} == {12}
+    text = prose(PAGE)
+    ahead = [
+        rule for (rule, preprocessing), row in rows.items() if preprocessing == "similar"
+        and (row.get("against_default") or {}).get("kl", {}).get("p_holm", 1.0) < 0.05
+    ]  # fmt: skip
+    named = ", ".join(f"`{name}`" for name in ahead)
+    assert f"After our preprocessing these are worse than the default beyond chance: {named}." in text
+    full, typical = (
+        [f"{100 * rows['full_reuse', made][name]:.0f}" for made in ("fusionrag", "similar")]
+        for name in ("recovered", "recovered_typical")
+    )
+    assert f"wins back {full[0]} % without recomputation, and ours {full[1]} %" in text
+    assert f"by the geometric mean, {typical[0]} and {typical[1]} %" in text
+    none, theirs, ours = (
+        f"{100 * rows['fusionrag', made]['recovered_typical']:.0f} %" for made in ("none", "fusionrag", "similar")
+    )
+    assert (
+        f"wins back {none} of a typical question without preprocessing, {theirs} after FusionRAG's and {ours}" in text
+    )
+    lost = rows["sink_attention", "similar"]["recovered"] - rows["sink_attention_anchors", "similar"]["recovered"]
+    assert f"won back {100 * lost:.0f} point less" in text
+    gemma = _fair("gemma3-270m", "float32")
+    assert {row["questions"] for row in gemma.values()} == {3}
+    share = {key: f"{100 * row['recovered']:.0f} %" for key, row in gemma.items()}
+    assert share["fusionrag+transfer", "similar"] == share["prophetkv+transfer", "similar"]
+    assert (
+        f"the default recovers {share['sink_attention', 'similar']}, full reuse {share['full_reuse', 'similar']}, "
+        f"`fusionrag+transfer` and `prophetkv+transfer` {share['prophetkv+transfer', 'similar']}, and "
+        f"`sink_attention_anchors` {share['sink_attention_anchors', 'similar']}; without preprocessing "
+        f"`prophetkv+transfer` is ahead with {share['prophetkv+transfer', 'none']}, and the default has "
+        f"{share['sink_attention', 'none']}"
+    ) in text
+
+
+def test_the_fair_table_at_other_ratios() -> None:
+    few, more, most = (_fair("smollm2-135m", "bfloat16", ratio) for ratio in (0.05, 0.3, 0.5))
+    assert [{row["questions"] for row in rows.values()} for rows in (few, more, most)] == [{6}, {6}, {2}]
+    aside = {"full_reuse", "full_prefill"}
+    rules = [name for name, made in few if made == "none" and "transfer" not in name and name not in aside]
+    want = [
+        [f"`{rule}`", *(f"{100 * rows[rule, made]['recovered']:.0f} %"
+                        for rows in (few, more) for made in ("none", "fusionrag", "similar"))] for rule in rules
+    ]  # fmt: skip
+    assert all(few[rule, "similar"]["recovered"] >= more[rule, "none"]["recovered"] for rule in rules)
+    worse = [rule for rule in rules if few[rule, "fusionrag"]["recovered"] < few[rule, "none"]["recovered"]]
+    assert worse == ["cache_craft_online"]
+    assert table(PAGE, "rule, other ratios") == sorted(want, key=lambda cells: cells[0])
+
+
+def test_reading_less_first() -> None:
+    want = []
+    for name, rows in quality("quality_read_first_cpu.json").items():
+        for rule in ("sink_attention", "sink_attention_anchors", "qcfuse"):
+            row = rows[rule, "similar", 0.15]
+            low, high = row["recovered_95"]
+            recovered = f"{100 * row['recovered']:.1f} % ({100 * low:.0f} to {100 * high:.0f})"
+            want.append([name, f"`{rule}`", recovered, f"{100 * row['selection_share']:.0f} %"])
+    assert table(PAGE, "set, ten passages") == want
+
+
+def test_adaptive() -> None:
+    assert table(PAGE, "way") == ways_of_recomputing("adaptive_eight_bit_cpu.json")
+    listed = record("adaptive_eight_bit_cpu.json")["rows"]
+    rows = {(row["way"], row["along"]): row for row in listed}
+    assert {row["questions"] for row in listed} == {120}
+    text = prose(PAGE)
+    assert f"which rests on the worst six, is {told_nearer(listed)} lower" in text
+    default = rows[f"adaptive {EngineConfig().adaptive_target}", "answer"]
+    lower, share = 1 - default["p95"] / default["fixed_p95"], default["mean_share"]
+    assert lower > 0.3
+    assert f"recomputes {100 * share:.1f} % on average, and its p95 is {100 * lower:.0f} % lower" in text
+    assert rows["adaptive, all to 0.15", "answer"]["rank_correlation"] > 0.6
+    earlier = {row["way"]: row["median_s"] for row in record("adaptive_cpu.json")["rows"] if row["along"] == "answer"}
+    assert f"took {earlier['adaptive 0.01']:.2f} s (one thread, busy" in text
+    assert f"worst cases, {earlier['fixed 0.3']:.2f} s." in text
+
+
+def test_long_chunks() -> None:
+    ways = (("sink_attention", "similar", 0.15), ("full_reuse", "similar", 0.0))
+    want = []
+    for frame in ("plain", "short"):
+        name = f"quality_600_{frame}_float32_cpu"
+        assert record(f"{name}.json")["frame"] == frame
+        (rows,) = quality(f"{name}.json").values()
+        row = [f"`{frame}` (`{name}.md`)"]
+        for way in ways:
+            low, high = rows[way]["recovered_95"]
+            row += [f"{100 * rows[way]['recovered']:.1f} %", f"{100 * low:.1f} to {100 * high:.1f}"]
+        want.append(row)
+    assert table(PAGE, "wording, chunks of 600 tokens") == want
+
+
+def test_a_second_model_beside_plain_transformers() -> None:
+    rows = {(row["length"], row["ratio"]): row for row in record("fidelity_gemma_cpu.json")["rows"]}
+    want = []
+    for length in dict.fromkeys(length for length, _ in rows):
+        exact = rows[length, 1.0]
+        assert exact["all_tokens_same"]
+        assert exact["largest_difference"] <= 1e-4
+        losses = [f"{rows[length, ratio]['kl']:.3f}" for ratio in (0.0, 0.15)]
+        want.append([f"{length:,}", *losses, f"{exact['largest_difference']:.0e}"])
+    assert table(PAGE, "length") == want
+
+
+def test_a_second_model_with_ten_passages() -> None:
+    plain, short = quality("quality_gemma_ten_cpu.json"), quality("quality_gemma_ten_short_cpu.json")
+    want = []
+    for name in plain:
+        cells = [name]
+        for rows in (plain[name], short[name]):
+            for rule, ratio in (("full_reuse", 0.0), ("sink_attention", 0.15)):
+                row = rows[rule, "similar", ratio]
+                assert row["questions"] == 20
+                low, high = row["recovered_95"]
+                cells.append(f"{100 * row['recovered']:.0f} % ({100 * low:.0f} to {100 * high:.0f})")
+        want.append(cells)
+    assert table(PAGE, "set of Gemma, ten passages") == want
+
+
+def test_the_second_model_is_sooner() -> None:
+    rows = {row["what"]: row for row in record("ttft_gemma_cpu.json")["rows"]}
+    row, text = rows["fused 0.15 warm"], prose(PAGE)
+    want = f"{row['ttft_s']:.2f} s at 0.15, {times(row['speedup'])} times sooner than plain transformers'"
+    assert want in text
+    assert f"{row['operators']:.1f} times by operators and {row['reuse']:.1f} times by reuse" in text
+
+
+def _mean_of_sets(sets: list[dict[str, Any]], *names: str) -> str:
+    return f"{mean(rows[name] for rows in sets for name in names):.2f}"
+
+
+def test_preprocessed_kv() -> None:
+    by_set = record("preprocessed_kv_cpu.json")["sets"]
+    assert list(by_set) == ["musique_train100", "hotpotqa_train100", "squad10"]
+    want = []
+    for at, first in enumerate(by_set["musique_train100"]):
+        sets = [rows[at] for rows in by_set.values()]
+        assert {row["questions"] for row in sets} == {12}
+        places = "early", "late"
+        cells = [first["preprocessing"]]
+        cells += [_mean_of_sets(sets, f"keys, second, {place}", f"values, second, {place}") for place in places]
+        cells += [_mean_of_sets(sets, f"{part}, all, {place}") for part in ("keys", "values") for place in places]
+        for rule in ("full reuse", "fusionrag", "default"):
+            shares = [f"{100 * row[rule] + 0.0:.0f}".replace("-0", "0") for row in sets if rule in row]
+            cells.append(f"{', '.join(shares)} %" if shares else "-")
+        want.append(cells)
+    assert table(PAGE, "KV of chunks, ten passages") == want

@@ -1,0 +1,93 @@
+"""Figures in README.md are those of the records."""
+
+from __future__ import annotations
+
+from statistics import mean
+
+from .records import prose, quality, record, second_passes, table, times
+
+PAGE = "README.md"
+
+
+def ttft(name: str) -> dict[int, dict[str, float]]:
+    found: dict[int, dict[str, float]] = {}
+    for row in record(name)["rows"]:
+        found.setdefault(row["prompt_tokens"], {})[row["what"]] = row["ttft_s"]
+    return found
+
+
+def test_time_to_first_token() -> None:
+    want = []
+    for tokens, seconds in ttft("ttft_cpu.json").items():
+        plain, alone = seconds["plain"], seconds["fused 1 warm"]
+        row = [f"{tokens:,}", f"{plain:.2f} s", f"{alone:.2f} s ({times(plain / alone)}x)"]
+        for fused in (seconds["fused 0.15 warm"], seconds["fused 0 warm"]):
+            row += [f"{fused:.2f} s ({times(plain / fused)}x)", f"{times(plain / alone)} x {times(alone / fused)}"]
+        want.append(row)
+    assert table(PAGE, "prompt tokens") == want
+
+
+def test_time_to_first_token_in_the_text() -> None:
+    text = prose(PAGE)
+    found = ttft("ttft_cpu.json")[3635]
+    plain, alone, fused, cold = (
+        found[what] for what in ("plain", "fused 1 warm", "fused 0.15 warm", "fused 0.15 cold")
+    )
+    assert f"comes **{times(plain / fused)} times sooner**" in text
+    assert f"gives {times(alone / fused)}x of that, faster CPU operators give {times(plain / alone)}x" in text
+    assert (
+        f"is {times(plain / cold)} times as fast as plain transformers at 3,635 tokens ({times(alone / cold)}x" in text
+    )
+    assert f"takes {record('ttft_cpu.json')['memory']['times_kv']:.1f} times the bytes of its KV" in text
+    wide = ttft("ttft_cpu_float32.json")[3635]
+    assert (
+        f"took {wide['plain']:.2f} s in plain transformers, {wide['fused 1 warm']:.2f} s at ratio 1, "
+        f"{wide['fused 0.15 warm']:.2f} s at ratio 0.15 ({times(wide['plain'] / wide['fused 0.15 warm'])}x) and "
+        f"{wide['fused 0 warm']:.2f} s at ratio 0 ({times(wide['plain'] / wide['fused 0 warm'])}x)"
+    ) in text
+    rate = record("ingestion_cpu.json")["chunks_per_minute"]
+    assert f"{rate['similar']:.0f} chunks a minute" in text
+    assert f"{rate['none']:.0f} without; {rate['bare']:.0f} in a bare batched forward" in text
+    limits = [
+        [row["times_limit"] for row in record("ttft_cpu.json")["rows"] if row["what"] == f"fused {ratio} warm"]
+        for ratio in (0.15, 0.05)
+    ]
+    assert f"takes {min(limits[0]):.1f} to {max(limits[0]):.1f} times as long" in text
+    assert f"and {min(limits[1]):.1f} to {max(limits[1]):.1f} times at 0.05" in text
+
+
+def test_selectors() -> None:
+    sets = quality("quality_methods_cpu.json")
+    found = {row[0].split("`")[1]: row[1] for row in table(PAGE, "selector")}
+    assert len(found) == 8
+    for selector, cell in found.items():
+        assert cell == f"{100 * mean(rows[selector, 'none', 0.15]['recovered'] for rows in sets.values()):.0f} %", (
+            selector
+        )
+
+
+def test_first_ask() -> None:
+    found, text = record("first_ask_cpu.json"), prose(PAGE)
+    assert f"{found['files']} Markdown files ({found['chunks']} chunks, {found['tokens']:,} tokens)" in text
+    assert f"{found['askable_s']:.1f} s after" in text
+    assert f"{found['bare_whole_s']:.1f} s to start" in text
+
+
+def test_the_second_pass_today() -> None:
+    names = {"float32": "float32_attention", "bfloat16": "bfloat16_native"}
+    of = {dtype: record(f"second_pass_{name}_cpu.json") for dtype, name in names.items()}
+    ratios = {dtype: one["total_over_first"][dtype] for dtype, one in of.items()}
+    want = [[prompts, *(f"{ratios[dtype][prompts]:.2f}" for dtype in of)] for prompts in ("1", "2")]
+    assert table("docs/ingestion.md", "`preprocessing_prompts`") == want
+    readme, ingestion = prose(PAGE), prose("docs/ingestion.md")
+    (chunks,) = {run["chunks"] for one in of.values() for run in one["runs"]}
+    single, half = want[1][1:]
+    assert f"ingesting {chunks} passages takes {half} times as long as without it in bfloat16" in readme
+    assert f"and {single} times in float32" in readme
+    slow = record("second_pass_eight_bit_cpu.json")["total_over_first"]["float32"]["2"]
+    assert f"on a processor without VNNI {slow:.2f} times in float32" in readme
+    assert f"without VNNI {slow:.2f} times" in ingestion
+    for prompts in (1, 2):
+        runs = second_passes("bfloat16_native", prompts)
+        assert len(runs) == 3
+        assert f"{runs[0]:.2f} to {runs[-1]:.2f}" in ingestion
