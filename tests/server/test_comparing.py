@@ -84,12 +84,12 @@ def test_who_leaves_pays_and_is_not_worked_for(engine: FusedKVEngine, monkeypatc
         return chat_prompt(*args)
 
     body = {"messages": MESSAGES, "columns": [{}], "max_tokens": 128}
-    with running(app) as url, httpx.Client(base_url=url, timeout=0.5) as client:
+    with running(app) as url, httpx.Client(base_url=url, timeout=60) as client:
         # One leaves while its prompt is made: nothing is answered for it.
         with monkeypatch.context() as patch:
             patch.setattr(comparing, "chat_prompt", slowly)
             with pytest.raises(httpx.ReadTimeout):
-                client.post("/v1/compare", json=body)
+                client.post("/v1/compare", json=body, timeout=0.5)
             assert building.is_set()
             time.sleep(0.2)
             go_on.set()
