@@ -26,14 +26,16 @@ import sys
 import tempfile
 from contextlib import ExitStack
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from environment import environment
 from evaluation.methods import FULL, Method, methods_of
 from evaluation.picture import draw
+from evaluation.pooling import pool
 from evaluation.questions import FRAMES, PARTS
-from evaluation.records import RecordFile
+from evaluation.records import RecordFile, Records
 from evaluation.run import Bench, missing, open_bench
 from evaluation.setting import CORPORA, Setting
 from evaluation.summary import markdown_table, summarise
@@ -42,6 +44,9 @@ from gemma import model_source
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.config import DEFAULT_PREPROCESSING, DEFAULT_PREPROCESSING_PROMPTS, DEFAULT_SELECTOR
 from fused_kv_llm.model import load_model
+
+_MOST_LINES = 30
+"""Of a picture: more cannot be told apart."""
 
 
 def parse() -> argparse.Namespace:
@@ -80,8 +85,8 @@ def setting_of(args: argparse.Namespace) -> Setting:
     )  # fmt: skip
 
 
-def run_set(bench: Bench, path: Path, methods: list[Method], args: argparse.Namespace) -> dict[str, Any]:
-    """Measure what is missing of one data set and return its result."""
+def run_set(bench: Bench, path: Path, methods: list[Method], args: argparse.Namespace) -> Records:
+    """Measure what is missing of one data set and return the records of its questions."""
     setting = setting_of(args)
     questions = setting.questions(path, args.questions, bench.engine)
     shard, shards = (int(part) for part in args.shard.split("/"))
@@ -89,28 +94,34 @@ def run_set(bench: Bench, path: Path, methods: list[Method], args: argparse.Name
     if missing(out, mine := questions[shard::shards], methods):
         bench.ingest(path, questions, setting, args.selectors)
         bench.measure(mine, methods, setting, out)
-    keys = {method.key for method in (FULL, *methods)}
-    chosen = {pair: record for pair, record in out.read().items() if pair[1] in keys}
-    return {"data": path.stem, "rows": summarise(chosen, [q.id for q in questions])}
+    kept, keys = out.read(), [method.key for method in (FULL, *methods)]
+    return {pair: kept[pair] for pair in product((q.id for q in questions), keys) if pair in kept}
 
 
-def write_results(results: list[dict[str, Any]], engine: FusedKVEngine, args: argparse.Namespace) -> None:
-    """Write JSON, markdown and PNG beside each other, and print the tables."""
+def write_results(records: dict[str, Records], engine: FusedKVEngine, args: argparse.Namespace) -> None:
+    """Write JSON, markdown and PNG beside each other, and print the tables: of each set, and of several together."""
+    results = [{"data": name, "rows": _rows(found)} for name, found in records.items()]
+    pooled = [{"data": "all sets", "rows": _rows(pool(records.values()))}] if len(records) > 1 else []
     head = {
         "environment": environment(), "model": args.model, "dtype": engine.dtype, "device": engine.device,
         **asdict(setting_of(args)),
     }  # fmt: skip
-    args.out.write_text(json.dumps({**head, "results": results}, indent=1) + "\n", encoding="utf-8")
+    args.out.write_text(json.dumps({**head, "results": results, "pooled": pooled}, indent=1) + "\n", encoding="utf-8")
     about = f"{args.model}, {engine.dtype}, {args.passages} passages, prompt frame `{args.frame}`"
     parts = [f"# Quality\n\n{about}. `{head['environment']['command']}`\n"]
-    for result in results:
+    for result in [*results, *pooled]:
         count = result["rows"][0]["questions"] if result["rows"] else 0
         parts.append(f"## {result['data']}, {count} questions\n\n{markdown_table(result['rows'])}\n")
     text = "\n".join(parts)
     args.out.with_suffix(".md").write_text(text, encoding="utf-8")
     print(text)
-    if all(result["rows"] for result in results):
+    lines = {(row["selector"], row["preprocessing"]) for result in results for row in result["rows"]}
+    if all(result["rows"] for result in results) and len(lines) <= _MOST_LINES:
         draw(results, args.out.with_suffix(".png"))
+
+
+def _rows(records: Records) -> list[dict[str, Any]]:
+    return summarise(records, list(dict.fromkeys(question for question, _ in records)))
 
 
 def main() -> None:
@@ -122,8 +133,8 @@ def main() -> None:
     with ExitStack() as stack:
         loaded = load_model(model_source(args.model), dtype=args.dtype, device=args.device)
         bench = open_bench(stack, loaded, kv_dir, args.preprocessing, preprocessing_prompts=args.preprocessing_prompts)
-        results = [run_set(bench, path, methods, args) for path in args.data]
-        write_results(results, bench.engine, args)
+        records = {path.stem: run_set(bench, path, methods, args) for path in args.data}
+        write_results(records, bench.engine, args)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from statistics import mean
-
-from .records import prose, quality, record, second_passes, table, times
+from .records import prose, record, second_passes, table, times
 
 PAGE = "README.md"
 
@@ -56,14 +54,22 @@ def test_time_to_first_token_in_the_text() -> None:
     assert f"and {min(limits[1]):.1f} to {max(limits[1]):.1f} times at 0.05" in text
 
 
-def test_selectors() -> None:
-    sets = quality("quality_methods_cpu.json")
-    found = {row[0].split("`")[1]: row[1] for row in table(PAGE, "selector")}
-    assert len(found) == 8
-    for selector, cell in found.items():
-        assert cell == f"{100 * mean(rows[selector, 'none', 0.15]['recovered'] for rows in sets.values()):.0f} %", (
-            selector
-        )
+def test_rules() -> None:
+    (pooled,) = record("quality_rules_cpu.json")["pooled"]
+    rows = {(row["selector"], row["preprocessing"]): row for row in pooled["rows"]}
+    assert {row["questions"] for row in rows.values()} == {60}
+    want = []
+    for name, *_, looks, source in table(PAGE, "rule"):
+        rule = name.split("`")[1]
+        ways = ("-transfer", "") if f"{rule}-transfer" in {key for key, _ in rows} else ("", "+transfer")
+        cells = [rows.get((rule + way, made)) for made in ("none", "similar") for way in ways]
+        want.append([name, *("" if row is None else f"{100 * row['recovered']:.0f} %" for row in cells), looks, source])
+    assert table(PAGE, "rule") == want
+    assert f"alone it wins back {100 * rows['full_reuse', 'similar']['recovered']:.0f} %" in prose(PAGE)
+    for rule in ("boundary", "qcfuse", "fusionrag", "prophetkv"):
+        assert rows[f"{rule}+transfer", "similar"]["kl_p_holm"] > 0.05 < rows[rule, "similar"]["kl_p_holm"]
+    for rule in ("cacheblend", "random"):
+        assert rows[f"{rule}+transfer", "similar"]["kl_p_holm"] < 0.05 > rows[rule, "similar"]["kl_p_holm"]
 
 
 def test_first_ask() -> None:
