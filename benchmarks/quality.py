@@ -74,7 +74,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--kv-dir", type=Path, default=None, help="kept between runs; a temporary folder without it")
     parser.add_argument("--shard", default="0/1", help="i/n: only every n-th question, from the i-th")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "quality_cpu.json")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if len({path.stem for path in args.data}) < len(args.data):
+        parser.error("--data: a set goes by its file's name in the tables, so each needs one of its own")
+    return args
 
 
 def setting_of(args: argparse.Namespace) -> Setting:

@@ -26,7 +26,7 @@ CONTEXT_SHIFT = "shift-int8"
 """How the names of all context shifts begin."""
 
 _PULL = 0.15
-"""Weight of the assumption that nothing changes, in squared weights of places; measured in docs/methods.md."""
+"""Weight of the assumption that nothing changes, in squared weights of places; measured in docs/experiments.md."""
 
 
 def shift_name(num_neighbours: int, prompts: int) -> str:

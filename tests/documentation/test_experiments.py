@@ -247,4 +247,4 @@ def test_long_chunks_with_contexts() -> None:
     for way in (("sink_attention", "similar", 0.15), ("full_reuse", "similar", 0.0)):
         low, high = rows[way]["recovered_95"]
         found.append(f"{100 * rows[way]['recovered']:.0f} % ({100 * low:.0f} to {100 * high:.0f})")
-    assert f"it was {found[0]} at 0.15 and {found[1]} at 0" in prose(PAGE)
+    assert f"the default recovered {found[0]} at 0.15 and {found[1]} at 0" in prose(PAGE)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from .records import prose, record, second_passes, table, times
+import re
+
+from .records import prose, quality, record, second_passes, table, times
 
 PAGE = "README.md"
 
@@ -43,7 +45,9 @@ def test_time_to_first_token_in_the_text() -> None:
         f"{wide['fused 0.15 warm']:.2f} s at ratio 0.15 ({times(wide['plain'] / wide['fused 0.15 warm'])}x) and "
         f"{wide['fused 0 warm']:.2f} s at ratio 0 ({times(wide['plain'] / wide['fused 0 warm'])}x)"
     ) in text
-    rate = record("ingestion_cpu.json")["chunks_per_minute"]
+    ingested = record("ingestion_cpu.json")
+    assert (ingested["chunks"], f"Thirty chunks of the demo ({ingested['tokens']:,} tokens)" in text) == (30, True)
+    rate = ingested["chunks_per_minute"]
     assert f"{rate['similar']:.0f} chunks a minute" in text
     assert f"{rate['none']:.0f} without; {rate['bare']:.0f} in a bare batched forward" in text
     limits = [
@@ -66,10 +70,25 @@ def test_rules() -> None:
         want.append([name, *("" if row is None else f"{100 * row['recovered']:.0f} %" for row in cells), looks, source])
     assert table(PAGE, "rule") == want
     assert f"alone it wins back {100 * rows['full_reuse', 'similar']['recovered']:.0f} %" in prose(PAGE)
-    for rule in ("boundary", "qcfuse", "fusionrag", "prophetkv"):
-        assert rows[f"{rule}+transfer", "similar"]["kl_p_holm"] > 0.05 < rows[rule, "similar"]["kl_p_holm"]
-    for rule in ("cacheblend", "random"):
-        assert rows[f"{rule}+transfer", "similar"]["kl_p_holm"] < 0.05 > rows[rule, "similar"]["kl_p_holm"]
+    told = re.search(r"the default is ahead of (.*?) beyond chance, and cannot be told from (.*?)\. ", prose(PAGE))
+    assert told is not None
+    ahead, near = (re.findall(r"`(.*?)`( without transfer)?", part) for part in told.groups())
+    others = {row[0].split("`")[1] for row in want} - {"full_reuse", "sink_attention"}
+    assert {rule for rule, _ in (*ahead, *near)} == others
+    beyond = {rule for (rule, made), row in rows.items() if made == "similar" and row.get("kl_p_holm", 1) < 0.05}
+    for rule, without in ahead:
+        assert rule in beyond
+        assert (f"{rule}+transfer" in beyond) == (not without)
+    assert not beyond & {name for rule, _ in near for name in (rule, f"{rule}+transfer")}
+
+
+def test_all_hundred_questions() -> None:
+    (rows,) = quality("quality_hundred_short_cpu.json").values()
+    half, none = rows["sink_attention", "similar", 0.15], rows["full_reuse", "similar", 0.0]
+    shares = " and ".join(f"{100 * row['recovered']:.0f}" for row in (half, none))
+    assert f"with all 100 it is {shares} % in one wording" in prose(PAGE)
+    first = [rows["full_prefill", "none", 1.0]["f1"] for rows in quality("quality_default_cpu.json").values()]
+    assert f"was at most {max(first):.2f} in full prefill" in prose(PAGE)
 
 
 def test_first_ask() -> None:

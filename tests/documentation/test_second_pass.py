@@ -1,4 +1,4 @@
-"""Figures in docs/experiments.md are those of the records."""
+"""Figures of the second pass in docs/experiments.md are those of the records."""
 
 from __future__ import annotations
 
@@ -71,28 +71,28 @@ def test_the_second_pass_beside_the_first() -> None:
     )
     want = [[prompts, *in_eight[prompts], *in_full[prompts]] for prompts in in_eight]
     assert table(PAGE, "`preprocessing_prompts`, both passes over the first") == want
-    methods = prose(PAGE)
+    text = prose(PAGE)
     for of, dtype in ways:
         firsts = [run["first_pass_s"] for run in of["runs"] if run["dtype"] == dtype]
-        assert f"{min(firsts):.0f} to {max(firsts):.0f} s" in methods
-    assert f"takes {half[1]}, {half[2]} and {half[4]} times as long as a plain one in bfloat16" in methods
-    assert f"{single[1]}, {single[2]} and {single[4]} times in float32" in methods
+        assert f"{min(firsts):.0f} to {max(firsts):.0f} s" in text
+    assert f"takes {half[1]}, {half[2]} and {half[4]} times as long as a plain one in bfloat16" in text
+    assert f"{single[1]}, {single[2]} and {single[4]} times in float32" in text
     again = record("second_pass_vnni_again_cpu.json")["total_over_first"]
     two, one = ([f"{again[dtype][prompts]:.2f}" for dtype in ("bfloat16", "float32")] for prompts in ("2", "1"))
-    assert f"took {two[0]} times as long as the first in bfloat16 and {two[1]} times in float32 with two" in methods
-    assert f"{one[0]} and {one[1]} times with one (`second_pass_vnni_again_cpu.json`" in methods
+    assert f"took {two[0]} times as long as the first in bfloat16 and {two[1]} times in float32 with two" in text
+    assert f"{one[0]} and {one[1]} times with one (`second_pass_vnni_again_cpu.json`" in text
     before = record("second_pass_bfloat16_cpu.json")["total_over_first"]
-    assert f"Ingestion takes {before:.1f} instead of 6.4 times as long" in methods
+    assert f"Ingestion takes {before:.1f} instead of 6.4 times as long" in text
 
 
 def test_the_second_pass_with_attention_in_eight_bits() -> None:
     of = {dtype: record(f"second_pass_{dtype}_attention_cpu.json") for dtype in ("float32", "bfloat16")}
     single, half = (one["total_over_first"][dtype] for dtype, one in of.items())
-    methods = prose(PAGE)
+    text = prose(PAGE)
     before = of["bfloat16"]["total_over_first"]["bfloat16 attention in full"]
-    assert f"{half['1']:.2f} and {half['2']:.2f} times as long as the first with one and two prompts" in methods
-    assert f"in float32 {single['1']:.2f} and {single['2']:.2f} times with it" in methods
-    assert f"{before['1']:.2f} and {before['2']:.2f} times with attention in bfloat16" in methods
+    assert f"{half['1']:.2f} and {half['2']:.2f} times as long as the first with one and two prompts" in text
+    assert f"in float32 {single['1']:.2f} and {single['2']:.2f} times with it" in text
+    assert f"{before['1']:.2f} and {before['2']:.2f} times with attention in bfloat16" in text
 
 
 def test_the_first_token_comes_no_later_than_before() -> None:

@@ -4,7 +4,7 @@ What is wrong with fused KV is the stored KV of the tokens that are not recomput
 it. How much attention that is, the probe says. How wrong stored KV is in this prompt, the recomputed tokens show: by
 how much their fresh values differ from the stored ones, after the context shift has been added. Both have to be large
 for an answer to be far off, so they are multiplied. The product has no unit, says nothing across models, and is a hint
-only: docs/methods.md has its rank correlation with the true divergence.
+only: docs/quality.md has its rank correlation with the true divergence.
 """
 
 from __future__ import annotations
