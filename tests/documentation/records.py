@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import exp, log, sqrt
 from pathlib import Path
 from statistics import mean, stdev
@@ -56,6 +56,17 @@ def quality(name: str) -> dict[str, dict[tuple[str, str, float], dict[str, Any]]
         }
         for result in record(name)["results"]
     }
+
+
+def with_interval(row: dict[str, Any]) -> str:
+    """Return what a method recovers, with its 95 % interval."""
+    low, high = row["recovered_95"]
+    return f"{100 * row['recovered']:.0f} % ({100 * low:.0f} to {100 * high:.0f})"
+
+
+def behind(rows: Mapping[tuple[str, str], dict[str, Any]], preprocessing: str) -> list[str]:
+    """Return the rules that are worse than the default beyond chance, after a preprocessing."""
+    return [rule for (rule, made), row in rows.items() if made == preprocessing and row.get("kl_p_holm", 1.0) < 0.05]
 
 
 def records_of(name: str) -> dict[str, list[dict[str, Any]]]:

@@ -24,6 +24,7 @@ from .records import (
     told_nearer,
     total,
     ways_of_recomputing,
+    with_interval,
 )
 
 PAGE = "docs/experiments.md"
@@ -44,15 +45,11 @@ def test_all_selectors() -> None:
 
 
 def test_the_default() -> None:
-    def percent(row: dict[str, Any]) -> str:
-        low, high = row["recovered_95"]
-        return f"{100 * row['recovered']:.0f} % ({100 * low:.0f} to {100 * high:.0f})"
-
     want = []
     for name, rows in quality("quality_default_cpu.json").items():
         reused, fused = rows["full_reuse", "similar", 0.0], rows["sink_attention", "similar", 0.15]
         low, high = fused["f1_minus_full_95"]
-        want.append([name, percent(reused), percent(fused), f"{100 * low:+.1f} to {100 * high:+.1f}"])
+        want.append([name, with_interval(reused), with_interval(fused), f"{100 * low:+.1f} to {100 * high:+.1f}"])
     assert table(PAGE, "set") == want
 
 
@@ -215,10 +212,6 @@ def test_adaptive_with_shifts_of_two_divisions() -> None:
 
 
 def test_the_default_with_a_second_model() -> None:
-    def percent(row: dict[str, Any]) -> str:
-        low, high = row["recovered_95"]
-        return f"{100 * row['recovered']:.0f} % ({100 * low:.0f} to {100 * high:.0f})"
-
     def chosen(rows: Any) -> list[dict[str, Any]]:
         return [rows["full_reuse", "similar", 0.0], rows["sink_attention", "similar", 0.15]]
 
@@ -234,7 +227,7 @@ def test_the_default_with_a_second_model() -> None:
         other = {
             (row["selector"], row["preprocessing"], row["ratio"]): row for row in summarise(by_question, questions)
         }
-        want.append([name, *map(percent, chosen(rows)), *map(percent, chosen(other))])
+        want.append([name, *map(with_interval, chosen(rows)), *map(with_interval, chosen(other))])
     assert table(PAGE, "set of Gemma") == want
     text = prose(PAGE)
     (count,) = counts
@@ -243,8 +236,6 @@ def test_the_default_with_a_second_model() -> None:
 
 def test_long_chunks_with_contexts() -> None:
     (rows,) = quality("quality_600_cpu.json").values()
-    found = []
-    for way in (("sink_attention", "similar", 0.15), ("full_reuse", "similar", 0.0)):
-        low, high = rows[way]["recovered_95"]
-        found.append(f"{100 * rows[way]['recovered']:.0f} % ({100 * low:.0f} to {100 * high:.0f})")
-    assert f"the default recovered {found[0]} at 0.15 and {found[1]} at 0" in prose(PAGE)
+    default, reused = (rows[way] for way in (("sink_attention", "similar", 0.15), ("full_reuse", "similar", 0.0)))
+    told = f"the default recovered {with_interval(default)} at 0.15 and {with_interval(reused)} at 0"
+    assert told in prose(PAGE)

@@ -8,7 +8,19 @@ from typing import Any
 
 from fused_kv_llm.config import EngineConfig
 
-from .records import held_back, prose, quality, record, records_of, table, times, told_nearer, ways_of_recomputing
+from .records import (
+    behind,
+    held_back,
+    prose,
+    quality,
+    record,
+    records_of,
+    table,
+    times,
+    told_nearer,
+    ways_of_recomputing,
+    with_interval,
+)
 
 PAGE = "docs/quality.md"
 
@@ -86,11 +98,7 @@ def test_the_fair_table() -> None:
     assert table(PAGE, "rule at 0.15") == sorted(_rule_rows(rows), key=_by_ours)
     assert {row["questions"] for row in rows.values()} == {12}
     text = prose(PAGE)
-    ahead = [
-        rule for (rule, preprocessing), row in rows.items() if preprocessing == "similar"
-        and (row.get("against_default") or {}).get("kl", {}).get("p_holm", 1.0) < 0.05
-    ]  # fmt: skip
-    named = ", ".join(f"`{name}`" for name in ahead)
+    named = ", ".join(f"`{rule}`" for rule in behind(rows, "similar"))
     assert f"After our preprocessing these are worse than the default beyond chance: {named}." in text
     full, typical = (
         [f"{100 * rows['full_reuse', made][name]:.0f}" for made in ("fusionrag", "similar")]
@@ -130,24 +138,17 @@ def test_rules_on_questions_that_were_held_back() -> None:
     rows = {(row["selector"], row["preprocessing"]): row for row in found["pooled"][0]["rows"]}
     assert table(PAGE, "rule, five passages") == sorted(_rule_rows(rows), key=_by_ours)
     text = prose(PAGE)
-    worse, plain = (
-        [rule for (rule, made), row in rows.items() if made == preprocessing and row.get("kl_p_holm", 1) < 0.05]
-        for preprocessing in ("similar", "none")
-    )
-    named = ", ".join(f"`{rule}`" for rule in worse)
+    named = ", ".join(f"`{rule}`" for rule in behind(rows, "similar"))
     assert f"beyond chance (Holm's correction over all comparisons) of these after our preprocessing: {named}. " in text
     reused = [f"{100 * rows['full_reuse', made]['recovered']:.0f} %" for made in ("fusionrag", "similar")]
     assert f"wins back {reused[0]} after FusionRAG's preprocessing and {reused[1]} after ours" in text
     low, high = rows["sink_attention", "similar"]["recovered_95"]
     assert f"reaches from {100 * low:.0f} to {100 * high:.0f} %" in text
-    kin = "sink_attention", "sink_attention_anchors"
     ours, theirs = rows["sink_attention", "similar"], rows["boundary+transfer", "similar"]
     assert f"after {theirs['ttft_median_s']:.2f} instead of {ours['ttft_median_s']:.2f} s" in text
-    published = {
-        rule for rule, made in rows if made == "none" and "transfer" not in rule and not rule.startswith("full_")
-    }
-    assert published - set(plain) == set(kin)
-    near = sorted({rule for rule, made in rows if made == "none" and rule.endswith("+transfer")} - set(plain))
+    aside = {"full_reuse", "full_prefill", "sink_attention", "sink_attention_anchors"}
+    near = sorted({rule for rule, made in rows if made == "none"} - aside - set(behind(rows, "none")))
+    assert all(rule.endswith("+transfer") for rule in near)
     *most, last = (f"`{rule.removesuffix('+transfer')}`" for rule in near)
     assert f"given transfer, {', '.join(most)} and {last} cannot be told from it" in text
 
@@ -232,10 +233,8 @@ def test_a_second_model_with_ten_passages() -> None:
         cells = [name]
         for rows in (plain[name], short[name]):
             for rule, ratio in (("full_reuse", 0.0), ("sink_attention", 0.15)):
-                row = rows[rule, "similar", ratio]
-                assert row["questions"] == 20
-                low, high = row["recovered_95"]
-                cells.append(f"{100 * row['recovered']:.0f} % ({100 * low:.0f} to {100 * high:.0f})")
+                assert rows[rule, "similar", ratio]["questions"] == 20
+                cells.append(with_interval(rows[rule, "similar", ratio]))
         want.append(cells)
     assert table(PAGE, "set of Gemma, ten passages") == want
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from .records import prose, quality, record, second_passes, table, times
+from .records import behind, prose, quality, record, second_passes, table, times
 
 PAGE = "README.md"
 
@@ -75,7 +75,7 @@ def test_rules() -> None:
     ahead, near = (re.findall(r"`(.*?)`( without transfer)?", part) for part in told.groups())
     others = {row[0].split("`")[1] for row in want} - {"full_reuse", "sink_attention"}
     assert {rule for rule, _ in (*ahead, *near)} == others
-    beyond = {rule for (rule, made), row in rows.items() if made == "similar" and row.get("kl_p_holm", 1) < 0.05}
+    beyond = set(behind(rows, "similar"))
     for rule, without in ahead:
         assert rule in beyond
         assert (f"{rule}+transfer" in beyond) == (not without)
