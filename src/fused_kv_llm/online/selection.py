@@ -35,6 +35,9 @@ from .variant_choice import describe_variants
 
 __all__ = ["Selection", "describe_chunks", "layer_scores", "timed", "view_of"]
 
+_LEAST_GLOBAL = 2
+"""Layers that score a context at least, if a selector asks for several and the model has them."""
+
 
 @contextmanager
 def timed(report: FusionReport, stage: str) -> Iterator[None]:
@@ -86,12 +89,14 @@ def global_layers(layers: Sequence[int], with_full_attention: Sequence[int]) -> 
     Returns
     -------
     tuple of int
-        Those of `layers` without a window; or, if all have one, the nearest layer without.
+        Those of `layers` without a window, ascending. If fewer than two of several are, the nearest to the last one
+        make up for it: one layer alone chooses worse (docs/experiments.md, Gemma).
     """
     if not layers or not with_full_attention:
         return tuple(layers)
-    found = tuple(layer for layer in layers if layer in with_full_attention)
-    return found or (min(with_full_attention, key=lambda layer: abs(layer - layers[-1])),)
+    found = [layer for layer in layers if layer in with_full_attention]
+    others = sorted(set(with_full_attention).difference(found), key=lambda layer: (abs(layer - layers[-1]), -layer))
+    return tuple(sorted(found + others[: max(0, min(_LEAST_GLOBAL, len(layers)) - len(found))]))
 
 
 class Selection:
