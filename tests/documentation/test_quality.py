@@ -153,6 +153,63 @@ def test_rules_on_questions_that_were_held_back() -> None:
     assert f"given transfer, {', '.join(most)} and {last} cannot be told from it" in text
 
 
+def test_held_back_questions_with_ten_passages() -> None:
+    reuse, default = ("full_reuse", "similar", 0.0), ("sink_attention", "similar", 0.15)
+    want = []
+    for frame in ("plain", "short"):
+        found = record(f"quality_held_ten_{frame}_cpu.json")
+        assert (found["part"], found["passages"], found["frame"]) == ("held", 10, frame)
+        for name, rows in quality(f"quality_held_ten_{frame}_cpu.json").items():
+            row = rows[default]
+            typical = f"{100 * row['recovered_typical']:.0f} %"
+            shares = with_interval(rows[reuse]), with_interval(row), typical
+            want.append([f"{name}, `{frame}`", str(row["questions"]), *shares])
+    assert table(PAGE, "set and wording, held back") == want
+    assert f"first two sets and {want[2][1]} of squad10" in prose(PAGE)
+    both = [
+        {
+            one["question"]
+            for records in records_of(f"quality_{name}_short_cpu.records.jsonl").values()
+            for one in records
+        }
+        for name in ("held_ten", "ten")
+    ]
+    assert f"{len(both[0] & both[1])} of these {len(both[0])} are among" in prose(PAGE)
+    at = [sorted(int(row[column].split()[0]) for row in want) for column in (3, 2)]
+    kept = f"On {len(both[0])} held-back questions it is"
+    assert f"{kept} {at[0][0]} to {at[0][-1]} % and {at[1][0]} to {at[1][-1]} %;" in prose("README.md")
+
+
+def test_rules_with_ten_passages() -> None:
+    pooled = {
+        frame: {
+            (row["selector"], row["preprocessing"]): row
+            for row in record(f"quality_held_ten_{frame}_cpu.json")["pooled"][0]["rows"]
+        }
+        for frame in ("plain", "short")
+    }
+    default = "sink_attention"
+    named = [rule for rule, made in pooled["plain"] if made == "similar" and rule != "full_reuse"]
+    want = []
+    for rule in sorted(named, key=lambda rule: -pooled["short"][rule, "similar"]["recovered"]):
+        cells = [f"`{rule}`"]
+        for rows in pooled.values():
+            none, ours = rows[rule, "none"], rows[rule, "similar"]
+            cells += [f"{100 * row['recovered']:.0f} %" for row in (none, ours)] + [f"{ours['kl_p95']:.3f}"]
+        want.append(cells)
+    assert table(PAGE, "rule, ten passages") == want
+    plain, short = pooled.values()
+    first, second = (f"`{rule}`" for rule in behind(short, "similar"))
+    assert not behind(plain, "similar")
+    assert (
+        f"the default is ahead beyond chance of none of them in wording `plain` and of {first} and {second} in `short`"
+    ) in prose(PAGE)
+    for rows in (plain, short):
+        assert set(named) - {default} - set(behind(rows, "none")) == {"prophetkv"}
+    questions = plain[default, "similar"]["questions"]
+    assert f"are as near as {questions} questions can tell" in prose(PAGE)
+
+
 def test_the_fair_table_at_other_ratios() -> None:
     few, more, most = (_fair("smollm2-135m", "bfloat16", ratio) for ratio in (0.05, 0.3, 0.5))
     assert [{row["questions"] for row in rows.values()} for rows in (few, more, most)] == [{6}, {6}, {2}]
