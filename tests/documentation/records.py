@@ -98,20 +98,29 @@ def total(records: list[dict[str, Any]], method: str, questions: int = 40) -> fl
 def kl_rows(*kinds: str, questions: int = 120) -> Iterator[list[str]]:
     """Yield, by wording and ratio, the KL of the first kind of records over that of the second, on its questions."""
     for frame in ("plain", "short"):
-        both = [records_of(f"quality_ten_{frame}{kind}_cpu.records.jsonl") for kind in kinds]
-        one, other = (
-            {(name, row["question"], row["method"]): row["kl"] for name, rows in enumerate(of.values()) for row in rows}
-            for of in both
-        )
-        for ratio, method in (("0", "full_reuse/similar/0"), ("0.15", "sink_attention/similar/0.15")):
-            keys = [key for key in other if key in one and key[2] == method]
-            assert len(keys) == questions
-            # A hundredth of a percent of the usual KL: what is exact already has no ratio.
-            logs = [log((one[key] + 1e-4) / (other[key] + 1e-4)) for key in keys]
-            half = 1.96 * stdev(logs) / sqrt(len(logs))
-            low, middle, high = (f"{exp(mean(logs) + side * half):.2f}" for side in (-1, 0, 1))
-            lower = sum(one[key] < other[key] for key in keys) / len(keys)
-            yield [f"`{frame}`, {ratio}", middle, f"{low} to {high}", f"{100 * lower:.0f} %"]
+        one, other = (f"quality_ten_{frame}{kind}_cpu" for kind in kinds)
+        yield from kl_over(one, other, frame, questions)
+
+
+def kl_over(name: str, other_name: str, frame: str, questions: int) -> Iterator[list[str]]:
+    """Yield, by ratio, the KL of a wording's records over that of others, on the questions of the others."""
+    one, other = (
+        {
+            (at, row["question"], row["method"]): row["kl"]
+            for at, rows in enumerate(records_of(f"{found}.records.jsonl").values())
+            for row in rows
+        }
+        for found in (name, other_name)
+    )
+    for ratio, method in (("0", "full_reuse/similar/0"), ("0.15", "sink_attention/similar/0.15")):
+        keys = [key for key in other if key in one and key[2] == method]
+        assert len(keys) == questions
+        # A hundredth of a percent of the usual KL: what is exact already has no ratio.
+        logs = [log((one[key] + 1e-4) / (other[key] + 1e-4)) for key in keys]
+        half = 1.96 * stdev(logs) / sqrt(len(logs))
+        low, middle, high = (f"{exp(mean(logs) + side * half):.2f}" for side in (-1, 0, 1))
+        lower = sum(one[key] < other[key] for key in keys) / len(keys)
+        yield [f"`{frame}`, {ratio}", middle, f"{low} to {high}", f"{100 * lower:.0f} %"]
 
 
 def second_passes(name: str, prompts: int) -> list[float]:

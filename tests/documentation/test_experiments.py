@@ -13,6 +13,7 @@ from evaluation.summary import summarise
 
 from .records import (
     RESULTS,
+    kl_over,
     kl_rows,
     prose,
     quality,
@@ -239,3 +240,13 @@ def test_long_chunks_with_contexts() -> None:
     default, reused = (rows[way] for way in (("sink_attention", "similar", 0.15), ("full_reuse", "similar", 0.0)))
     told = f"the default recovered {with_interval(default)} at 0.15 and {with_interval(reused)} at 0"
     assert told in prose(PAGE)
+
+
+def test_layers_that_choose_in_gemma() -> None:
+    want = [
+        row for frame, end in (("plain", ""), ("short", "_short"))
+        for row in kl_over(
+            f"quality_gemma_ten{end}_cpu", f"quality_gemma_ten{end}_one_layer_cpu", frame, questions=60
+        )
+    ]  # fmt: skip
+    assert table(PAGE, "wording and ratio, two layers of Gemma") == want

@@ -90,7 +90,7 @@ def global_layers(layers: Sequence[int], with_full_attention: Sequence[int]) -> 
     -------
     tuple of int
         Those of `layers` without a window, ascending. If fewer than two of several are, the nearest to the last one
-        make up for it: one layer alone chooses worse (docs/experiments.md, Gemma).
+        are added (measured in docs/experiments.md: Layers that choose in Gemma).
     """
     if not layers or not with_full_attention:
         return tuple(layers)
