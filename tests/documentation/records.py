@@ -66,7 +66,12 @@ def with_interval(row: dict[str, Any]) -> str:
 
 def behind(rows: Mapping[tuple[str, str], dict[str, Any]], preprocessing: str) -> list[str]:
     """Return the rules that are worse than the default beyond chance, after a preprocessing."""
-    return [rule for (rule, made), row in rows.items() if made == preprocessing and row.get("kl_p_holm", 1.0) < 0.05]
+    default = rows["sink_attention", preprocessing]["kl"]
+    return [
+        rule
+        for (rule, made), row in rows.items()
+        if made == preprocessing and row["kl"] > default and row.get("kl_p_holm", 1.0) < 0.05
+    ]
 
 
 def records_of(name: str) -> dict[str, list[dict[str, Any]]]:

@@ -14,6 +14,9 @@ from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.decoding import end_token_ids
 from fused_kv_llm.demo import handbook_passages
 from fused_kv_llm.errors import ConfigError, PromptError
+from fused_kv_llm.online import view_of
+from fused_kv_llm.report import FusionReport
+from fused_kv_llm.selectors import QCFUSE, Selector, SinkAttention
 
 pytestmark = [pytest.mark.real_model, pytest.mark.heavy]
 
@@ -67,6 +70,15 @@ def test_its_configuration_is_that_of_the_model() -> None:
     assert config.rms_norm_eps == pytest.approx(1e-6)
     assert gemma().geometry.global_layers == (5, 11, 17)
     assert gemma().model_id.endswith(".gguf")
+
+
+@pytest.mark.parametrize(("selector", "warnings"), [(SinkAttention(), 0), (QCFUSE, 1)], ids=["default", "qcfuse"])
+def test_two_layers_without_a_window_choose(selector: Selector, warnings: int) -> None:
+    report = FusionReport()
+    view = view_of(selector, gemma(), report)
+    assert view.layers == (5, 11)
+    assert len(report.warnings) == warnings
+    assert all("layers (5, 11) stand in" in warning for warning in report.warnings)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

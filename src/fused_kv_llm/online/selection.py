@@ -36,7 +36,7 @@ from .variant_choice import describe_variants
 __all__ = ["Selection", "describe_chunks", "layer_scores", "timed", "view_of"]
 
 _LEAST_GLOBAL = 2
-"""Layers that score a context at least, if a selector asks for several and the model has them."""
+"""The fewest layers that score a context, if a selector asks for several and the model has as many."""
 
 
 @contextmanager
@@ -67,13 +67,14 @@ def view_of(selector: Selector, loaded: LoadedModel, report: FusionReport) -> Vi
         view = replace(view, anchors=anchors_of(loaded.fingerprint) or view.anchors)
     if not view.critical:
         return replace(view, layers=global_layers(view.layers, loaded.geometry.global_layers))
-    layers, profiled = critical_layers(loaded.fingerprint, loaded.geometry.num_layers)
+    critical, profiled = critical_layers(loaded.fingerprint, loaded.geometry.num_layers)
+    layers = global_layers(critical, loaded.geometry.global_layers)
     if not profiled:
         report.warnings.append(
             f"The critical layers of {loaded.model_id!r} were not profiled: layers {layers} stand in. "
             "fused-kv calibrate layers finds them."
         )
-    return replace(view, layers=global_layers(layers, loaded.geometry.global_layers))
+    return replace(view, layers=layers)
 
 
 def global_layers(layers: Sequence[int], with_full_attention: Sequence[int]) -> tuple[int, ...]:
@@ -84,13 +85,15 @@ def global_layers(layers: Sequence[int], with_full_attention: Sequence[int]) -> 
     layers : sequence of int
         What a selector wants to look at, ascending.
     with_full_attention : sequence of int
-        The model's layers without a window; where it has none, every layer is as good.
+        The model's layers without a window.
 
     Returns
     -------
     tuple of int
-        Those of `layers` without a window, ascending. If fewer than two of several are, the nearest to the last one
-        are added (measured in docs/experiments.md: Layers that choose in Gemma).
+        Those of `layers` without a window, ascending. A selector that asks for one layer gets one at least, and one
+        that asks for several gets two: what is lacking are the layers without a window that are nearest to the last of
+        `layers`. Measured in docs/experiments.md, "Layers that choose in Gemma". Where all layers have a window, every
+        layer is as good, and `layers` come back as they are.
     """
     if not layers or not with_full_attention:
         return tuple(layers)

@@ -114,7 +114,7 @@ QCFUSE = QueryAttention("qcfuse", layers="critical", anchors=Anchors("kvzip", 0.
 was profiled for the model, and the model's three critical layers score the chunks."""
 
 MIDDLE_LAYERS = QueryAttention("middle_layers", layers="middle")
-"""Four middle layers, where QCFuse section 3.3 finds most critical layers; the probe stops after them."""
+"""Four middle layers, where QCFuse section 3.3 finds most critical layers."""
 
 ALL_LAYERS = QueryAttention("all_layers", layers="all")
 """FusionRAG's probe with ProphetKV's layers: the question is prefilled alone, so that the probe stays cheap, and

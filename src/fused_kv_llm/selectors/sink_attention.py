@@ -66,7 +66,10 @@ class SinkAttention:
             raise ConfigError(f"coverage={self.coverage!r} is outside (0, 1]: 1 spends the whole budget")
 
     def view(self, num_layers: int) -> View:
-        """Return the layers from a quarter to three fifths of the depth; with anchors, the critical ones."""
+        """Return the layers from a quarter to three fifths of the depth; with anchors, the critical ones.
+
+        Of a model with windows, :func:`.online.selection.global_layers` takes at least two that have none.
+        """
         if self.anchors is not None:
             return View((), False, self.anchors, critical=True, profiled=True)
         first = num_layers // 4
