@@ -167,17 +167,13 @@ def test_held_back_questions_with_ten_passages() -> None:
     assert table(PAGE, "set and wording, held back") == want
     text = prose(PAGE)
     assert f"MuSiQue ({want[0][1]}) and HotpotQA ({want[1][1]}), and {want[2][1]} of SQuAD's" in text
-    both = [
-        {
-            one["question"]
-            for records in records_of(f"quality_{name}_short_cpu.records.jsonl").values()
-            for one in records
-        }
+    held, first = (
+        {row["question"] for rows in records_of(f"quality_{name}_short_cpu.records.jsonl").values() for row in rows}
         for name in ("held_ten", "ten")
-    ]
-    assert f"{len(both[0] & both[1])} of these {len(both[0])} are also in the tables above" in text
+    )
+    assert f"{len(held & first)} of these {len(held)} are also in the tables above" in text
     at = [sorted(int(row[column].split()[0]) for row in want) for column in (3, 2)]
-    kept = f"On {len(both[0])} held-back questions, {len(both[0] & both[1])} of them among those, it is"
+    kept = f"On {len(held)} held-back questions, {len(held & first)} of them among those, it is"
     assert f"{kept} {at[0][0]} to {at[0][-1]} % and {at[1][0]} to {at[1][-1]} %;" in prose("README.md")
 
 
@@ -215,9 +211,13 @@ def test_rules_with_ten_passages() -> None:
     assert f"On one set alone, {musique['data']} in `plain`, it is behind `sink_attention_anchors`" in text
     level = set(named) - {default} - set(behind(short, "similar"))
     assert level == {"boundary", "boundary+transfer", "qcfuse", "sink_attention_anchors"}
-    for rule in ("qcfuse", "sink_attention_anchors"):
-        read = (plain[of, "similar"]["selection_share"] for of in (default, rule))
-        assert round(next(read) / next(read)) == 7
+    shares = {rule: rows[rule, "similar"]["selection_share"] for rule in named}
+    assert shares["boundary"] == shares["boundary+transfer"] == 0
+    assert [round(shares[default] / shares[rule]) for rule in ("sink_attention_anchors", "qcfuse")] == [7, 7]
+    assert (
+        "`boundary` with transfer and without, which need no probe, and `sink_attention_anchors` and `qcfuse`, which "
+        "read a seventh of what the default reads first, are as near"
+    ) in text
     assert f"are as near as {plain[default, 'similar']['questions']} questions can tell" in text
 
 

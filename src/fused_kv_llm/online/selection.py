@@ -99,7 +99,8 @@ def global_layers(layers: Sequence[int], with_full_attention: Sequence[int]) -> 
         return tuple(layers)
     found = [layer for layer in layers if layer in with_full_attention]
     others = sorted(set(with_full_attention).difference(found), key=lambda layer: (abs(layer - layers[-1]), -layer))
-    return tuple(sorted(found + others[: max(0, min(_LEAST_GLOBAL, len(layers)) - len(found))]))
+    lacking = max(0, min(_LEAST_GLOBAL, len(layers)) - len(found))
+    return tuple(sorted(found + others[:lacking]))
 
 
 class Selection:

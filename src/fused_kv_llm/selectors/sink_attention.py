@@ -68,7 +68,7 @@ class SinkAttention:
     def view(self, num_layers: int) -> View:
         """Return the layers from a quarter to three fifths of the depth; with anchors, the critical ones.
 
-        Of a model with windows, :func:`.online.selection.global_layers` takes at least two that have none.
+        Of a model with windows, only layers without one choose, at least two of them (docs/methods.md).
         """
         if self.anchors is not None:
             return View((), False, self.anchors, critical=True, profiled=True)
