@@ -32,6 +32,9 @@ def float32_without_avx512(tmp_path_factory: pytest.TempPathFactory) -> CDLL:
     """Compile the float32 operators once for all tests of processors without AVX-512."""
     from fused_kv_kernels.native import library
 
+    base = tmp_path_factory.getbasetemp()
+    # Processes that test side by side have their folders in one, and build once.
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "without_avx512"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FUSED_KV_CACHE", str(tmp_path_factory.mktemp("without_avx512")))
+        patch.setenv("FUSED_KV_CACHE", str(folder))
         return library.opened("float32", "-mno-avx512f")

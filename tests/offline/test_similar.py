@@ -522,6 +522,7 @@ def test_plain_kv_is_kept_within_its_budget() -> None:
 
 
 @pytest.mark.real_model
+@pytest.mark.heavy
 def test_stored_kv_comes_closer_to_full_prefill(tmp_path: Path) -> None:
     """In a prompt whose chunks are of several groups, and in another order."""
     off: dict[tuple[str, str], float] = {}

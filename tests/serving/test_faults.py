@@ -311,7 +311,7 @@ def test_what_was_proposed_is_tried_again_too(engine: FusedKVEngine, monkeypatch
 def test_requests_go_on_after_the_devices_kv_was_lost(tmp_path: Path, options: dict[str, Any], ratio: float) -> None:
     with make_engine(tmp_path, recompute_ratio=ratio) as engine:
         engine.build_kv_cache(SHORT[:6], progress=False)
-        options = {**options, "max_tokens": 150}
+        options = {**options, "max_tokens": 60}
         want = [engine.generate(prompt, **options).token_ids for prompt in PROMPTS]
         host = HostLevel(2**30, Tensor.clone, Tensor.clone)
         engine.requests.prefixes = PrefixTree(2**30, RankedEviction("pgdsf"), host)

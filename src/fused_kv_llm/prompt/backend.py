@@ -1,16 +1,15 @@
-"""The Rust tokenizer behind a fast tokenizer, read as JSON."""
+"""The Rust tokenizer behind a fast tokenizer, written as JSON."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from ..errors import UnsupportedModelError
 
-__all__ = ["backend_state", "is_control", "unknown_token"]
+__all__ = ["backend_text", "is_control", "unknown_token"]
 
 
-def backend_state(tokenizer: Any) -> dict[str, Any]:
+def backend_text(tokenizer: Any) -> str:
     """Describe a fast tokenizer, so that it can be rebuilt.
 
     Parameters
@@ -20,8 +19,8 @@ def backend_state(tokenizer: Any) -> dict[str, Any]:
 
     Returns
     -------
-    dict
-        What its ``tokenizer.json`` holds, without truncation and padding.
+    str
+        What its ``tokenizer.json`` holds.
 
     Raises
     ------
@@ -36,13 +35,13 @@ def backend_state(tokenizer: Any) -> dict[str, Any]:
             "tokenizer with AutoTokenizer.from_pretrained from a folder that holds a tokenizer.json."
         )
     try:
-        state: dict[str, Any] = json.loads(backend.to_str())
+        text: str = backend.to_str()
     except Exception as error:  # the Rust binding raises bare Exception
         raise UnsupportedModelError(
             f"The backend of {name} cannot be copied ({error}). Tokenizers with components written in Python "
             "are not supported."
         ) from error
-    return {**state, "truncation": None, "padding": None}
+    return text
 
 
 def is_control(token: dict[str, Any], template_source: str) -> bool:

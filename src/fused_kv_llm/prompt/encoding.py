@@ -13,22 +13,25 @@ no correction.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import secrets
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Encoding, Tokenizer
 
 from ..errors import PromptError
-from .backend import backend_state, is_control, unknown_token
+from .backend import backend_text, is_control, unknown_token
 
-__all__ = ["Encoded", "Span", "TokenEncoder"]
+__all__ = ["Encoded", "Span", "TokenEncoder", "token_encoder"]
 
 Span = tuple[int, int]
 
@@ -63,19 +66,16 @@ class TokenEncoder:
 
     Parameters
     ----------
-    tokenizer : transformers fast tokenizer
-        Only read.
+    backend : str
+        The Rust tokenizer as JSON, see :func:`.backend.backend_text`.
     template_source : str
         Source of the chat template, empty when there is none.
-
-    Raises
-    ------
-    UnsupportedModelError
-        If the tokenizer has no fast (Rust) backend or the backend cannot be copied.
+    splits_special : bool
+        Whether the text of special tokens is ordinary text to :meth:`encode`, too.
     """
 
-    def __init__(self, tokenizer: Any, template_source: str = "") -> None:
-        state = backend_state(tokenizer)
+    def __init__(self, backend: str, template_source: str, *, splits_special: bool) -> None:
+        state = {**json.loads(backend), "truncation": None, "padding": None}
         control = [token for token in state["added_tokens"] if is_control(token, template_source)]
         self._control_ids = {token["content"]: int(token["id"]) for token in control}
         self._special = _any_of([token["content"] for token in control if token["special"]])
@@ -84,7 +84,7 @@ class TokenEncoder:
         # Ordinary text of a tokenizer without byte fallback may yield the unknown token; it ends nothing.
         self._forbidden = {token["id"] for token in control if token["special"] and token["content"] != unknown}
         self._own = Tokenizer.from_str(json.dumps(state))
-        self._own.encode_special_tokens = bool(getattr(tokenizer, "split_special_tokens", False))
+        self._own.encode_special_tokens = splits_special
         for token in control:
             token["special"] = True
         self._plain = Tokenizer.from_str(json.dumps(state))
@@ -207,9 +207,41 @@ class TokenEncoder:
         _require_unicode(text)
         if self._stand_in_start.search(text) and any(stand_in in text for stand_in in self._stand_in_ids):
             raise PromptError(
-                "The text contains private-use characters that this process uses internally. Remove them, or "
-                "create the engine again: the characters are drawn at random."
+                "The text contains private-use characters that this process uses internally. Remove them, or load "
+                "the model again: the characters are drawn at random."
             )
+
+
+_encoders: WeakKeyDictionary[Any, tuple[tuple[str, str, bool], TokenEncoder]] = WeakKeyDictionary()
+_encoders_lock = threading.Lock()
+
+
+def token_encoder(tokenizer: Any, template_source: str = "") -> TokenEncoder:
+    """Return the encoder of a tokenizer as it is now.
+
+    To make one takes half a second, so all who ask for one of an unchanged tokenizer share it, as long as the tokenizer
+    lives.
+
+    Parameters
+    ----------
+    tokenizer : transformers fast tokenizer
+        Only read.
+    template_source : str
+        Source of the chat template, empty when there is none.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If the tokenizer has no fast (Rust) backend or the backend cannot be copied.
+    """
+    backend, splits_special = backend_text(tokenizer), bool(getattr(tokenizer, "split_special_tokens", False))
+    now = hashlib.sha256(backend.encode()).hexdigest(), template_source, splits_special
+    with _encoders_lock:
+        known = _encoders.get(tokenizer)
+        if known is None or known[0] != now:
+            known = now, TokenEncoder(backend, template_source, splits_special=splits_special)
+            _encoders[tokenizer] = known
+        return known[1]
 
 
 def _any_of(texts: list[str]) -> re.Pattern[str]:

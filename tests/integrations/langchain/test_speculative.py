@@ -92,6 +92,25 @@ def test_chains_take_up_what_was_proposed(
     assert loop_of(engine.model)._open == 0
 
 
+def test_a_search_that_fails_leaves_nothing(engine: FusedKVEngine, documents: list[Document], llm: Any) -> None:
+    # What other searches proposed and nobody has asked would be held for ten seconds.
+    assert loop_of(engine.model)._open == 0
+
+    class Failing(Slow):
+        def stages(self, query: str) -> Iterator[list[Document]]:
+            yield self.stages_[0]
+            self._wait_until_held()
+            raise OSError("the index is gone")
+
+    retriever = speculative(Failing(stages_=[documents[:1]], engine=engine), CHAT, llm)
+    with pytest.raises(OSError, match="the index is gone"):
+        retriever.invoke(QUESTION)
+    until_s = time.monotonic() + 5
+    while loop_of(engine.model)._open and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert loop_of(engine.model)._open == 0
+
+
 def test_asynchronously_and_with_a_prompt_that_turns_out_to_be_another(
     engine: FusedKVEngine, documents: list[Document], prompt: PromptTemplate, llm: FusedKVLLM
 ) -> None:
@@ -137,22 +156,6 @@ def test_a_quick_retriever_in_front_of_a_slow_one(documents: list[Document], llm
     found = speculative(both, prompt, llm).invoke(QUESTION)
     assert [doc.page_content for doc in found] == [doc.page_content for doc in both.invoke(QUESTION)]
     assert len(found) == 2
-
-
-def test_a_search_that_fails_leaves_nothing(engine: FusedKVEngine, documents: list[Document], llm: Any) -> None:
-    class Failing(Slow):
-        def stages(self, query: str) -> Iterator[list[Document]]:
-            yield self.stages_[0]
-            self._wait_until_held()
-            raise OSError("the index is gone")
-
-    retriever = speculative(Failing(stages_=[documents[:1]], engine=engine), CHAT, llm)
-    with pytest.raises(OSError, match="the index is gone"):
-        retriever.invoke(QUESTION)
-    until_s = time.monotonic() + 20
-    while loop_of(engine.model)._open and time.monotonic() < until_s:
-        time.sleep(0.01)
-    assert loop_of(engine.model)._open == 0
 
 
 def test_what_cannot_be_speculated_on_is_refused(vector_store: FAISS, llm: FusedKVLLM) -> None:
