@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -145,18 +144,6 @@ def test_sink_attention_weighs_the_first_tokens_of_a_chunk() -> None:
     assert chosen == {position for _, position in sorted(scored, reverse=True)[:12]}
     flat = Probe(probe.positions, probe.chunk_index, probe.offset, torch.ones(90))
     assert resolve_selector("sink_attention").select(flat, 6).tolist() == [5, 6, 38, 39, 71, 72]
-
-
-def test_names_and_numbers_weigh_more() -> None:
-    probe = replace(make_probe([20, 20]), scores=torch.arange(1.0, 41.0), named=torch.arange(40) % 3 == 0)
-    plain = replace(probe, named=None)
-    chosen, scores = resolve_selector("sink_attention_names"), resolve_selector("sink_attention").score(plain)
-    weighted = [3 * score if number % 3 == 0 else score for number, score in enumerate(scores.tolist())]
-    assert chosen.score(probe).tolist() == pytest.approx(weighted)
-    assert chosen.score(plain).tolist() == scores.tolist()
-    best = sorted(sorted(range(40), key=lambda number: -weighted[number])[:9])
-    assert chosen.select(probe, 9).tolist() == probe.positions[best].tolist()
-    assert best != sorted(sorted(range(40), key=lambda number: -scores[number])[:9])
 
 
 def test_coverage_stops_once_the_attention_is_covered() -> None:

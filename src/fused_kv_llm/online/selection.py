@@ -14,7 +14,6 @@ from fused_kv_llm.model import LoadedModel
 from fused_kv_llm.report import FusionReport, SelectionTrace, stage_span
 from fused_kv_llm.selectors import (
     FirstLayersView,
-    NamingSelector,
     Probe,
     ScoringSelector,
     Selector,
@@ -187,18 +186,8 @@ def describe_chunks(request: Request, recipe: Recipe) -> Probe:
     positions = request.chunk_positions
     chunk_index = request.kind[positions]
     starts = torch.tensor([chunk.segment.start for chunk in request.chunks])
-    names = isinstance(recipe.selector, NamingSelector) and recipe.selector.naming != 1.0
     return Probe(positions, chunk_index, positions - starts[chunk_index], seed=recipe.seed, overhead=overhead,
-                 recorded=recorded, named=_named(request) if names else None)  # fmt: skip
-
-
-def _named(request: Request) -> Tensor | None:
-    """Return which chunk tokens begin with a capital letter or have a digit, bool ``[C]``; None without their text."""
-    if request.offsets is None:
-        return None
-    spans = request.offsets[request.chunk_positions.numpy()].tolist()
-    texts = (request.text[start:stop].lstrip() for start, stop in spans)
-    return torch.tensor([text[:1].isupper() or any(map(str.isdigit, text)) for text in texts])
+                 recorded=recorded)  # fmt: skip
 
 
 def _read_anchors(view: View, context: FusionContext, request: Request) -> ChunkAnchors | None:

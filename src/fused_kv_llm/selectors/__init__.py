@@ -6,7 +6,7 @@ from fused_kv_llm.errors import ConfigError
 from fused_kv_llm.selectors.anchors import anchor_positions, knorm_scores, sidecar_name, sink_scores
 from fused_kv_llm.selectors.profiles import save_anchors, save_profile
 
-from .base import NamingSelector, Probe, ScoringSelector, Selector, TransferringSelector, checked_selection
+from .base import Probe, ScoringSelector, Selector, TransferringSelector, checked_selection
 from .boundary import Boundary
 from .budget import budget_tokens
 from .cache_craft import (
@@ -26,7 +26,7 @@ from .prefix_cache import PrefixCache
 from .profiles import anchors_of, critical_layers
 from .query_attention import ALL_LAYERS, FUSIONRAG, MIDDLE_LAYERS, PROPHETKV, QCFUSE, QueryAttention
 from .random import Random
-from .sink_attention import SINK_ATTENTION_ANCHORS, SINK_ATTENTION_NAMES, SINK_ATTENTION_VARIANTS, SinkAttention
+from .sink_attention import SINK_ATTENTION_ANCHORS, SINK_ATTENTION_VARIANTS, SinkAttention
 from .views import AnchorRule, Anchors, FirstLayersView, View
 
 __all__ = [
@@ -37,7 +37,6 @@ __all__ = [
     "CacheCraftOnline",
     "FirstLayersView",
     "KVDeviation",
-    "NamingSelector",
     "PrefixCache",
     "Probe",
     "QueryAttention",
@@ -68,7 +67,7 @@ __all__ = [
 _ALL: tuple[Selector, ...] = (
     FullReuse(), PrefixCache(), Random(), Boundary(), CACHEBLEND, CACHEBLEND_RELEASED, KVSHARE, HeavyHitters(),
     CacheCraft(), CacheCraftOnline(), FUSIONRAG, PROPHETKV, QCFUSE, MIDDLE_LAYERS, ALL_LAYERS, SinkAttention(),
-    SINK_ATTENTION_NAMES, SINK_ATTENTION_ANCHORS, SINK_ATTENTION_VARIANTS,
+    SINK_ATTENTION_ANCHORS, SINK_ATTENTION_VARIANTS,
 )  # fmt: skip
 SELECTORS: dict[str, Selector] = {selector.name: selector for selector in _ALL}
 

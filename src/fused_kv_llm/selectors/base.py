@@ -12,15 +12,7 @@ from fused_kv_llm.errors import ConfigError, FusedKVError
 
 from .views import FirstLayersView, View
 
-__all__ = [
-    "NamingSelector",
-    "Probe",
-    "ScoringSelector",
-    "Selector",
-    "TransferringSelector",
-    "checked_selection",
-    "required",
-]
+__all__ = ["Probe", "ScoringSelector", "Selector", "TransferringSelector", "checked_selection", "required"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +46,6 @@ class Probe:
     recorded : Tensor or None
         float32 ``[C]``, attention that each token gave to the chunks before its own when its KV was stored; 0 where it
         was stored behind none. None where `overhead` is.
-    named : Tensor or None
-        bool ``[C]``, whether a token begins with a capital letter or has a digit in it; None unless a
-        :class:`NamingSelector` chooses.
     """
 
     positions: Tensor
@@ -70,7 +59,6 @@ class Probe:
     given: Tensor | None = None
     overhead: Tensor | None = None
     recorded: Tensor | None = None
-    named: Tensor | None = None
 
 
 @runtime_checkable
@@ -95,15 +83,6 @@ class TransferringSelector(Selector, Protocol):
     @property
     def transfer(self) -> float:
         """Share of a chunk's mean KV deviation that is transferred, in [0, 1]."""
-
-
-@runtime_checkable
-class NamingSelector(Selector, Protocol):
-    """A selector for which names and numbers weigh more."""
-
-    @property
-    def naming(self) -> float:
-        """By how much the score of a token of :attr:`Probe.named` is multiplied; with 1 nobody looks for them."""
 
 
 @runtime_checkable

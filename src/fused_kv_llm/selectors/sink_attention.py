@@ -13,7 +13,7 @@ from .base import Probe, required
 from .budget import top_positions
 from .views import Anchors, View
 
-__all__ = ["SINK_ATTENTION_ANCHORS", "SINK_ATTENTION_NAMES", "SINK_ATTENTION_VARIANTS", "SinkAttention"]
+__all__ = ["SINK_ATTENTION_ANCHORS", "SINK_ATTENTION_VARIANTS", "SinkAttention"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,6 @@ class SinkAttention:
         Whether it works on variants of chunks, see :class:`.VariantSelector`.
     alpha : float
         Scale of their overhead.
-    naming : float
-        By how much the score of a token is multiplied that begins with a capital letter or has a digit in it. Answers
-        are made of such tokens, each of which is found by those before it, and the question says nothing of them.
     anchors : Anchors or None
         What the question sees instead of the chunks, so that far less is read before recomputation begins; the model's
         critical layers score then (QCFuse, sections 3.3 and 3.4).
@@ -62,7 +59,6 @@ class SinkAttention:
     name: str = "sink_attention"
     takes_variants: bool = False
     alpha: float = 1.0
-    naming: float = 1.0
     anchors: Anchors | None = None
 
     def __post_init__(self) -> None:
@@ -95,16 +91,13 @@ class SinkAttention:
         return top_positions(probe.positions, weighted, budget)
 
     def score(self, probe: Probe) -> Tensor:
-        """Return float32 ``[C]``, the attention with a token's weights; raises as :meth:`select`."""
-        weighted = self._scores(probe) * (1 + self.weight * torch.exp(-probe.offset.float() / self.tokens))
-        return weighted if probe.named is None else torch.where(probe.named, self.naming * weighted, weighted)
+        """Return float32 ``[C]``, the attention with the weight of a chunk's first tokens; raises as :meth:`select`."""
+        return self._scores(probe) * (1 + self.weight * torch.exp(-probe.offset.float() / self.tokens))
 
     def _scores(self, probe: Probe) -> Tensor:
         return required(probe.scores, "question attention scores", self.name)
 
 
 SINK_ATTENTION_VARIANTS = SinkAttention(name="sink_attention_variants", takes_variants=True)
-SINK_ATTENTION_NAMES = SinkAttention(name="sink_attention_names", naming=3.0)
-"""The default, for which names and numbers weigh three times as much."""
 SINK_ATTENTION_ANCHORS = SinkAttention(name="sink_attention_anchors", anchors=Anchors("kvzip", 0.1))
 """The default's weights and transfer on QCFuse's probe: it reads about an eighth of the chunks' KV first."""
