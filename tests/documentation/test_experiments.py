@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from statistics import mean
+from math import exp, log, sqrt
+from statistics import mean, stdev
 from typing import Any
 
 import pytest
@@ -250,3 +251,24 @@ def test_layers_that_choose_in_gemma() -> None:
         )
     ]  # fmt: skip
     assert table(PAGE, "wording and ratio, two layers of Gemma") == want
+
+
+def test_names_and_numbers() -> None:
+    sets = ("musique_train100", "hotpotqa_train100", "squad10")
+    none, default, names = "full_reuse/none/0", "sink_attention/similar/0.15", "sink_attention_names/similar/0.15"
+    want, logs = [], dict[str, list[float]]()
+    for frame in ("plain", "short"):
+        of_sets = records_of(f"quality_names_{frame}_cpu.records.jsonl").values()
+        for name, rows in zip(sets, of_sets, strict=True):
+            kl = {(row["question"], row["method"]): row["kl"] for row in rows}
+            asked = sorted({row["question"] for row in rows})
+            reuse, *sums = (sum(kl[one, method] for one in asked) for method in (none, default, names))
+            shares = [f"{100 * (1 - left / reuse):.0f} %" for left in sums]
+            here = [log(kl[one, names] / kl[one, default]) for one in asked]
+            half = 1.96 * stdev(here) / sqrt(len(here))
+            low, middle, high = (f"{exp(mean(here) + side * half):.2f}" for side in (-1, 0, 1))
+            lower = f"{100 * sum(one < 0 for one in here) / len(here):.0f} %"
+            want.append([f"{name}, `{frame}`", str(len(asked)), *shares, middle, f"{low} to {high}", lower])
+            logs.setdefault(name, []).extend(here)
+    assert table(PAGE, "set and wording, names") == want
+    assert {name: mean(here) < 0 for name, here in logs.items()} == dict(zip(sets, (True, False, False), strict=True))
