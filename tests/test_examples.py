@@ -118,6 +118,7 @@ def test_a_streaming_endpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     example["llm"].close()
 
 
+@pytest.mark.heavy
 def test_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", python_path())
     path = ROOT / "examples" / "look_inside.ipynb"

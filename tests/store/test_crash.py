@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 KILLS = 1000 if os.environ.get("FUSED_KV_STRESS") == "1" else 200
 
 
+@pytest.mark.heavy
 def test_kills_at_any_moment(tmp_path):
     program = Path(__file__).parent / "crashing.py"
     paths = [str(program.parent), *sys.path]
