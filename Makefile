@@ -41,7 +41,7 @@ demo: $(VENV)/.demo
 test: $(VENV)/.dev
 	$(SIDE_BY_SIDE) -m "not heavy" $(if $(COVERAGE),--cov --cov-report=term:skip-covered)
 
-# A second real model, the engine in Triton's interpreter, kernels compiled for GPUs, hundreds of requests, kills: minutes.
+# A second real model, the engine in Triton's interpreter, kernels for GPUs, hundreds of requests, kills: minutes.
 test-heavy: $(VENV)/.dev
 	$(SIDE_BY_SIDE) -m heavy
 
