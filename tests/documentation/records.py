@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import exp, log, sqrt
 from pathlib import Path
 from statistics import mean, stdev
@@ -122,10 +122,14 @@ def kl_over(name: str, other_name: str, frame: str, questions: int) -> Iterator[
         assert len(keys) == questions
         # A hundredth of a percent of the usual KL: what is exact already has no ratio.
         logs = [log((one[key] + 1e-4) / (other[key] + 1e-4)) for key in keys]
-        half = 1.96 * stdev(logs) / sqrt(len(logs))
-        low, middle, high = (f"{exp(mean(logs) + side * half):.2f}" for side in (-1, 0, 1))
-        lower = sum(one[key] < other[key] for key in keys) / len(keys)
-        yield [f"`{frame}`, {ratio}", middle, f"{low} to {high}", f"{100 * lower:.0f} %"]
+        yield [f"`{frame}`, {ratio}", *ratio_cells(logs)]
+
+
+def ratio_cells(logs: Sequence[float]) -> list[str]:
+    """Return the geometric mean of ratios, its 95 % interval and how many are below 1, given their logarithms."""
+    half = 1.96 * stdev(logs) / sqrt(len(logs))
+    low, middle, high = (f"{exp(mean(logs) + side * half):.2f}" for side in (-1, 0, 1))
+    return [middle, f"{low} to {high}", f"{100 * (sum(one < 0 for one in logs) / len(logs)):.0f} %"]
 
 
 def second_passes(name: str, prompts: int) -> list[float]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from math import exp, log, sqrt
-from statistics import mean, stdev
+from math import log
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from .records import (
     kl_rows,
     prose,
     quality,
+    ratio_cells,
     record,
     records_of,
     rows_of,
@@ -265,10 +266,7 @@ def test_names_and_numbers() -> None:
             reuse, *sums = (sum(kl[one, method] for one in asked) for method in (none, default, names))
             shares = [f"{100 * (1 - left / reuse):.0f} %" for left in sums]
             here = [log(kl[one, names] / kl[one, default]) for one in asked]
-            half = 1.96 * stdev(here) / sqrt(len(here))
-            low, middle, high = (f"{exp(mean(here) + side * half):.2f}" for side in (-1, 0, 1))
-            lower = f"{100 * sum(one < 0 for one in here) / len(here):.0f} %"
-            want.append([f"{name}, `{frame}`", str(len(asked)), *shares, middle, f"{low} to {high}", lower])
+            want.append([f"{name}, `{frame}`", str(len(asked)), *shares, *ratio_cells(here)])
             logs.setdefault(name, []).extend(here)
     assert table(PAGE, "set and wording, names") == want
     assert {name: mean(here) < 0 for name, here in logs.items()} == dict(zip(sets, (True, False, False), strict=True))

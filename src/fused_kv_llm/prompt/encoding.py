@@ -13,25 +13,22 @@ no correction.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import secrets
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Encoding, Tokenizer
 
 from ..errors import PromptError
-from .backend import backend_text, is_control, unknown_token
+from .backend import is_control, unknown_token
 
-__all__ = ["Encoded", "Span", "TokenEncoder", "token_encoder"]
+__all__ = ["Encoded", "Span", "TokenEncoder"]
 
 Span = tuple[int, int]
 
@@ -210,38 +207,6 @@ class TokenEncoder:
                 "The text contains private-use characters that this process uses internally. Remove them, or load "
                 "the model again: the characters are drawn at random."
             )
-
-
-_encoders: WeakKeyDictionary[Any, tuple[tuple[str, str, bool], TokenEncoder]] = WeakKeyDictionary()
-_encoders_lock = threading.Lock()
-
-
-def token_encoder(tokenizer: Any, template_source: str = "") -> TokenEncoder:
-    """Return the encoder of a tokenizer as it is now.
-
-    To make one takes half a second, so all who ask for one of an unchanged tokenizer share it, as long as the tokenizer
-    lives.
-
-    Parameters
-    ----------
-    tokenizer : transformers fast tokenizer
-        Only read.
-    template_source : str
-        Source of the chat template, empty when there is none.
-
-    Raises
-    ------
-    UnsupportedModelError
-        If the tokenizer has no fast (Rust) backend or the backend cannot be copied.
-    """
-    backend, splits_special = backend_text(tokenizer), bool(getattr(tokenizer, "split_special_tokens", False))
-    now = hashlib.sha256(backend.encode()).hexdigest(), template_source, splits_special
-    with _encoders_lock:
-        known = _encoders.get(tokenizer)
-        if known is None or known[0] != now:
-            known = now, TokenEncoder(backend, template_source, splits_special=splits_special)
-            _encoders[tokenizer] = known
-        return known[1]
 
 
 def _any_of(texts: list[str]) -> re.Pattern[str]:

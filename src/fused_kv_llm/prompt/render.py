@@ -12,7 +12,8 @@ from typing import Any
 
 from ..errors import ConfigError, PromptError
 from .chat import TOOL_FIELDS, ChatPrompt, ChatTemplate, Message, Prompt, RawPrompt, checked_messages
-from .encoding import Encoded, Span, token_encoder
+from .encoding import Encoded, Span
+from .shared_encoder import shared_encoder
 
 __all__ = ["PromptRenderer", "Rendered"]
 
@@ -92,7 +93,7 @@ class PromptRenderer:
 
     def __init__(self, tokenizer: Any, *, wrap_chat_template: bool = True) -> None:
         self._template = ChatTemplate(tokenizer)
-        self._encoder = token_encoder(tokenizer, self._template.source)
+        self._encoder = shared_encoder(tokenizer, self._template.source)
         self._wrap = wrap_chat_template and bool(self._template)
         # Chunk KV depends on the header; with today's date in it, every stored chunk would miss tomorrow.
         undated = copy.copy(self)

@@ -93,7 +93,7 @@ def test_chains_take_up_what_was_proposed(
 
 
 def test_a_search_that_fails_leaves_nothing(engine: FusedKVEngine, documents: list[Document], llm: Any) -> None:
-    # What other searches proposed and nobody has asked would be held for ten seconds.
+    # Tests below leave proposals that nobody asks for, which are held for ten seconds; those above leave none.
     assert loop_of(engine.model)._open == 0
 
     class Failing(Slow):
