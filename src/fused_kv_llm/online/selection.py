@@ -91,14 +91,14 @@ def global_layers(layers: Sequence[int], with_full_attention: Sequence[int]) -> 
     -------
     tuple of int
         Those of `layers` without a window, ascending. A selector that asks for one layer gets one at least, and one
-        that asks for several gets two: what is lacking are the layers without a window that are nearest to the last of
-        `layers`. Measured in docs/experiments.md, "Layers that choose in Gemma". Where all layers have a window, every
-        layer is as good, and `layers` come back as they are.
+        that asks for several gets two: what is lacking are the layers without a window that are nearest to the first of
+        `layers`, since later ones cost more. Measured in docs/experiments.md, "Layers that choose in Gemma". Where all
+        layers have a window, every layer is as good, and `layers` come back as they are.
     """
     if not layers or not with_full_attention:
         return tuple(layers)
     found = [layer for layer in layers if layer in with_full_attention]
-    others = sorted(set(with_full_attention).difference(found), key=lambda layer: (abs(layer - layers[-1]), -layer))
+    others = sorted(set(with_full_attention).difference(found), key=lambda layer: (abs(layer - layers[0]), -layer))
     lacking = max(0, min(_LEAST_GLOBAL, len(layers)) - len(found))
     return tuple(sorted(found + others[:lacking]))
 
