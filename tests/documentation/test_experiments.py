@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from math import log
+from math import exp, log
 from statistics import mean
 from typing import Any
 
@@ -270,3 +270,45 @@ def test_names_and_numbers() -> None:
             logs.setdefault(name, []).extend(here)
     assert table(PAGE, "set and wording, names") == want
     assert {name: mean(here) < 0 for name, here in logs.items()} == dict(zip(sets, (True, False, False), strict=True))
+
+
+def test_layers_that_score() -> None:
+    kl: dict[str, dict[str, dict[str, float]]] = {}
+    for name, rows in records_of("quality_layers_cpu.records.jsonl").items():
+        for row in rows:
+            kl.setdefault(name, {}).setdefault(row["method"].removesuffix("/similar/0.15"), {})[row["question"]] = row[
+                "kl"
+            ]
+    earlier, now = "layers_7_to_17", "layers_16_to_23"
+    want = []
+    for name, rules in kl.items():
+        corpus, frame = name.split(", ")
+        reuse, *sums = (sum(rules[rule].values()) for rule in ("full_reuse/none/0", earlier, now))
+        shares = [f"{100 * (1 - left / reuse):.0f} %" for left in sums]
+        here = [log(rules[now][question] / left) for question, left in rules[earlier].items()]
+        want.append([f"{corpus}, `{frame}`", str(len(here)), *shares, *ratio_cells(here)])
+    assert table(PAGE, "set and wording, layers that score") == want
+    told = table(PAGE, "rule, layers that score")
+    compared = [
+        rule for rule in next(iter(kl.values())) if rule not in ("full_reuse/none/0", "full_reuse/similar/0", earlier)
+    ]
+    found = {
+        rule: [_over(kl, corpus, rule, earlier) for corpus in dict.fromkeys(n.split(", ")[0] for n in kl)]
+        for rule in compared
+    }
+    assert sorted(row[1:] for row in told) == sorted(found.values())
+    assert told[0] == ["layers 16 to 23", *found[now]]
+
+
+def _over(kl: dict[str, dict[str, dict[str, float]]], corpus: str, rule: str, earlier: str) -> str:
+    """Return a rule's KL over that of the earlier layers on a set, by the geometric mean and by the sums."""
+    pairs = [
+        (left, rules[earlier][question])
+        for name, rules in kl.items()
+        if name.startswith(corpus)
+        for question, left in rules.get(rule, {}).items()
+    ]
+    if not pairs:
+        return "-"
+    sums = [sum(side) for side in zip(*pairs, strict=True)]
+    return f"{exp(mean(log(one / other) for one, other in pairs)):.2f} ({sums[0] / sums[1]:.2f})"
