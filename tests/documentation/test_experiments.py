@@ -273,6 +273,7 @@ def test_names_and_numbers() -> None:
 
 
 def test_layers_that_score() -> None:
+    assert table(PAGE, "wording and ratio, layers 16 to 23") == list(kl_rows("", "_earlier_layers"))
     kl: dict[str, dict[str, dict[str, float]]] = {}
     for name, rows in records_of("quality_layers_cpu.records.jsonl").items():
         for row in rows:

@@ -44,7 +44,7 @@ def test_attention_in_eight_bits() -> None:
 
 
 def test_native_products() -> None:
-    assert table(PAGE, "wording and ratio, native products") == list(kl_rows("", "_gated"))
+    assert table(PAGE, "wording and ratio, native products") == list(kl_rows("_earlier_layers", "_gated"))
     text = prose(PAGE)
     for name, more in (("native", ", {:.2f} to {:.2f} with two;"), ("gated", " on")):
         of = record(f"second_pass_bfloat16_{name}_cpu.json")["total_over_first"]["bfloat16"]
