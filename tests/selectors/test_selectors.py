@@ -146,6 +146,13 @@ def test_sink_attention_weighs_the_first_tokens_of_a_chunk() -> None:
     assert resolve_selector("sink_attention").select(flat, 6).tolist() == [5, 6, 38, 39, 71, 72]
 
 
+@pytest.mark.parametrize(("depth", "first", "last"), [(30, 16, 23), (18, 9, 13), (3, 1, 1), (2, 1, 1), (1, 0, 0)])
+def test_the_default_scores_from_8_15_to_four_fifths_of_the_depth(depth: int, first: int, last: int) -> None:
+    view = SinkAttention().view(depth)
+    assert isinstance(view, View)
+    assert view.layers == tuple(range(first, last + 1))
+
+
 def test_coverage_stops_once_the_attention_is_covered() -> None:
     scores = torch.tensor([0.5, 0.3, 0.1, 0.05, 0.03, 0.02])
     probe = Probe(torch.arange(5, 11), torch.zeros(6, dtype=torch.int64), torch.arange(6), scores)
