@@ -72,10 +72,11 @@ def test_its_configuration_is_that_of_the_model() -> None:
     assert gemma().model_id.endswith(".gguf")
 
 
+@pytest.mark.parametrize("shift_name", [None, "shift"])
 @pytest.mark.parametrize(("selector", "warnings"), [(SinkAttention(), 0), (QCFUSE, 1)], ids=["default", "qcfuse"])
-def test_two_layers_without_a_window_choose(selector: Selector, warnings: int) -> None:
+def test_two_layers_without_a_window_choose(selector: Selector, warnings: int, shift_name: str | None) -> None:
     report = FusionReport()
-    view = view_of(selector, gemma(), report)
+    view = view_of(selector, gemma(), shift_name, report)
     assert view.layers == (5, 11)
     assert len(report.warnings) == warnings
     assert all("layers (5, 11) stand in" in warning for warning in report.warnings)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -146,11 +146,21 @@ def test_sink_attention_weighs_the_first_tokens_of_a_chunk() -> None:
     assert resolve_selector("sink_attention").select(flat, 6).tolist() == [5, 6, 38, 39, 71, 72]
 
 
-@pytest.mark.parametrize(("depth", "first", "last"), [(30, 16, 23), (18, 9, 13), (3, 1, 1), (2, 1, 1), (1, 0, 0)])
-def test_the_default_scores_from_8_15_to_four_fifths_of_the_depth(depth: int, first: int, last: int) -> None:
+@pytest.mark.parametrize(
+    ("depth", "shifted", "plain"),
+    [
+        (30, range(16, 24), range(7, 18)),
+        (18, range(9, 14), range(4, 10)),
+        (3, (1,), (0,)),
+        (2, (1,), (0,)),
+        (1, (0,), (0,)),
+    ],
+)
+def test_the_default_scores_later_where_chunks_have_shifts(
+    depth: int, shifted: Sequence[int], plain: Sequence[int]
+) -> None:
     view = SinkAttention().view(depth)
-    assert isinstance(view, View)
-    assert view.layers == tuple(range(first, last + 1))
+    assert (view.layers, view.plain_layers) == (tuple(shifted), tuple(plain))
 
 
 def test_coverage_stops_once_the_attention_is_covered() -> None:

@@ -81,14 +81,14 @@ def test_questions_without_an_answer_and_unknown_rules_are_refused(tmp_path: Pat
 def test_qcfuse_takes_the_anchors_of_the_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fused_kv_llm.selectors.profiles.cache_folder", lambda: tmp_path / "cache")
     with make_engine(tmp_path / "kv") as engine:
-        before = view_of(SELECTORS["qcfuse"], engine.loaded, FusionReport())
+        before = view_of(SELECTORS["qcfuse"], engine.loaded, None, FusionReport())
         assert before.anchors == Anchors("kvzip", 0.1)  # type: ignore[union-attr]
         assert anchors_of(engine.model_fingerprint) is None
         save_anchors(engine.model_fingerprint, {"rule": "knorm_high", "ratio": 0.2})
-        after = view_of(SELECTORS["qcfuse"], engine.loaded, FusionReport())
+        after = view_of(SELECTORS["qcfuse"], engine.loaded, None, FusionReport())
         assert after.anchors == Anchors("knorm_high", 0.2)  # type: ignore[union-attr]
         chosen = QueryAttention("mine", layers="critical", anchors=Anchors("sink", 0.3))
-        mine = view_of(chosen, engine.loaded, FusionReport())
+        mine = view_of(chosen, engine.loaded, None, FusionReport())
         assert mine.anchors == Anchors("sink", 0.3), "anchors that were asked for stay"  # type: ignore[union-attr]
 
 

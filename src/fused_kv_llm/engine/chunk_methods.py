@@ -141,7 +141,9 @@ class ChunkMethods(EngineState):
             Chunks whose anchors are new.
         """
         chosen = self._selector if selector is None else resolve_selector(selector)
-        return self.corpus.build_anchors(texts, view_of(chosen, self.loaded, FusionReport()), progress=progress)
+        return self.corpus.build_anchors(
+            texts, view_of(chosen, self.loaded, self.requests.context.shift_name, FusionReport()), progress=progress
+        )
 
     def delete_chunks(self, texts: Iterable[str]) -> int:
         """Delete the stored KV of chunks that left the corpus; texts without KV are passed over.
@@ -189,7 +191,9 @@ class ChunkMethods(EngineState):
         CorpusError
             If one string was given instead of several.
         """
-        return self.corpus.prefetch(texts, view_of(self._selector, self.loaded, FusionReport()))
+        return self.corpus.prefetch(
+            texts, view_of(self._selector, self.loaded, self.requests.context.shift_name, FusionReport())
+        )
 
     def order_chunks(self, texts: Sequence[str], *, remember: bool = True) -> list[int]:
         """Return an order of retrieved chunks in which their prompt begins as an earlier one did.

@@ -95,7 +95,7 @@ class FusedKVEngine(ChunkMethods, PromptMethods, ExplainMethods):
             self.corpus = EngineCorpus(
                 parts,
                 similarity,
-                view_of(self._selector, self.loaded, FusionReport()),
+                view_of(self._selector, self.loaded, parts.shift_name, FusionReport()),
                 store_misses=config.store_misses,
                 variants=config.variants,
                 variant_bytes=config.variant_bytes,

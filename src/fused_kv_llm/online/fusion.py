@@ -83,7 +83,8 @@ class Fusion:
     def begin(self) -> None:
         """Begin to load."""
         context, request, recipe, report, kv = self._context, self._request, self._recipe, self._report, self._kv
-        view = view_of(recipe.selector, context.loaded, report) if self._budget and self._reuses else View()
+        shifts = context.shift_name
+        view = view_of(recipe.selector, context.loaded, shifts, report) if self._budget and self._reuses else View()
         if self._reuses:
             # An anchor probe needs nothing of the chunks themselves.
             by_anchors = isinstance(view, View) and view.anchors is not None

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from fused_kv_llm.kv import PlacedChunk
 from fused_kv_llm.report import FusionReport
-from fused_kv_llm.selectors import View, budget_tokens, sidecar_name
+from fused_kv_llm.selectors import FirstLayersView, View, budget_tokens, sidecar_name
 from fused_kv_llm.store import Sidecars, StoredSidecar
 
 from .context import FusionContext, Recipe
@@ -46,7 +46,9 @@ class RequestLoading:
         self._reuses = budget < num_chunk_tokens
         self._teaches = recipe.adaptive is None
         self._rows = int(request.fresh_positions.shape[0]) + budget
-        view = view_of(recipe.selector, context.loaded, FusionReport()) if budget and self._reuses else View()
+        view: View | FirstLayersView = View()
+        if budget and self._reuses:
+            view = view_of(recipe.selector, context.loaded, context.shift_name, FusionReport())
         self._anchors = sidecar_name(view.anchors, view.layers) if isinstance(view, View) and view.anchors else None
         self._first: Sequence[int] = view.layers if isinstance(view, View) and view.anchors is None else ()
 

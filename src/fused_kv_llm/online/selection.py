@@ -50,11 +50,25 @@ def timed(report: FusionReport, stage: str) -> Iterator[None]:
         report.spend(stage, start, time.perf_counter())
 
 
-def view_of(selector: Selector, loaded: LoadedModel, report: FusionReport) -> View | FirstLayersView:
-    """Return what the selector wants to see of this model; a model without a layer profile is reported."""
+def view_of(
+    selector: Selector, loaded: LoadedModel, shift_name: str | None, report: FusionReport
+) -> View | FirstLayersView:
+    """Return what the selector wants to see of this model; a model without a layer profile is reported.
+
+    Parameters
+    ----------
+    selector : Selector
+    loaded : LoadedModel
+    shift_name : str or None
+        The context shifts that the engine adds; None if it adds none.
+    report : FusionReport
+        Gets the warnings.
+    """
     view = selector.view(loaded.geometry.num_layers)
     if isinstance(view, FirstLayersView):
         return view
+    if view.plain_layers:
+        view = replace(view, layers=view.layers if shift_name else view.plain_layers, plain_layers=())
     if not loaded.geometry.attends_cache and (view.layers or view.critical):
         # Only the layers themselves turn what is cached into keys, so the question has to see all of it.
         if view.anchors is not None:

@@ -57,6 +57,8 @@ class View:
         Whether the engine is to put the model's critical layers in for `layers`.
     profiled : bool
         Whether it is to put in anchors that were profiled for the model, if there are, for `anchors`.
+    plain_layers : tuple of int
+        What the engine is to put in for `layers` where it adds no context shifts; empty for the same layers.
     """
 
     layers: tuple[int, ...] = ()
@@ -64,6 +66,7 @@ class View:
     anchors: Anchors | None = None
     critical: bool = False
     profiled: bool = False
+    plain_layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
