@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -52,6 +53,19 @@ def test_the_chosen_tokens_are_those_with_the_best_scores(engine: FusedKVEngine,
         chosen = np.isin(in_chunks, trace.recomputed)
         assert 0 < chosen.sum() < len(in_chunks)
         assert total[chosen].min() >= total[~chosen].max()
+
+
+@pytest.mark.parametrize(("preprocessing", "layers"), [("none", (0,)), ("similar", (1,))])
+def test_the_default_scores_later_where_shifts_are_added(
+    preprocessing: Literal["none", "similar"], layers: tuple[int, ...], tmp_path: Path
+) -> None:
+    with FusedKVEngine(
+        tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, preprocessing=preprocessing
+    ) as engine:
+        engine.build_kv_cache(SHORT[:3], preprocess="background", progress=False)
+        trace = traced(engine, "sink_attention")
+    assert trace.selection is not None
+    assert trace.selection.layers == layers
 
 
 def test_plain_data_says_the_same(engine: FusedKVEngine) -> None:
