@@ -272,44 +272,84 @@ def test_names_and_numbers() -> None:
     assert {name: mean(here) < 0 for name, here in logs.items()} == dict(zip(sets, (True, False, False), strict=True))
 
 
+_RULES = {
+    "layers 16 to 23": "layers_16_to_23",
+    "layers 12 to 23": "layers_12_to_23",
+    "layers 7 to 23": "layers_7_to_23",
+    "layers 21 to 23": "layers_21_to_23",
+    "`sink_attention_anchors`": "sink_attention_anchors",
+    "`boundary+transfer`": "boundary+transfer",
+    "a quarter for first tokens": "quarter_first_tokens",
+    "half for first tokens": "half_first_tokens",
+    "three quarters for first tokens": "three_quarters_first_tokens",
+    "layers 16 to 23, half for first tokens": "layers_16_to_23_half_first_tokens",
+    "weights 1 + 30 exp(-`o` / 15)": "weight_30_exp_15",
+    "weights 1 + 100 exp(-`o` / 20)": "weight_100_exp_20",
+    "weights 1 + 20 exp(-`o` / 10)": "weight_20_exp_10",
+}
+
+
 def test_layers_that_score() -> None:
-    assert table(PAGE, "wording and ratio, layers 16 to 23") == list(kl_rows("", "_earlier_layers"))
-    kl: dict[str, dict[str, dict[str, float]]] = {}
-    for name, rows in records_of("quality_layers_cpu.records.jsonl").items():
-        for row in rows:
-            kl.setdefault(name, {}).setdefault(row["method"].removesuffix("/similar/0.15"), {})[row["question"]] = row[
-                "kl"
-            ]
-    earlier, now = "layers_7_to_17", "layers_16_to_23"
-    want = []
-    for name, rules in kl.items():
-        corpus, frame = name.split(", ")
-        reuse, *sums = (sum(rules[rule].values()) for rule in ("full_reuse/none/0", earlier, now))
-        shares = [f"{100 * (1 - left / reuse):.0f} %" for left in sums]
-        here = [log(rules[now][question] / left) for question, left in rules[earlier].items()]
-        want.append([f"{corpus}, `{frame}`", str(len(here)), *shares, *ratio_cells(here)])
-    assert table(PAGE, "set and wording, layers that score") == want
-    told = table(PAGE, "rule, layers that score")
-    compared = [
-        rule for rule in next(iter(kl.values())) if rule not in ("full_reuse/none/0", "full_reuse/similar/0", earlier)
+    found = _of_layers("quality_layers_cpu.records.jsonl", "/similar/0.15")
+    want = [
+        [", ".join((name.split(", ")[0], f"`{name.split(', ')[1]}`")), *cells] for name, cells in _later(found).items()
     ]
-    found = {
-        rule: [_over(kl, corpus, rule, earlier) for corpus in dict.fromkeys(n.split(", ")[0] for n in kl)]
-        for rule in compared
-    }
-    assert sorted(row[1:] for row in told) == sorted(found.values())
-    assert told[0] == ["layers 16 to 23", *found[now]]
+    assert table(PAGE, "set and wording, layers that score") == want
+    sets = list(dict.fromkeys(name.split(", ")[0] for name in found))
+    rows = [[label, *(_over_earlier(found, corpus, rule) for corpus in sets)] for label, rule in _RULES.items()]
+    assert table(PAGE, "rule, layers that score") == rows
 
 
-def _over(kl: dict[str, dict[str, dict[str, float]]], corpus: str, rule: str, earlier: str) -> str:
+def test_layers_that_score_on_held_back_questions() -> None:
+    want = []
+    for frame in ("plain", "short"):
+        names = [f"quality_held_ten_{frame}{kind}_cpu" for kind in ("", "_earlier_layers")]
+        want += kl_over(names[0], names[1], frame, 114)
+        sums = [
+            sum(row["kl"] for of in records_of(f"{name}.records.jsonl").values() for row in of
+                if row["method"] == "sink_attention/similar/0.15") for name in names
+        ]  # fmt: skip
+    assert table(PAGE, "wording and ratio, layers 16 to 23") == want
+    assert f"by the sums, {100 * (1 - sums[0] / sums[1]):.0f} % less of the KL is left there." in prose(PAGE)
+
+
+def test_layers_that_score_without_shifts() -> None:
+    found = _of_layers("quality_layers_plain_kv_cpu.records.jsonl", "/none/0.15")
+    want = [[name.split(", ")[0], *cells] for name, cells in _later(found).items()]
+    assert table(PAGE, "set, plain KV") == want
+
+
+def _of_layers(name: str, kind: str) -> dict[str, dict[str, dict[str, float]]]:
+    """Return the KL by set and wording, rule and question."""
+    kl: dict[str, dict[str, dict[str, float]]] = {}
+    for of, rows in records_of(name).items():
+        for row in rows:
+            kl.setdefault(of, {}).setdefault(row["method"].removesuffix(kind), {})[row["question"]] = row["kl"]
+    return kl
+
+
+def _later(found: dict[str, dict[str, dict[str, float]]]) -> dict[str, list[str]]:
+    """Return how many questions each set has, what both kinds of layers recover and how their KL compares."""
+    rows = {}
+    for name, rules in found.items():
+        reuse, *sums = (
+            sum(rules[rule].values()) for rule in ("full_reuse/none/0", "layers_7_to_17", "layers_16_to_23")
+        )
+        logs = [log(rules["layers_16_to_23"][question] / kl) for question, kl in rules["layers_7_to_17"].items()]
+        shares = [f"{100 * (1 - left / reuse):.0f} %" for left in sums]
+        rows[name] = [str(len(logs)), *shares, *ratio_cells(logs)]
+    return rows
+
+
+def _over_earlier(found: dict[str, dict[str, dict[str, float]]], corpus: str, rule: str) -> str:
     """Return a rule's KL over that of the earlier layers on a set, by the geometric mean and by the sums."""
     pairs = [
-        (left, rules[earlier][question])
-        for name, rules in kl.items()
+        (kl, rules["layers_7_to_17"][question])
+        for name, rules in found.items()
         if name.startswith(corpus)
-        for question, left in rules.get(rule, {}).items()
+        for question, kl in rules.get(rule, {}).items()
     ]
     if not pairs:
         return "-"
-    sums = [sum(side) for side in zip(*pairs, strict=True)]
-    return f"{exp(mean(log(one / other) for one, other in pairs)):.2f} ({sums[0] / sums[1]:.2f})"
+    ours, earlier = (sum(side) for side in zip(*pairs, strict=True))
+    return f"{exp(mean(log(one / other) for one, other in pairs)):.2f} ({ours / earlier:.2f})"

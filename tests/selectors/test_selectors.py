@@ -15,6 +15,7 @@ from fused_kv_llm.errors import ConfigError, FusedKVError
 from fused_kv_llm.selectors import (
     SELECTORS,
     Anchors,
+    FirstLayersView,
     Probe,
     QueryAttention,
     SinkAttention,
@@ -161,6 +162,21 @@ def test_the_default_scores_later_where_chunks_have_shifts(
 ) -> None:
     view = SinkAttention().view(depth)
     assert (view.layers, view.plain_layers) == (tuple(shifted), tuple(plain))
+
+
+@pytest.mark.parametrize(
+    ("view", "wanted"),
+    [
+        (View((2, 3), True), (0, 1, 2, 3)),
+        (View((2, 3), False), (2, 3)),
+        (View((), True), ()),
+        (View((2, 3), False, Anchors()), ()),
+        (FirstLayersView(deviation=(1,)), (0, 1)),
+    ],
+    ids=["the question sees the chunks", "the question alone", "no probe", "anchors", "first layers"],
+)
+def test_what_is_read_before_anything_is_selected(view: View | FirstLayersView, wanted: tuple[int, ...]) -> None:
+    assert view.read_first == wanted
 
 
 def test_coverage_stops_once_the_attention_is_covered() -> None:

@@ -86,10 +86,9 @@ class Fusion:
         shifts = context.shift_name
         view = view_of(recipe.selector, context.loaded, shifts, report) if self._budget and self._reuses else View()
         if self._reuses:
-            # An anchor probe needs nothing of the chunks themselves.
             by_anchors = isinstance(view, View) and view.anchors is not None
             with timed(report, "load"):
-                kv.feed(() if by_anchors else view.layers, shifts_at_once=not by_anchors)
+                kv.feed(view.read_first, shifts_at_once=not by_anchors)
         if isinstance(view, FirstLayersView):
             # It selects in the fused pass itself.
             self._narrows = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from fused_kv_llm.kv import PlacedChunk
 from fused_kv_llm.report import FusionReport
@@ -50,7 +50,7 @@ class RequestLoading:
         if budget and self._reuses:
             view = view_of(recipe.selector, context.loaded, context.shift_name, FusionReport())
         self._anchors = sidecar_name(view.anchors, view.layers) if isinstance(view, View) and view.anchors else None
-        self._first: Sequence[int] = view.layers if isinstance(view, View) and view.anchors is None else ()
+        self._first = view.read_first
 
     def begin(self, *, ahead: bool, on_change: Callable[[], None]) -> LoadAhead | None:
         """Find out whether the request's chunks have to be loaded; any thread may do it.

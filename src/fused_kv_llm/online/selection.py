@@ -106,13 +106,14 @@ def global_layers(layers: Sequence[int], with_full_attention: Sequence[int]) -> 
     tuple of int
         Those of `layers` without a window, ascending. A selector that asks for one layer gets one at least, and one
         that asks for several gets two: what is lacking are the layers without a window that are nearest to the first of
-        `layers`, since later ones cost more. Measured in docs/experiments.md, "Layers that choose in Gemma". Where all
-        layers have a window, every layer is as good, and `layers` come back as they are.
+        `layers`, the earlier of two, since later ones cost more. Measured in docs/experiments.md, "Layers that choose
+        in Gemma". Where all layers have a window, every layer is as good, and `layers` come back as they are.
     """
     if not layers or not with_full_attention:
         return tuple(layers)
     found = [layer for layer in layers if layer in with_full_attention]
-    others = sorted(set(with_full_attention).difference(found), key=lambda layer: (abs(layer - layers[0]), -layer))
+    tie = 1 if len(layers) > 1 else -1
+    others = sorted(set(with_full_attention).difference(found), key=lambda layer: (abs(layer - layers[0]), layer * tie))
     lacking = max(0, min(_LEAST_GLOBAL, len(layers)) - len(found))
     return tuple(sorted(found + others[:lacking]))
 
@@ -242,7 +243,7 @@ def layer_scores(context: FusionContext, request: Request, view: View) -> Tensor
     with torch.inference_mode(), RequestKV(context, request, request.num_tokens) as kv:
         try:
             if view.anchors is None:
-                kv.feed(view.layers, shifts_at_once=True)
+                kv.feed(view.read_first, shifts_at_once=True)
             return QuestionProbe(context.loaded, request, kv, view, _read_anchors(view, context, request)).scores()
         finally:
             kv.cache.release()

@@ -58,7 +58,7 @@ class View:
     profiled : bool
         Whether it is to put in anchors that were profiled for the model, if there are, for `anchors`.
     plain_layers : tuple of int
-        What the engine is to put in for `layers` where it adds no context shifts; empty for the same layers.
+        What the engine is to put in for `layers` if it adds no context shifts; empty for the same layers.
     """
 
     layers: tuple[int, ...] = ()
@@ -67,6 +67,13 @@ class View:
     critical: bool = False
     profiled: bool = False
     plain_layers: tuple[int, ...] = ()
+
+    @property
+    def read_first(self) -> tuple[int, ...]:
+        """Layers whose chunk KV is needed before anything is selected; none with anchors, which come from sidecars."""
+        if self.anchors is not None or not self.layers:
+            return ()
+        return tuple(range(max(self.layers) + 1)) if self.full_context else self.layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,3 +115,8 @@ class FirstLayersView:
     def layers(self) -> tuple[int, ...]:
         """Layers that are needed before anything is selected: all up to the last one looked at."""
         return tuple(range(max((*self.deviation, *self.attention), default=-1) + 1))
+
+    @property
+    def read_first(self) -> tuple[int, ...]:
+        """The same layers: what they show is compared with the chunks' KV."""
+        return self.layers
