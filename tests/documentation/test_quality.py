@@ -182,7 +182,7 @@ def test_held_back_questions_with_ten_passages() -> None:
     assert f"{len(held & first)} of these {len(held)} are also in the tables above" in text
     at = [sorted(int(row[column].split()[0]) for row in want) for column in (3, 2)]
     kept = f"On {len(held)} held-back questions, {len(held & first)} of them among those, it is"
-    assert f"{kept} {at[0][0]} to {at[0][-1]} % and {at[1][0]} to {at[1][-1]} %;" in prose("README.md")
+    assert f"{kept} {at[0][0]} to {at[0][-1]} % and {at[1][0]} to {at[1][-1]} %, and" in prose("README.md")
 
 
 def test_rules_with_ten_passages() -> None:
@@ -208,6 +208,7 @@ def test_rules_with_ten_passages() -> None:
     assert behind(plain, "similar") == behind(short, "similar")
     text = prose(PAGE)
     assert f"(Holm's correction) of {first}, {second} and {third} in both wordings." in text
+    assert f"ahead of {first}, {second} and {third} beyond chance in both wordings;" in prose("README.md")
     for rows in (plain, short):
         (near,) = set(named) - {default} - set(behind(rows, "none"))
         assert f"Without preprocessing it is ahead of all but `{near}` in both." in text
