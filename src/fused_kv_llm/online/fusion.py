@@ -83,8 +83,9 @@ class Fusion:
     def begin(self) -> None:
         """Begin to load."""
         context, request, recipe, report, kv = self._context, self._request, self._recipe, self._report, self._kv
-        shifts = context.shift_name
-        view = view_of(recipe.selector, context.loaded, shifts, report) if self._budget and self._reuses else View()
+        view: View | FirstLayersView = View()
+        if self._budget and self._reuses:
+            view = view_of(recipe.selector, context.loaded, context.shift_name, report)
         if self._reuses:
             by_anchors = isinstance(view, View) and view.anchors is not None
             with timed(report, "load"):

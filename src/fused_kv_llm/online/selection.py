@@ -106,14 +106,13 @@ def global_layers(layers: Sequence[int], with_full_attention: Sequence[int]) -> 
     tuple of int
         Those of `layers` without a window, ascending. A selector that asks for one layer gets one at least, and one
         that asks for several gets two: what is lacking are the layers without a window that are nearest to the first of
-        `layers`, the earlier of two, since later ones cost more. Measured in docs/experiments.md, "Layers that choose
-        in Gemma". Where all layers have a window, every layer is as good, and `layers` come back as they are.
+        `layers`, the earlier of two as near, since later ones cost more. Measured in docs/experiments.md, "Layers that
+        choose in Gemma". Where all layers have a window, every layer is as good, and `layers` come back as they are.
     """
     if not layers or not with_full_attention:
         return tuple(layers)
     found = [layer for layer in layers if layer in with_full_attention]
-    tie = 1 if len(layers) > 1 else -1
-    others = sorted(set(with_full_attention).difference(found), key=lambda layer: (abs(layer - layers[0]), layer * tie))
+    others = sorted(set(with_full_attention).difference(found), key=lambda layer: (abs(layer - layers[0]), layer))
     lacking = max(0, min(_LEAST_GLOBAL, len(layers)) - len(found))
     return tuple(sorted(found + others[:lacking]))
 

@@ -24,8 +24,8 @@ class SinkAttention:
     lean on them as sinks (EPIC): they deviate most. A token at offset ``o`` of its chunk scores
     ``a * (1 + w * exp(-o / t))``, where ``a`` is the attention it receives from the question, mean over heads and over
     the layers from 8/15 to four fifths of the depth, the question seeing the whole context on its way (ProphetKV, which
-    goes through all layers). Without context shifts, later layers see KV that is too far off, and those from a quarter
-    to three fifths score. A quarter of the mean deviation of a chunk's recomputed tokens, its first four left out, is
+    goes through all layers). Without context shifts, where later layers choose worse, those from a quarter to three
+    fifths score. A quarter of the mean deviation of a chunk's recomputed tokens, its first four left out, is
     transferred to its others: more of it, or fitting the chunk's context shift to those tokens first, lost most on the
     prompts that were worst already.
 
@@ -67,17 +67,16 @@ class SinkAttention:
             raise ConfigError(f"coverage={self.coverage!r} is outside (0, 1]: 1 spends the whole budget")
 
     def view(self, num_layers: int) -> View:
-        """Return the layers from 8/15 to four fifths of the depth, of plain KV from a quarter to three fifths.
+        """Return the layers from 8/15 to four fifths of the depth; with anchors, the critical ones.
 
-        With anchors, the critical ones.
-
-        Of a model with windows, only layers without one choose, at least two of them (docs/methods.md).
+        Without context shifts it is those from a quarter to three fifths. Of a model with windows, only layers without
+        one choose, at least two of them (docs/methods.md).
         """
         if self.anchors is not None:
             return View((), False, self.anchors, critical=True, profiled=True)
-        late, early = (8 * num_layers // 15, 4 * num_layers // 5), (num_layers // 4, 3 * num_layers // 5)
-        layers, plain = (tuple(range(first, max(first + 1, last))) for first, last in (late, early))
-        return View(layers, self.full_context, plain_layers=plain)
+        layers = _one_at_least(8 * num_layers // 15, 4 * num_layers // 5)
+        plain_layers = _one_at_least(num_layers // 4, 3 * num_layers // 5)
+        return View(layers, self.full_context, plain_layers=plain_layers)
 
     def select(self, probe: Probe, budget: int) -> Tensor:
         """Return the `budget` positions with the highest scores, or as many of them as cover the attention.
@@ -100,6 +99,10 @@ class SinkAttention:
 
     def _scores(self, probe: Probe) -> Tensor:
         return required(probe.scores, "question attention scores", self.name)
+
+
+def _one_at_least(first: int, stop: int) -> tuple[int, ...]:
+    return tuple(range(first, max(first + 1, stop)))
 
 
 SINK_ATTENTION_VARIANTS = SinkAttention(name="sink_attention_variants", takes_variants=True)

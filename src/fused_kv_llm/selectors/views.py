@@ -58,7 +58,7 @@ class View:
     profiled : bool
         Whether it is to put in anchors that were profiled for the model, if there are, for `anchors`.
     plain_layers : tuple of int
-        What the engine is to put in for `layers` if it adds no context shifts; empty for the same layers.
+        What the engine is to put in for `layers` if it adds no context shifts; empty leaves them as they are.
     """
 
     layers: tuple[int, ...] = ()
