@@ -180,6 +180,20 @@ def test_the_probe_reads_the_side_files_only(engine: FusedKVEngine) -> None:
     assert report.warnings == []
 
 
+def test_anchors_in_eight_bits_score_nearly_alike_and_are_half_as_large(engine: FusedKVEngine) -> None:
+    few = QueryAttention("few", layers=LAYERS, anchors=replace(ANCHORS, storage="int8"))
+    assert engine.build_anchors(SHORT[:5], selector=few, progress=False) == 5
+    prompt = rag_prompt(SHORT[:5])
+    _, want = engine.requests.attention_by_layer(prompt, View(LAYERS, anchors=ANCHORS))
+    _, got = engine.requests.attention_by_layer(prompt, View(LAYERS, anchors=few.anchors))
+    assert not torch.equal(got, want), "they are other numbers"
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=0.05)
+    whole, half = (engine.prefill(prompt, recompute_ratio=0.3, selector=rule)[1] for rule in (MINE, few))
+    assert half.warnings == []
+    # The KV is in float32, so it is a quarter of the bytes, and the scales.
+    assert 0.25 < half.selection_bytes / whole.selection_bytes < 0.32
+
+
 def test_the_first_layer_alone_needs_no_anchors_below_it(engine: FusedKVEngine) -> None:
     first = QueryAttention("first", layers=(0,), anchors=Anchors("sink", 0.2))
     assert engine.build_anchors(SHORT[:5], selector=first, progress=False) == 5

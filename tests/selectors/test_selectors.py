@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from fused_kv_llm.selectors import (
         (lambda: Anchors("best"), "ranks no anchors"),
         (lambda: Anchors("sink", 0.0), "outside"),
         (lambda: Anchors("sink", 1.5), "outside"),
+        (lambda: Anchors("sink", 0.5, "int4"), "use 'auto' or 'int8'"),
         (lambda: QueryAttention("x", layers="upper"), "use one of last, all"),
         (lambda: QueryAttention("x", layers=()), "use one of last, all"),
         (lambda: QueryAttention("x", layers="all", floor=1.5), "outside"),
@@ -162,6 +164,8 @@ def test_the_default_scores_later_where_chunks_have_shifts(
 ) -> None:
     view = SinkAttention().view(depth)
     assert (view.layers, view.plain_layers) == (tuple(shifted), tuple(plain))
+    anchors = Anchors("sink", 0.5, "int8")
+    assert SinkAttention(anchors=anchors).view(depth) == replace(view, full_context=False, anchors=anchors)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Anchors: the few tokens of a chunk that stand for it when a question is probed (QCFuse section 3.3).
 
 For every stored chunk the rule ranks its tokens, and a sidecar keeps what the probe will need: the keys and values
-of the anchors in the layers below the deepest critical one, and the keys of all tokens in the critical layers, which
-score the context. The probe then never reads the chunk's KV itself.
+of the anchors in the layers below the last one that scores, and the keys of all tokens in the layers that score. The
+probe then never reads the chunk's KV itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fused_kv_llm.model import (
     forward_kv,
 )
 from fused_kv_llm.selectors import Anchors, anchor_positions, knorm_scores, sidecar_name, sink_scores
-from fused_kv_llm.store import KVStore, StoredKV
+from fused_kv_llm.store import AnchorKV, KVStore, StoredKV
 
 from .progress import PassCounts, progress_bar
 
@@ -135,7 +135,7 @@ class AnchorBuilder:
             Stored chunks; others are left out.
         anchors : Anchors
         layers : sequence of int
-            The critical layers.
+            Those that score.
         progress : bool
             Whether to show a progress bar.
         """
@@ -175,9 +175,5 @@ class AnchorBuilder:
         chosen = anchor_positions(self.scores(stored, token_ids, anchors), anchors.ratio)
         keys, values = stored.read_layers(0, stored.num_layers)
         below = max(layers)
-        return {
-            "positions": chosen.int(),
-            "keys": keys[:below, :, chosen].contiguous(),
-            "values": values[:below, :, chosen].contiguous(),
-            "critical_keys": keys[sorted(layers)].contiguous(),
-        }
+        kept = AnchorKV(chosen, keys[:below, :, chosen], values[:below, :, chosen], keys[sorted(layers)])
+        return kept.tensors(anchors.storage)

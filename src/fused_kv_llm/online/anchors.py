@@ -6,7 +6,7 @@ that the question sees stand there side by side, ordered by position, so that no
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
@@ -16,7 +16,7 @@ from fused_kv_kernels import RotationTable, place_chunks
 from fused_kv_llm.kv import PlacedChunk
 from fused_kv_llm.model import FusedCache, Geometry
 from fused_kv_llm.selectors import Anchors, anchor_positions, sidecar_name, sink_scores
-from fused_kv_llm.store import Sidecars
+from fused_kv_llm.store import AnchorKV, Sidecars
 
 from .request import Request
 
@@ -34,13 +34,13 @@ class ChunkAnchors:
     positions : list of Tensor
         int64, ascending: the anchors' prompt positions, by chunk.
     anchors : list of (Tensor, Tensor)
-        Their keys and values ``[L, Hkv, A, D]`` in all layers below the deepest critical one.
+        Their keys and values ``[L, Hkv, A, D]`` in all layers below the last one that scores.
     critical_keys : list of Tensor
-        ``[len(layers), Hkv, T, D]``: keys of the chunk's tokens that stand in the prompt.
+        ``[len(layers), Hkv, T, D]``: in the layers that score, keys of the chunk's tokens that stand in the prompt.
     starts : list of int
         Where the chunks begin in the prompt.
     layers : tuple of int
-        The critical layers.
+        Those that score.
     tables : list of RotationTable
         By layer of the model: how far each chunk's keys have to move.
     bytes_read : int
@@ -67,7 +67,7 @@ class ChunkAnchors:
         Parameters
         ----------
         cache : FusedCache
-            Gets keys and values of the anchors in all layers below the deepest critical one, each at its index in
+            Gets keys and values of the anchors in all layers below the last one that scores, each at its index in
             `visible`; anything else behind the prefix is lost.
         visible, available : Tensor
             int64, ascending prompt positions: what the question sees, and what is scored. Both contain the prefix.
@@ -118,28 +118,29 @@ def read_anchors(
     request : Request
     anchors : Anchors
     layers : tuple of int
-        The critical layers.
+        Those that score.
     sidecars : Sidecars
     geometry : Geometry
     """
     name, missing, bytes_read = sidecar_name(anchors, layers), 0, 0
-    found: list[dict[str, Tensor]] = []
+    found: list[AnchorKV] = []
     loaded: dict[str, int] = {}
     for chunk in request.chunks:
         key = str(chunk.segment.key)
         side = sidecars.read(key, name)
         if side is None:
             missing += 1
-            side, nbytes = _from_the_chunk(chunk, anchors, layers)
+            stored, nbytes = _from_the_chunk(chunk, anchors, layers)
         else:
             nbytes = loaded[key] = sum(part.nbytes for part in side.values())
+            stored = AnchorKV.of(side, chunk.stored.dtype)
         bytes_read += nbytes
-        found.append(_in_the_prompt(side, chunk))
+        found.append(_in_the_prompt(stored, chunk))
     deltas = torch.tensor([chunk.delta for chunk in request.chunks], dtype=torch.int64)
     return ChunkAnchors(
-        [side["positions"] for side in found],
-        [(side["keys"], side["values"]) for side in found],
-        [side["critical_keys"] for side in found],
+        [side.positions for side in found],
+        [(side.keys, side.values) for side in found],
+        [side.critical_keys for side in found],
         [chunk.segment.start for chunk in request.chunks],
         layers,
         geometry.tables(deltas),
@@ -149,26 +150,23 @@ def read_anchors(
     )
 
 
-def _from_the_chunk(chunk: PlacedChunk, anchors: Anchors, layers: tuple[int, ...]) -> tuple[dict[str, Tensor], int]:
-    """Make the tensors of a sidecar that is missing from the chunk's KV; return them and the bytes that were read."""
+def _from_the_chunk(chunk: PlacedChunk, anchors: Anchors, layers: tuple[int, ...]) -> tuple[AnchorKV, int]:
+    """Take from the chunk's KV what a missing sidecar would have; return it and the bytes that were read."""
     chosen = anchor_positions(sink_scores(chunk.stored.num_tokens), anchors.ratio)
     keys, values = chunk.stored.read_layers(0, max(layers) + 1)
-    side = {
-        "positions": chosen,
-        "keys": keys[: max(layers), :, chosen],
-        "values": values[: max(layers), :, chosen],
-        "critical_keys": keys[list(layers)],
-    }
-    return side, keys.nbytes + values.nbytes
+    below = max(layers)
+    kept = AnchorKV(chosen, keys[:below, :, chosen], values[:below, :, chosen], keys[list(layers)])
+    return kept, keys.nbytes + values.nbytes
 
 
-def _in_the_prompt(side: dict[str, Tensor], chunk: PlacedChunk) -> dict[str, Tensor]:
+def _in_the_prompt(side: AnchorKV, chunk: PlacedChunk) -> AnchorKV:
     """Leave out the anchors of tokens that do not stand in the prompt; the others get their positions there."""
     segment, count = chunk.segment, chunk.num_tokens
-    positions = side["positions"].long() - segment.chunk_start
+    positions = side.positions - segment.chunk_start
     if count < chunk.stored.num_tokens:
         kept = (positions >= 0) & (positions < count)
-        cut = {"keys": side["keys"][:, :, kept], "values": side["values"][:, :, kept]}
-        side = {**cut, "critical_keys": side["critical_keys"][:, :, chunk.inside]}
         positions = positions[kept]
-    return {**side, "positions": positions + segment.start}
+        side = AnchorKV(
+            positions, side.keys[:, :, kept], side.values[:, :, kept], side.critical_keys[:, :, chunk.inside]
+        )
+    return replace(side, positions=positions + segment.start)

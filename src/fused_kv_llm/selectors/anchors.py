@@ -22,11 +22,12 @@ _LONGEST_LIST = 60
 
 
 def sidecar_name(anchors: Anchors, layers: Sequence[int]) -> str:
-    """Return the name of the files that hold these anchors for these critical layers."""
+    """Return the name of the files that hold these anchors for these layers that score."""
     listed = "-".join(map(str, layers))
     if len(listed) > _LONGEST_LIST:
         listed = hashlib.sha256(listed.encode()).hexdigest()[:32]
-    return f"anchors-{anchors.rule}-{anchors.ratio:g}-{listed}"
+    stored = "" if anchors.storage == "auto" else f"{anchors.storage}-"
+    return f"anchors-{anchors.rule}-{anchors.ratio:g}-{stored}{listed}"
 
 
 def anchor_positions(scores: Tensor, ratio: float) -> Tensor:

@@ -23,21 +23,27 @@ class Anchors:
         2024), ``knorm_high`` by the highest, as phase 1 of QCFuse's demonstration has it.
     ratio : float
         Share of a chunk's tokens, rounded up, in (0, 1].
+    storage : {"auto", "int8"}
+        How their KV is stored beside that of the chunk: in the chunk's dtype or, with half of bfloat16's bytes to read,
+        in eight bits.
 
     Raises
     ------
     ConfigError
-        If there is no such rule, or the ratio is out of range.
+        If there is no such rule or storage, or the ratio is out of range.
     """
 
     rule: AnchorRule = "kvzip"
     ratio: float = 0.1
+    storage: Literal["auto", "int8"] = "auto"
 
     def __post_init__(self) -> None:
         if self.rule not in get_args(AnchorRule):
             raise ConfigError(f"rule={self.rule!r} ranks no anchors: use one of {', '.join(get_args(AnchorRule))}")
         if not 0.0 < self.ratio <= 1.0:
             raise ConfigError(f"ratio={self.ratio!r} of anchors is outside (0, 1]: 0.1 keeps a tenth of every chunk")
+        if self.storage not in ("auto", "int8"):
+            raise ConfigError(f"storage={self.storage!r} of anchors is unknown: use 'auto' or 'int8'")
 
 
 @dataclass(frozen=True, slots=True)

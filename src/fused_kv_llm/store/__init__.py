@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fused_kv_llm.store.anchor_kv import AnchorKV
 from fused_kv_llm.store.archive import ExportReport, ImportReport
 from fused_kv_llm.store.audit import CheckReport, Finding, rebuild_index
 from fused_kv_llm.store.folder import check_folder_key
@@ -41,6 +42,7 @@ __all__ = [
     "POLICIES",
     "REPLACEMENT",
     "STORAGE_DTYPES",
+    "AnchorKV",
     "BlockReader",
     "CheckReport",
     "ChunkRow",

@@ -7,7 +7,15 @@ from fused_kv_llm.store.format.codec import FileCodec
 from fused_kv_llm.store.format.header import ChunkHeader, FileHeader
 from fused_kv_llm.store.format.names import check_key, check_name, file_name, parse_name
 from fused_kv_llm.store.format.part import Part, byte_view
-from fused_kv_llm.store.format.quantize import STORAGE_DTYPES, check_kv_dtype, compress, expand, stored_bytes_per_token
+from fused_kv_llm.store.format.quantize import (
+    STORAGE_DTYPES,
+    check_kv_dtype,
+    compress,
+    expand,
+    from_int8,
+    stored_bytes_per_token,
+    to_int8,
+)
 from fused_kv_llm.store.format.tensor_file import CHECKSUM_NBYTES
 
 __all__ = [
@@ -26,7 +34,9 @@ __all__ = [
     "compress",
     "expand",
     "file_name",
+    "from_int8",
     "open_cipher",
     "parse_name",
     "stored_bytes_per_token",
+    "to_int8",
 ]

@@ -14,7 +14,15 @@ from torch import Tensor
 
 from fused_kv_llm.errors import ConfigError
 
-__all__ = ["STORAGE_DTYPES", "check_kv_dtype", "compress", "expand", "stored_bytes_per_token"]
+__all__ = [
+    "STORAGE_DTYPES",
+    "check_kv_dtype",
+    "compress",
+    "expand",
+    "from_int8",
+    "stored_bytes_per_token",
+    "to_int8",
+]
 
 _PLAIN = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _GROUP = 32
@@ -61,9 +69,8 @@ def compress(keys: Tensor, values: Tensor, storage: str) -> dict[str, Tensor]:
             _check_range(storage, plain["k"], plain["v"])
         return plain
     if storage == "int8":
-        k, k_scale = _to_int8(keys.float(), dim=2)
-        v, v_scale = _to_int8(values.float(), dim=3)
-        _check_range(storage, k_scale, v_scale)
+        k, k_scale = to_int8(keys, dim=2)
+        v, v_scale = to_int8(values, dim=3)
         return {"k": k, "k_scale": k_scale, "v": v, "v_scale": v_scale}
     # Groups of tokens for keys, of channels for values: 15 steps are too few for a whole chunk.
     k, k_scale, k_least = _to_int4(keys.float().transpose(2, 3))
@@ -94,11 +101,37 @@ def expand(parts: Mapping[str, Tensor], storage: str, dtype: torch.dtype, value_
     if storage in _PLAIN:
         return parts["k"].to(dtype), parts["v"].to(dtype)
     if storage == "int8":
-        keys, values = (parts[name].float().mul_(parts[f"{name}_scale"].float()) for name in ("k", "v"))
-        return keys.to(dtype), values.to(dtype)
+        return from_int8(parts["k"], parts["k_scale"], dtype), from_int8(parts["v"], parts["v_scale"], dtype)
     keys = _from_int4(parts["k"], parts["k_scale"], parts["k_least"], parts["v"].shape[2]).transpose(2, 3)
     values = _from_int4(parts["v"], parts["v_scale"], parts["v_least"], value_dim)
     return keys.to(dtype, memory_format=torch.contiguous_format), values.to(dtype)
+
+
+def to_int8(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Return a tensor in eight bits, and its scales: float16, one for all numbers along an axis.
+
+    Parameters
+    ----------
+    x : Tensor
+        Floating point.
+    dim : int
+        The axis: that of the tokens for keys, of the channels for values (KIVI).
+
+    Raises
+    ------
+    ConfigError
+        A number is too large, or is NaN.
+    """
+    x = x.float()
+    # Quantise with the rounded scale, so that rounding it adds no error.
+    scale = (x.abs().amax(dim=dim, keepdim=True) / 127).clamp(min=2.0**-24).to(torch.float16)
+    _check_range("int8", scale)
+    return (x / scale.float()).round_().clamp_(-127, 127).to(torch.int8), scale
+
+
+def from_int8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return in a floating-point dtype what :func:`to_int8` made, multiplied in float32 and rounded once."""
+    return x.float().mul_(scale.float()).to(dtype)
 
 
 def stored_bytes_per_token(storage: str, layers: int, heads: int, key_dim: int, value_dim: int) -> int:
@@ -115,12 +148,6 @@ def _check_range(storage: str, *parts: Tensor) -> None:
         raise ConfigError(
             f"The chunk's keys or values are too large for kv_dtype={storage!r}, or NaN. Use 'bfloat16' or 'float32'."
         )
-
-
-def _to_int8(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    # Quantise with the rounded scale, so that rounding it adds no error.
-    scale = (x.abs().amax(dim=dim, keepdim=True) / 127).clamp(min=2.0**-24).to(torch.float16)
-    return (x / scale.float()).round_().clamp_(-127, 127).to(torch.int8), scale
 
 
 def _to_int4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
