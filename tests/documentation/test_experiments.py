@@ -277,7 +277,7 @@ _RULES = {
     "layers 12 to 23": "layers_12_to_23",
     "layers 7 to 23": "layers_7_to_23",
     "layers 21 to 23": "layers_21_to_23",
-    "`sink_attention_anchors`": "sink_attention_anchors",
+    "layers 21 to 23, a tenth as anchors": "sink_attention_anchors",
     "`boundary+transfer`": "boundary+transfer",
     "a quarter for first tokens": "quarter_first_tokens",
     "half for first tokens": "half_first_tokens",
@@ -296,7 +296,9 @@ def test_layers_that_score() -> None:
     ]
     assert table(PAGE, "set and wording, layers that score") == want
     sets = list(dict.fromkeys(name.split(", ")[0] for name in found))
-    rows = [[label, *(_over_earlier(found, corpus, rule) for corpus in sets)] for label, rule in _RULES.items()]
+    rows = [
+        [label, *(_over(found, corpus, rule, "layers_7_to_17") for corpus in sets)] for label, rule in _RULES.items()
+    ]
     assert table(PAGE, "rule, layers that score") == rows
 
 
@@ -317,6 +319,22 @@ def test_layers_that_score_without_shifts() -> None:
     found = _of_layers("quality_layers_plain_kv_cpu.records.jsonl", "/none/0.15")
     want = [[name.split(", ")[0], *cells] for name, cells in _later(found).items()]
     assert table(PAGE, "set, plain KV") == want
+
+
+def test_anchors_of_other_layers() -> None:
+    found = _of_layers("quality_anchors_cpu.records.jsonl", "/similar/0.15")
+    assert {len(rules["sink_attention"]) for rules in found.values()} == {24}
+    sets = list(dict.fromkeys(name.split(", ")[0] for name in found))
+    rows = []
+    for rule in next(iter(reversed(found.values()))):
+        if rule.startswith("anchors"):
+            _, ratio, _, first, _, last, *shifted = rule.split("_")
+            # Anchors below the last layer, and all keys of the layers that score, of 30 layers of keys and values.
+            share = float(ratio) * int(last) / 30 + (int(last) - int(first) + 1) / 60
+            over = [_over(found, corpus, rule, "sink_attention") for corpus in sets]
+            layers = f"{first} to {last}" + ", with shifts" * bool(shifted)
+            rows.append([layers, f"{100 * float(ratio):.0f} %", *over, f"{100 * share:.0f} %"])
+    assert table(PAGE, "layers, anchors") == rows
 
 
 def _of_layers(name: str, kind: str) -> dict[str, dict[str, dict[str, float]]]:
@@ -341,15 +359,15 @@ def _later(found: dict[str, dict[str, dict[str, float]]]) -> dict[str, list[str]
     return rows
 
 
-def _over_earlier(found: dict[str, dict[str, dict[str, float]]], corpus: str, rule: str) -> str:
-    """Return a rule's KL over that of the earlier layers on a set, by the geometric mean and by the sums."""
+def _over(found: dict[str, dict[str, dict[str, float]]], corpus: str, rule: str, other: str) -> str:
+    """Return a rule's KL over that of another on a set, by the geometric mean and by the sums."""
     pairs = [
-        (kl, rules["layers_7_to_17"][question])
+        (kl, rules[other][question])
         for name, rules in found.items()
         if name.startswith(corpus)
         for question, kl in rules.get(rule, {}).items()
     ]
     if not pairs:
         return "-"
-    ours, earlier = (sum(side) for side in zip(*pairs, strict=True))
-    return f"{exp(mean(log(one / other) for one, other in pairs)):.2f} ({ours / earlier:.2f})"
+    ours, theirs = (sum(side) for side in zip(*pairs, strict=True))
+    return f"{exp(mean(log(one / two) for one, two in pairs)):.2f} ({ours / theirs:.2f})"

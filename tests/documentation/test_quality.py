@@ -251,17 +251,24 @@ def test_the_fair_table_at_other_ratios() -> None:
 
 
 def test_reading_less_first() -> None:
-    want = []
-    for name, rows in quality("quality_read_first_cpu.json").items():
-        for rule in ("sink_attention", "sink_attention_anchors", "qcfuse"):
-            row = rows[rule, "similar", 0.15]
-            low, high = row["recovered_95"]
-            recovered = f"{100 * row['recovered']:.1f} % ({100 * low:.0f} to {100 * high:.0f})"
-            want.append([name, f"`{rule}`", recovered, f"{100 * row['selection_share']:.0f} %"])
-    assert table(PAGE, "set, ten passages") == want
-    recovered = [float(row[2].split(" %")[0]) for row in want]
-    lost = [f"{whole - some:.1f}" for whole, some in zip(recovered[::3], recovered[1::3], strict=True)]
-    assert f"cost `sink_attention_anchors` {lost[0]}, {lost[1]} and {lost[2]} points" in prose(PAGE)
+    plain, short = (quality(f"quality_read_first{frame}_cpu.json") for frame in ("", "_short"))
+    few, whole, ours = "sink_attention_anchors", "sink_attention", "similar"
+    want, lost, shares = [], list[list[str]](), list[float]()
+    for name in plain:
+        of_set = [rows[name] for rows in (plain, short)]
+        assert {row["questions"] for rows in of_set for row in rows.values()} == {40}
+        for rule in (whole, few, "qcfuse"):
+            recovered = [with_interval(rows[rule, ours, 0.15]) for rows in of_set]
+            share = max(rows[rule, ours, 0.15]["selection_share"] for rows in of_set)
+            want.append([name, f"`{rule}`", *recovered, f"{100 * share:.0f} %"])
+        pairs = [(rows[whole, ours, 0.15], rows[few, ours, 0.15]) for rows in of_set]
+        lost.append([f"{100 * (all_['recovered'] - some['recovered']):.1f}" for all_, some in pairs])
+        shares += [all_["selection_share"] / some["selection_share"] for all_, some in pairs]
+    assert table(PAGE, "set, read first") == want
+    told = [f"{one}, {two} and {three} points in `{frame}`" for frame, (one, two, three) in
+            zip(("plain", "short"), zip(*lost, strict=True), strict=True)]  # fmt: skip
+    assert f"`{few}` loses {told[0]} and {told[1]}, and reads a fifth of what" in prose(PAGE)
+    assert {round(share) for share in shares} == {5}
 
 
 def test_adaptive() -> None:

@@ -101,7 +101,9 @@ def _anchors(
         asked = track(samples, description="Questions", console=out)
         profile = profile_anchors(engine, asked, ratios=ratio) if ratio else profile_anchors(engine, asked)
         fingerprint, used = engine.model_fingerprint, engine.dtype
-    rules = list(dict.fromkeys(anchors.rule for anchors in profile.recall))
+    recall: dict[str, dict[str, float]] = {}
+    for anchors, found in profile.recall.items():
+        recall.setdefault(anchors.rule, {})[f"{anchors.ratio:g}"] = found
     path = save_anchors(
         fingerprint,
         {
@@ -109,9 +111,7 @@ def _anchors(
             "dtype": used,
             "rule": profile.chosen.rule,
             "ratio": profile.chosen.ratio,
-            "recall": {
-                rule: {f"{a.ratio:g}": r for a, r in profile.recall.items() if a.rule == rule} for rule in rules
-            },
+            "recall": recall,
             "recall_of_full_context": profile.reference,
             "data": data.name,
             "samples": profile.samples,
@@ -120,10 +120,16 @@ def _anchors(
         },
     )
     title = f"Recall@10% of answer tokens, {profile.samples} questions; the whole context: {profile.reference:.1%}"
-    table = Table(title=title, title_justify="left")
-    for column in ("rule", *dict.fromkeys(f"{anchors.ratio:g}" for anchors in profile.recall)):
-        table.add_column(column, justify="left" if column == "rule" else "right")
-    for rule in rules:
-        table.add_row(rule, *(f"{recall:.1%}" for anchors, recall in profile.recall.items() if anchors.rule == rule))
-    out.print(table)
+    out.print(_recall_table(title, recall))
     out.print(f"Anchors {profile.chosen.rule} at {profile.chosen.ratio:g}: kept in {path}", soft_wrap=True)
+
+
+def _recall_table(title: str, recall: dict[str, dict[str, float]]) -> Table:
+    """Return the recall by rule and ratio of anchors."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("rule")
+    for ratio in dict.fromkeys(ratio for of_rule in recall.values() for ratio in of_rule):
+        table.add_column(ratio, justify="right")
+    for rule, of_rule in recall.items():
+        table.add_row(rule, *(f"{found:.1%}" for found in of_rule.values()))
+    return table

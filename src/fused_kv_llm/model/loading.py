@@ -177,36 +177,13 @@ def load_model(
     ConfigError
         If `dtype` or `device` cannot be used.
     """
-    if isinstance(model, (str, Path)):
-        chosen_device = choose_device(device)
-        chosen_dtype, choice = choose_dtype(dtype, chosen_device)
-        model_id = str(model)
-        read = read_named(str(model), chosen_dtype, chosen_device, trust_probe=trust_probe)
-        network, folders = unwrapped(read.network), read.folders
-        check_weights(network, model_id)
-        if network.dtype != chosen_dtype:
-            chosen_dtype, choice = (
-                network.dtype,
-                f"{_name(network.dtype)} on {chosen_device}, as its weights are quantised",
-            )
-        tokenizer = read.tokenizer if tokenizer is None else tokenizer
-    else:
-        network, folders = unwrapped(model), ()
-        model_id = type(network).__name__
-        _check_dtype(network, model_id)
-        check_weights(network, model_id)
-        chosen_device, chosen_dtype = network.device, network.dtype
-        check_model_type(network.config, model_id, trust_probe=trust_probe)
-        choice = f"{_name(chosen_dtype)} on {chosen_device}, as the given model has it"
-        if tokenizer is None:
-            raise ConfigError("A model given as an object needs its tokenizer: pass tokenizer=... as well.")
-    if isinstance(tokenizer, (str, Path)):
-        tokenizer = read_tokenizer(str(tokenizer), model_id)
-    if not getattr(tokenizer, "is_fast", False):
-        raise UnsupportedModelError(
-            f"The tokenizer {type(tokenizer).__name__} of {model_id!r} gives no character offsets: "
-            "pass a fast tokenizer (tokenizer=AutoTokenizer.from_pretrained(..., use_fast=True))."
-        )
+    found = (
+        _read(str(model), dtype, device, tokenizer, trust_probe=trust_probe)
+        if isinstance(model, (str, Path))
+        else _given(model, tokenizer, trust_probe=trust_probe)
+    )
+    network, model_id = found.network, found.model_id
+    tokenizer = _tokenizer_with_offsets(found.tokenizer, model_id)
     network.eval()
     attach_attention(network)
     attach_last_row(network)
@@ -214,20 +191,71 @@ def load_model(
     if is_quantised(network):
         check_rows(network, model_id)
     geometry = read_geometry(network, model_id)
-    if chosen_device.type == "cpu":
+    if found.device.type == "cpu":
         attach_checked(network, geometry, model_id)
     return LoadedModel(
         model=network,
         tokenizer=tokenizer,
         model_id=model_id,
         geometry=geometry,
-        fingerprint=fingerprint_files(network, folders),
+        fingerprint=fingerprint_files(network, found.folders),
         tokenizer_fingerprint=fingerprint_tokenizer(tokenizer),
-        dtype=chosen_dtype,
-        device=chosen_device,
-        choice=choice,
+        dtype=found.dtype,
+        device=found.device,
+        choice=found.choice,
         snapshot=ModelSnapshot(network),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Network:
+    """A checked network before anything is attached to it; the tokenizer may be a name still."""
+
+    network: Any
+    model_id: str
+    tokenizer: Any
+    folders: tuple[Path, ...]
+    dtype: torch.dtype
+    device: torch.device
+    choice: str
+
+
+def _read(
+    name: str, dtype: str | torch.dtype | None, device: str | torch.device | None, tokenizer: Any, *, trust_probe: bool
+) -> _Network:
+    chosen_device = choose_device(device)
+    chosen_dtype, choice = choose_dtype(dtype, chosen_device)
+    read = read_named(name, chosen_dtype, chosen_device, trust_probe=trust_probe)
+    network = unwrapped(read.network)
+    check_weights(network, name)
+    if network.dtype != chosen_dtype:
+        chosen_dtype = network.dtype
+        choice = f"{_name(chosen_dtype)} on {chosen_device}, as its weights are quantised"
+    own = read.tokenizer if tokenizer is None else tokenizer
+    return _Network(network, name, own, read.folders, chosen_dtype, chosen_device, choice)
+
+
+def _given(model: Any, tokenizer: Any, *, trust_probe: bool) -> _Network:
+    network = unwrapped(model)
+    model_id = type(network).__name__
+    _check_dtype(network, model_id)
+    check_weights(network, model_id)
+    check_model_type(network.config, model_id, trust_probe=trust_probe)
+    if tokenizer is None:
+        raise ConfigError("A model given as an object needs its tokenizer: pass tokenizer=... as well.")
+    choice = f"{_name(network.dtype)} on {network.device}, as the given model has it"
+    return _Network(network, model_id, tokenizer, (), network.dtype, network.device, choice)
+
+
+def _tokenizer_with_offsets(tokenizer: Any, model_id: str) -> Any:
+    if isinstance(tokenizer, (str, Path)):
+        tokenizer = read_tokenizer(str(tokenizer), model_id)
+    if not getattr(tokenizer, "is_fast", False):
+        raise UnsupportedModelError(
+            f"The tokenizer {type(tokenizer).__name__} of {model_id!r} gives no character offsets: "
+            "pass a fast tokenizer (tokenizer=AutoTokenizer.from_pretrained(..., use_fast=True))."
+        )
+    return tokenizer
 
 
 def _name(dtype: torch.dtype) -> str:
