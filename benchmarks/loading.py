@@ -2,10 +2,11 @@
 
     python benchmarks/loading.py --data ../shared/data/squad10.jsonl --kv-dir kv
 
-The disk is slowed down by sleeping (``ThrottledReader``) until loading takes as long as computing. Alone: seconds to
-the first token for several depths, the numbers of layers that must be there before a request begins; the last one is to
-load all first; "equation 16" is what the engine chooses. Queue: so many requests at once, loaded ahead or when due.
-Every measurement begins with an empty memory tier; the queue has none. Times are the least of several runs.
+The disk is slowed down by sleeping (``ThrottledReader``) until loading takes as long as computing, with the first of
+the selectors. Alone: seconds to the first token for several depths, the numbers of layers that must be there before a
+request begins; the last one is to load all first; "equation 16" is what the engine chooses. Queue: so many requests at
+once, loaded ahead or when due. Every measurement begins with an empty memory tier; the queue has none. Times are the
+least of several runs.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def first_token(engine: FusedKVEngine, prompt: str, selector: str | None) -> Fus
     return report
 
 
-def alone(engine: FusedKVEngine, prompt: str, selector: str | None, repeats: int) -> dict[str, Any]:
-    """Sweep the depth for one request whose loading takes as long as its computing."""
+def alone(engine: FusedKVEngine, prompt: str, selector: str | None, repeats: int, rate: float | None) -> dict[str, Any]:
+    """Sweep the depth for one request; without a rate in bytes/s, its loading takes as long as its computing."""
     num_layers = engine.loaded.geometry.num_layers
     reader = CountingReader()
     engine.store.read_with(reader)
@@ -60,7 +61,8 @@ def alone(engine: FusedKVEngine, prompt: str, selector: str | None, repeats: int
     first_token(engine, prompt, selector)
     # From here on it is in memory.
     compute_s = min(first_token(engine, prompt, selector).ttft_s or 0.0 for _ in range(repeats + 2))
-    engine.store.read_with(ThrottledReader(reader.nbytes / compute_s))
+    rate = rate or reader.nbytes / compute_s
+    engine.store.read_with(ThrottledReader(rate))
     depths: list[int | None] = [None, 1, num_layers // 4, num_layers // 2, 3 * num_layers // 4, num_layers]
     found: dict[int | None, list[float]] = {depth: [] for depth in depths}
     chosen: list[int] = []
@@ -78,6 +80,7 @@ def alone(engine: FusedKVEngine, prompt: str, selector: str | None, repeats: int
         "selector": selector or engine.selector,
         "in_memory_s": compute_s,
         "nbytes": reader.nbytes,
+        "bytes_per_s": rate,
         "equation_16_s": chosen_s,
         "equation_16_depths": chosen,
         "ttft_s_by_depth": ttft_s,
@@ -167,7 +170,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--selectors", nargs="+", default=["default", "boundary"])
+    parser.add_argument("--selectors", nargs="+", default=["default", "sink_attention_anchors", "boundary"])
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--kv-dir", type=Path, default=None, help="kept between runs; a temporary folder without it")
     parser.add_argument("--preprocess", choices=["wait", "later"], default="wait", help="later: without context shifts")
@@ -180,7 +183,10 @@ def main() -> None:
         used = [text for text in read_corpus(args.data) if any(text in prompt for prompt in prompts)]
         print(engine.build_kv_cache(used, preprocess=args.preprocess).summary())
         names = [None if name == "default" else name for name in args.selectors]
-        rows = [alone(engine, prompts[0], name, args.repeats) for name in names]
+        rows = list[dict[str, Any]]()
+        for name in names:
+            engine.build_anchors(used, selector=name)
+            rows.append(alone(engine, prompts[0], name, args.repeats, rows[0]["bytes_per_s"] if rows else None))
         tokens = [len(engine.encode(prompt)) for prompt in prompts]
         model = engine.loaded
     print(json.dumps(rows), flush=True)
