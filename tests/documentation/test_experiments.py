@@ -330,11 +330,17 @@ def test_anchors_of_other_layers() -> None:
         if rule.startswith("anchors"):
             _, ratio, _, first, _, last, *shifted = rule.split("_")
             # Anchors below the last layer, and all keys of the layers that score, of 30 layers of keys and values.
-            share = float(ratio) * int(last) / 30 + (int(last) - int(first) + 1) / 60
+            share = (1 + bool(shifted)) * (float(ratio) * int(last) / 30 + (int(last) - int(first) + 1) / 60)
             over = [_over(found, corpus, rule, "sink_attention") for corpus in sets]
             layers = f"{first} to {last}" + ", with shifts" * bool(shifted)
             rows.append([layers, f"{100 * float(ratio):.0f} %", *over, f"{100 * share:.0f} %"])
     assert table(PAGE, "layers, anchors") == rows
+    before = "anchors_0.1_layers_21_to_23"
+    lost = max(
+        (sum(rules[before].values()) - sum(rules["sink_attention"].values())) / sum(rules["full_reuse/none/0"].values())
+        for rules in found.values()
+    )
+    assert f"To the default's layers that lost up to {100 * lost:.1f} points." in prose(PAGE)
 
 
 def _of_layers(name: str, kind: str) -> dict[str, dict[str, dict[str, float]]]:

@@ -26,7 +26,12 @@ class Unused:
 
 
 @pytest.mark.parametrize(
-    ("selector", "sidecars"), [("sink_attention", {"context_shift"}), ("qcfuse", {"context_shift", "anchors"})]
+    ("selector", "sidecars"),
+    [
+        ("sink_attention", {"context_shift"}),
+        ("qcfuse", {"context_shift", "anchors"}),
+        ("sink_attention_anchors", {"context_shift", "anchors"}),
+    ],
 )
 def test_a_request_reads_nothing_after_a_prefetch(
     selector: str, sidecars: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

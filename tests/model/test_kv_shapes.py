@@ -27,7 +27,7 @@ from fused_kv_llm.model import (
     load_model,
     verification,
 )
-from fused_kv_llm.selectors import QCFUSE, SELECTORS
+from fused_kv_llm.selectors import SELECTORS
 
 SHARING = ("gemma3n_text", "gemma4_text")
 
@@ -173,11 +173,13 @@ def test_every_selector_works(kind: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"tokenizer": smollm2_tokenizer(), "kv_dir": tmp_path, "store_misses": False}
     with FusedKVEngine(tiny_model(kind), **options) as engine:
         engine.build_kv_cache(SHORT[:4], progress=False, preprocess="wait")
-        assert engine.build_anchors(SHORT[:4], selector=QCFUSE, progress=False) == 4
+        for with_anchors in ("qcfuse", "sink_attention_anchors"):
+            assert engine.build_anchors(SHORT[:4], selector=with_anchors, progress=False) == 4
         prompt = rag_prompt(SHORT[:4])
         for name in SELECTORS:
             fused, report = engine.prefill(prompt, recompute_ratio=0.4, selector=name)
             assert report.chunks_found == 4
+            assert not any("anchors" in warning for warning in report.warnings)
             assert bool(fused.logits.isfinite().all()), name
             most = (1.0 if name == "prefix_cache" else 0.4) * (report.recomputed_tokens + report.reused_tokens)
             assert report.recomputed_tokens <= most + 1

@@ -181,12 +181,16 @@ def test_the_probe_reads_the_side_files_only(engine: FusedKVEngine) -> None:
 
 
 def test_anchors_in_eight_bits_score_nearly_alike_and_are_half_as_large(engine: FusedKVEngine) -> None:
-    few = QueryAttention("few", layers=LAYERS, anchors=replace(ANCHORS, storage="int8"))
+    eight_bit = replace(ANCHORS, storage="int8")
+    few = QueryAttention("few", layers=LAYERS, anchors=eight_bit)
     assert engine.build_anchors(SHORT[:5], selector=few, progress=False) == 5
     prompt = rag_prompt(SHORT[:5])
     _, want = engine.requests.attention_by_layer(prompt, View(LAYERS, anchors=ANCHORS))
-    _, got = engine.requests.attention_by_layer(prompt, View(LAYERS, anchors=few.anchors))
+    _, got = engine.requests.attention_by_layer(prompt, View(LAYERS, anchors=eight_bit))
     assert not torch.equal(got, want), "they are other numbers"
+    read = read_anchors(plan(engine), eight_bit, LAYERS, engine.store.sidecars, engine.loaded.geometry)
+    tensors = [*read.scored_keys, *(part for pair in read.anchors for part in pair)]
+    assert {part.dtype for part in tensors} == {engine.loaded.dtype}
     torch.testing.assert_close(got, want, atol=1e-4, rtol=0.05)
     whole, half = (engine.prefill(prompt, recompute_ratio=0.3, selector=rule)[1] for rule in (MINE, few))
     assert half.warnings == []

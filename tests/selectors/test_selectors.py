@@ -168,6 +168,12 @@ def test_the_default_scores_later_where_chunks_have_shifts(
     assert SinkAttention(anchors=anchors).view(depth) == replace(view, full_context=False, anchors=anchors)
 
 
+def test_the_default_with_anchors_is_what_the_docs_say() -> None:
+    layers, plain_layers = tuple(range(16, 24)), tuple(range(7, 18))
+    view = View(layers, False, Anchors("kvzip", 0.4, "int8"), plain_layers=plain_layers)
+    assert SELECTORS["sink_attention_anchors"].view(30) == view
+
+
 @pytest.mark.parametrize(
     ("view", "wanted"),
     [

@@ -35,7 +35,7 @@ class ChunkAnchors:
         int64, ascending: the anchors' prompt positions, by chunk.
     anchors : list of (Tensor, Tensor)
         Their keys and values ``[L, Hkv, A, D]`` in all layers below the last one that scores.
-    critical_keys : list of Tensor
+    scored_keys : list of Tensor
         ``[len(layers), Hkv, T, D]``: in the layers that score, keys of the chunk's tokens that stand in the prompt.
     starts : list of int
         Where the chunks begin in the prompt.
@@ -53,7 +53,7 @@ class ChunkAnchors:
 
     positions: list[Tensor]
     anchors: list[_Pair]
-    critical_keys: list[Tensor]
+    scored_keys: list[Tensor]
     starts: list[int]
     layers: tuple[int, ...]
     tables: list[RotationTable]
@@ -86,7 +86,7 @@ class ChunkAnchors:
         if unused.shape != scored.shape:
             unused = torch.empty_like(scored)
         tables = [self.tables[layer] for layer in self.layers]
-        self._place([(keys, keys) for keys in self.critical_keys], available, tables, scored, unused)
+        self._place([(keys, keys) for keys in self.scored_keys], available, tables, scored, unused)
         below = max((keys.shape[0] for keys, _ in self.anchors), default=0)
         if below:
             self._place(self.anchors, visible, self.tables[:below], cache.keys[:below, 0], cache.values[:below, 0])
@@ -140,7 +140,7 @@ def read_anchors(
     return ChunkAnchors(
         [side.positions for side in found],
         [(side.keys, side.values) for side in found],
-        [side.critical_keys for side in found],
+        [side.scored_keys for side in found],
         [chunk.segment.start for chunk in request.chunks],
         layers,
         geometry.tables(deltas),
@@ -166,7 +166,5 @@ def _in_the_prompt(side: AnchorKV, chunk: PlacedChunk) -> AnchorKV:
     if count < chunk.stored.num_tokens:
         kept = (positions >= 0) & (positions < count)
         positions = positions[kept]
-        side = AnchorKV(
-            positions, side.keys[:, :, kept], side.values[:, :, kept], side.critical_keys[:, :, chunk.inside]
-        )
+        side = AnchorKV(positions, side.keys[:, :, kept], side.values[:, :, kept], side.scored_keys[:, :, chunk.inside])
     return replace(side, positions=positions + segment.start)

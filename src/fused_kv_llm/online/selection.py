@@ -216,9 +216,10 @@ def _count_anchors(report: FusionReport, anchors: ChunkAnchors, view: View) -> N
         report.sidecar_bytes_loaded["anchors"] = anchors.bytes_of_sidecars
     if anchors.num_missing and view.anchors is not None:
         asked = f"{view.anchors.rule} at {view.anchors.ratio:g}"
+        stored = f"{asked}, storage {view.anchors.storage}, layers {', '.join(map(str, view.layers))}"
         used = "" if view.anchors.rule == "sink" else f" The rule asked for was {asked}, the one used for them is sink."
         report.warnings.append(
-            f"{anchors.num_missing} chunks have no stored anchors ({asked}): their first tokens stand in, read from "
+            f"{anchors.num_missing} chunks have no stored anchors ({stored}): their first tokens stand in, read from "
             f"their KV.{used} FusedKVEngine.build_anchors(texts, selector=...) stores them."
         )
 

@@ -36,7 +36,7 @@ class SinkAttention:
     tokens : float
         ``t``.
     full_context : bool
-        Whether the question sees the chunks in the probe.
+        Whether the question sees the chunks in the probe; with anchors, it sees these.
     transfer : float
         Share of the mean deviation that is transferred.
     coverage : float
@@ -106,4 +106,5 @@ def _one_at_least(first: int, stop: int) -> tuple[int, ...]:
 
 SINK_ATTENTION_VARIANTS = SinkAttention(name="sink_attention_variants", takes_variants=True)
 SINK_ATTENTION_ANCHORS = SinkAttention(name="sink_attention_anchors", anchors=Anchors("kvzip", 0.4, "int8"))
-"""The default, with two fifths of every chunk in eight bits in its probe: a quarter of the chunks' KV is read first."""
+"""The default, its probe seeing two fifths of every chunk in eight bits: less than a quarter of KV in bfloat16 is read
+before recomputation begins."""

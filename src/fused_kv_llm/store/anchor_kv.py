@@ -8,12 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fused_kv_llm.errors import ConfigError
 from fused_kv_llm.store.format import from_int8, to_int8
 
 __all__ = ["AnchorKV"]
 
-_SCALED_ALONG = {"keys": 2, "values": 3, "critical_keys": 2}
-"""By tensor, the axis whose numbers share a scale in eight bits, as chunks have it (KIVI, Liu et al. 2024)."""
+_NAMES = {"keys": "keys", "values": "values", "scored_keys": "critical_keys"}
+"""By field, the tensor's name in the file."""
+
+_SCALED_ALONG = {"keys": 2, "values": 3, "scored_keys": 2}
+"""By field, the axis whose numbers share a scale in eight bits, as chunks have it (KIVI, Liu et al. 2024)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,22 +30,22 @@ class AnchorKV:
         int64 ``[A]``, ascending: the anchors' places in the chunk.
     keys, values : Tensor
         ``[L, Hkv, A, D]``: theirs in all layers below the last one that scores.
-    critical_keys : Tensor
+    scored_keys : Tensor
         ``[layers, Hkv, T, D]``: keys of all tokens in the layers that score.
     """
 
     positions: Tensor
     keys: Tensor
     values: Tensor
-    critical_keys: Tensor
+    scored_keys: Tensor
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> AnchorKV:
         """Return what :meth:`tensors` gave for a sidecar; keys and values in this dtype if they are in eight bits."""
-        parts = {
-            name: from_int8(tensors[name], tensors[_scale(name)], dtype) if _scale(name) in tensors else tensors[name]
-            for name in _SCALED_ALONG
-        }
+        parts = {}
+        for field, name in _NAMES.items():
+            scale = tensors.get(_scale(name))
+            parts[field] = tensors[name] if scale is None else from_int8(tensors[name], scale, dtype)
         return cls(tensors["positions"].long(), **parts)
 
     def tensors(self, storage: str) -> dict[str, Tensor]:
@@ -58,12 +62,18 @@ class AnchorKV:
             A key or value is too large for eight bits, or is NaN.
         """
         side = {"positions": self.positions.int()}
-        for name, dim in _SCALED_ALONG.items():
-            part: Tensor = getattr(self, name)
-            if storage == "int8":
-                side[name], side[_scale(name)] = to_int8(part, dim)
-            else:
+        for field, name in _NAMES.items():
+            part: Tensor = getattr(self, field)
+            if storage != "int8":
                 side[name] = part.contiguous()
+                continue
+            side[name], scale = to_int8(part, _SCALED_ALONG[field])
+            if not bool(scale.isfinite().all()):
+                raise ConfigError(
+                    "A chunk's keys or values are too large for anchors in eight bits, or NaN: use "
+                    "Anchors(..., storage='auto')."
+                )
+            side[_scale(name)] = scale
         return side
 
 

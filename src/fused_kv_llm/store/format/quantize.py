@@ -71,6 +71,7 @@ def compress(keys: Tensor, values: Tensor, storage: str) -> dict[str, Tensor]:
     if storage == "int8":
         k, k_scale = to_int8(keys, dim=2)
         v, v_scale = to_int8(values, dim=3)
+        _check_range(storage, k_scale, v_scale)
         return {"k": k, "k_scale": k_scale, "v": v, "v_scale": v_scale}
     # Groups of tokens for keys, of channels for values: 15 steps are too few for a whole chunk.
     k, k_scale, k_least = _to_int4(keys.float().transpose(2, 3))
@@ -110,22 +111,18 @@ def expand(parts: Mapping[str, Tensor], storage: str, dtype: torch.dtype, value_
 def to_int8(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """Return a tensor in eight bits, and its scales: float16, one for all numbers along an axis.
 
+    A scale is infinite or NaN where a number is too large, or is NaN.
+
     Parameters
     ----------
     x : Tensor
         Floating point.
     dim : int
         The axis: that of the tokens for keys, of the channels for values (KIVI).
-
-    Raises
-    ------
-    ConfigError
-        A number is too large, or is NaN.
     """
     x = x.float()
     # Quantise with the rounded scale, so that rounding it adds no error.
     scale = (x.abs().amax(dim=dim, keepdim=True) / 127).clamp(min=2.0**-24).to(torch.float16)
-    _check_range("int8", scale)
     return (x / scale.float()).round_().clamp_(-127, 127).to(torch.int8), scale
 
 
