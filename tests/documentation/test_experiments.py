@@ -321,6 +321,24 @@ def test_layers_that_score_without_shifts() -> None:
     assert table(PAGE, "set, plain KV") == want
 
 
+def test_layers_that_score_by_ratio() -> None:
+    earlier, later = (
+        {(row["question"], row["method"]): row for rows in records_of(name).values() for row in rows}
+        for name in ("adaptive_earlier_layers_cpu.records.jsonl", "adaptive_later_layers_cpu.records.jsonl")
+    )
+    want = []
+    for ratio in ("0.05", "0.15", "0.2", "0.3", "0.5"):
+        asked = [question for question, method in earlier if method == f"fixed {ratio}"]
+        assert len(asked) == 120
+        cells = [ratio]
+        for along in ("answer", "gold"):
+            late, early = ([rows[one, f"fixed {ratio}"][along] for one in asked] for rows in (later, earlier))
+            typical, *others = ratio_cells([log(one / two) for one, two in zip(late, early, strict=True)])
+            cells += [f"{typical} ({sum(late) / sum(early):.2f})", *others]
+        want.append(cells)
+    assert table(PAGE, "ratio, later layers") == want
+
+
 def test_anchors_of_other_layers() -> None:
     found = _of_layers("quality_anchors_cpu.records.jsonl", "/similar/0.15")
     assert {len(rules["sink_attention"]) for rules in found.values()} == {24}

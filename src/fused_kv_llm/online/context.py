@@ -91,6 +91,11 @@ class Recipe:
     trace_scores: bool = False
     adaptive: Adaptive | None = None
 
+    @property
+    def most(self) -> float:
+        """The largest ratio that may be recomputed: that of the last round, if it is adaptive."""
+        return self.ratio if self.adaptive is None else self.adaptive.most
+
     def room_tokens(self, max_tokens: int) -> int:
         """Return for how many tokens behind the prompt there has to be room: those of an answer, or of a draft."""
         return max_tokens if self.adaptive is None else max(max_tokens, DRAFT_TOKENS - 1)

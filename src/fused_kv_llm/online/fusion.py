@@ -85,7 +85,7 @@ class Fusion:
         context, request, recipe, report, kv = self._context, self._request, self._recipe, self._report, self._kv
         view: View | FirstLayersView = View()
         if self._budget and self._reuses:
-            view = view_of(recipe.selector, context.loaded, context.shift_name, report)
+            view = view_of(recipe.selector, context.loaded, context.shift_name, report, recipe.most)
         if self._reuses:
             by_anchors = isinstance(view, View) and view.anchors is not None
             with timed(report, "load"):

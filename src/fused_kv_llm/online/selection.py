@@ -51,7 +51,7 @@ def timed(report: FusionReport, stage: str) -> Iterator[None]:
 
 
 def view_of(
-    selector: Selector, loaded: LoadedModel, shift_name: str | None, report: FusionReport
+    selector: Selector, loaded: LoadedModel, shift_name: str | None, report: FusionReport, ratio: float = 0.0
 ) -> View | FirstLayersView:
     """Return what the selector wants to see of this model; a model without a layer profile is reported.
 
@@ -63,12 +63,15 @@ def view_of(
         The context shifts that the engine adds; None if it adds none.
     report : FusionReport
         Gets the warnings.
+    ratio : float
+        The most that is recomputed.
     """
     view = selector.view(loaded.geometry.num_layers)
     if isinstance(view, FirstLayersView):
         return view
-    if view.plain_layers:
-        view = replace(view, layers=view.layers if shift_name else view.plain_layers, plain_layers=())
+    if view.early_layers:
+        early = shift_name is None or ratio >= view.early_from
+        view = replace(view, layers=view.early_layers if early else view.layers, early_layers=(), early_from=1.0)
     if not loaded.geometry.attends_cache and (view.layers or view.critical):
         # Only the layers themselves turn what is cached into keys, so the question has to see all of it.
         if view.anchors is not None:

@@ -63,8 +63,11 @@ class View:
         Whether the engine is to put the model's critical layers in for `layers`.
     profiled : bool
         Whether it is to put in anchors that were profiled for the model, if there are, for `anchors`.
-    plain_layers : tuple of int
-        What the engine is to put in for `layers` if it adds no context shifts; empty leaves them as they are.
+    early_layers : tuple of int
+        What the engine is to put in for `layers` if it adds no context shifts, or where the ratio is `early_from` or
+        more; empty leaves them as they are.
+    early_from : float
+        A ratio.
     """
 
     layers: tuple[int, ...] = ()
@@ -72,7 +75,8 @@ class View:
     anchors: Anchors | None = None
     critical: bool = False
     profiled: bool = False
-    plain_layers: tuple[int, ...] = ()
+    early_layers: tuple[int, ...] = ()
+    early_from: float = 1.0
 
     @property
     def read_first(self) -> tuple[int, ...]:
