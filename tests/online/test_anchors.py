@@ -180,7 +180,7 @@ def test_the_probe_reads_the_side_files_only(engine: FusedKVEngine) -> None:
     assert report.warnings == []
 
 
-def test_anchors_in_eight_bits_score_nearly_alike_and_are_half_as_large(engine: FusedKVEngine) -> None:
+def test_anchors_in_eight_bits_score_nearly_alike_from_fewer_bytes(engine: FusedKVEngine) -> None:
     eight_bit = replace(ANCHORS, storage="int8")
     few = QueryAttention("few", layers=LAYERS, anchors=eight_bit)
     assert engine.build_anchors(SHORT[:5], selector=few, progress=False) == 5
@@ -192,10 +192,10 @@ def test_anchors_in_eight_bits_score_nearly_alike_and_are_half_as_large(engine: 
     tensors = [*read.scored_keys, *(part for pair in read.anchors for part in pair)]
     assert {part.dtype for part in tensors} == {engine.loaded.dtype}
     torch.testing.assert_close(got, want, atol=1e-4, rtol=0.05)
-    whole, half = (engine.prefill(prompt, recompute_ratio=0.3, selector=rule)[1] for rule in (MINE, few))
-    assert half.warnings == []
+    whole, small = (engine.prefill(prompt, recompute_ratio=0.3, selector=rule)[1] for rule in (MINE, few))
+    assert small.warnings == []
     # The KV is in float32, so it is a quarter of the bytes, and the scales.
-    assert 0.25 < half.selection_bytes / whole.selection_bytes < 0.32
+    assert 0.25 < small.selection_bytes / whole.selection_bytes < 0.32
 
 
 def test_the_first_layer_alone_needs_no_anchors_below_it(engine: FusedKVEngine) -> None:

@@ -64,10 +64,10 @@ class View:
     profiled : bool
         Whether it is to put in anchors that were profiled for the model, if there are, for `anchors`.
     early_layers : tuple of int
-        What the engine is to put in for `layers` if it adds no context shifts, or where the ratio is `early_from` or
-        more; empty leaves them as they are.
+        What the engine is to put in for `layers` where it adds no context shifts or much is recomputed; empty leaves
+        them as they are.
     early_from : float
-        A ratio.
+        The ratio from which on they are put in, whether shifts are added or not.
     """
 
     layers: tuple[int, ...] = ()

@@ -13,11 +13,8 @@ from fused_kv_llm.store.format import from_int8, to_int8
 
 __all__ = ["AnchorKV"]
 
-_NAMES = {"keys": "keys", "values": "values", "scored_keys": "critical_keys"}
-"""By field, the tensor's name in the file."""
-
-_SCALED_ALONG = {"keys": 2, "values": 3, "scored_keys": 2}
-"""By field, the axis whose numbers share a scale in eight bits, as chunks have it (KIVI, Liu et al. 2024)."""
+_STORED = {"keys": ("keys", 2), "values": ("values", 3), "scored_keys": ("critical_keys", 2)}
+"""By field, the tensor's name in the file, and the axis whose numbers share a scale in eight bits, as in chunks."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +40,7 @@ class AnchorKV:
     def of(cls, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> AnchorKV:
         """Return what :meth:`tensors` gave for a sidecar; keys and values in this dtype if they are in eight bits."""
         parts = {}
-        for field, name in _NAMES.items():
+        for field, (name, _) in _STORED.items():
             scale = tensors.get(_scale(name))
             parts[field] = tensors[name] if scale is None else from_int8(tensors[name], scale, dtype)
         return cls(tensors["positions"].long(), **parts)
@@ -62,12 +59,12 @@ class AnchorKV:
             A key or value is too large for eight bits, or is NaN.
         """
         side = {"positions": self.positions.int()}
-        for field, name in _NAMES.items():
+        for field, (name, axis) in _STORED.items():
             part: Tensor = getattr(self, field)
             if storage != "int8":
                 side[name] = part.contiguous()
                 continue
-            side[name], scale = to_int8(part, _SCALED_ALONG[field])
+            side[name], scale = to_int8(part, axis)
             if not bool(scale.isfinite().all()):
                 raise ConfigError(
                     "A chunk's keys or values are too large for anchors in eight bits, or NaN: use "
