@@ -6,6 +6,9 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
 
 from fused_kv_llm.store import KVStore
 
@@ -17,6 +20,13 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
         if time.monotonic() > deadline:
             raise AssertionError(f"nothing happened within {timeout_s:g} s")
         time.sleep(0.005)
+
+
+def unending(ids: Any, logits: torch.Tensor) -> torch.Tensor:
+    """Keep an answer from ending, and give each token a hundredth of a second: a constraint of what is busy."""
+    time.sleep(0.01)
+    logits[2] = -torch.inf
+    return logits
 
 
 def exit_status(child: int, timeout_s: float = 20.0) -> int | None:

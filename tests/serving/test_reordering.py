@@ -11,7 +11,7 @@ from corpus import SHORT, rag_prompt
 from hypothesis import given
 from hypothesis import strategies as st
 from models import smollm2_tokenizer, tiny_model
-from waiting import wait_until
+from waiting import unending, wait_until
 
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.serving import loop_of
@@ -75,7 +75,7 @@ def taken_in_order(engine: FusedKVEngine, monkeypatch: pytest.MonkeyPatch, promp
 
     monkeypatch.setattr(WaitingRequests, "take", noted)
     waiting = loop_of(engine.model).scheduler.waiting
-    first = engine.submit("Wait a moment, please.", max_tokens=400)
+    first = engine.submit("Wait a moment, please.", max_tokens=1500, constraint=unending)
     first.wait_for_first()
     handles = [engine.submit(prompt, max_tokens=1) for prompt in prompts]
     # Four are planned, and so out of the queue, before it is known what the others have.
@@ -115,7 +115,7 @@ def test_a_prompt_that_cannot_be_measured_fails_when_its_turn_comes(tmp_path: Pa
 
     with FusedKVEngine(tiny_model(), kv_dir=tmp_path, tokenizer=smollm2_tokenizer(), max_num_seqs=1,
                        wrap_chat_template=False, **OPTIONS) as engine:  # fmt: skip
-        first = engine.submit("Wait a moment, please.", max_tokens=1000)
+        first = engine.submit("Wait a moment, please.", max_tokens=1500, constraint=unending)
         first.wait_for_first()
         handles = [engine.submit(prompt, max_tokens=1) for prompt in ["", "One.", "", "Two.", "Three.", "", "Four."]]
         first.cancel()

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from corpus import SHORT, rag_prompt
 from models import smollm2_tokenizer, tiny_model
-from waiting import wait_until
+from waiting import unending, wait_until
 
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.engine.requests import RequestRunner
@@ -159,19 +158,13 @@ def test_a_request_with_room_keeps_its_copy(folder: Path) -> None:
         assert not any(one.report.shared_kv_bytes or one.report.not_shared for one in answers)
 
 
-def goes_on(ids: Any, logits: torch.Tensor) -> torch.Tensor:
-    """Keep an answer from ending."""
-    logits[2] = -torch.inf
-    return logits
-
-
 def test_tenants_share_no_page(folder: Path, tmp_path: Path) -> None:
     model = tiny_model()
     with (
         make_engine(tmp_path, model, share_chunk_kv="always", tenant="one") as one,
         make_engine(tmp_path, model, share_chunk_kv="always", tenant="other") as other,
     ):
-        handles = [engine.submit(rag_prompt(SHORT[:3]), max_tokens=1000, constraint=goes_on)
+        handles = [engine.submit(rag_prompt(SHORT[:3]), max_tokens=1000, constraint=unending)
                    for engine in (one, other, one)]  # fmt: skip
         for handle in handles:
             handle.wait_for_first()

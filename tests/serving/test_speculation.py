@@ -16,7 +16,7 @@ from corpus import SHORT, rag_prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import smollm2_tokenizer, tiny_model
-from waiting import wait_until
+from waiting import unending, wait_until
 
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.engine import speculation as speculation_module
@@ -221,7 +221,7 @@ def test_a_prompt_that_does_not_fit_fails_when_it_is_asked(engine: FusedKVEngine
 def test_nothing_is_proposed_beside_other_work(
     engine: FusedKVEngine, answers: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = engine.submit(PROMPTS[3], max_tokens=200, constraint=slow)
+    other = engine.submit(PROMPTS[3], max_tokens=200, constraint=unending)
     with engine.speculate(max_tokens=12) as speculation:
         with monkeypatch.context() as patched:
             # Not even rendered, which holds the interpreter.
@@ -231,12 +231,6 @@ def test_nothing_is_proposed_beside_other_work(
     answer = engine.generate(PROMPTS[0], max_tokens=12)
     other.cancel()
     assert (answer.token_ids, answer.report.speculation) == (answers[PROMPTS[0]], "off")
-
-
-def slow(ids: Any, logits: Any) -> Any:
-    time.sleep(0.01)
-    logits[2] = float("-inf")
-    return logits
 
 
 def test_a_proposal_makes_way_for_who_asks(tmp_path: Path) -> None:
