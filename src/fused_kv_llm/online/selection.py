@@ -51,7 +51,11 @@ def timed(report: FusionReport, stage: str) -> Iterator[None]:
 
 
 def view_of(
-    selector: Selector, loaded: LoadedModel, shift_name: str | None, report: FusionReport, ratio: float = 0.0
+    selector: Selector,
+    loaded: LoadedModel,
+    shift_name: str | None,
+    report: FusionReport,
+    ratios: Sequence[float] = (0.0,),
 ) -> View | FirstLayersView:
     """Return what the selector wants to see of this model; a model without a layer profile is reported.
 
@@ -63,15 +67,13 @@ def view_of(
         The context shifts that the engine adds; None if it adds none.
     report : FusionReport
         Gets the warnings.
-    ratio : float
-        The most that is recomputed.
+    ratios : sequence of float
+        What is recomputed, round by round: layers that score at none of them are left out.
     """
     view = selector.view(loaded.geometry.num_layers)
     if isinstance(view, FirstLayersView):
         return view
-    if view.early_layers:
-        early = shift_name is None or ratio >= view.early_from
-        view = replace(view, layers=view.early_layers if early else view.layers, early_layers=(), early_from=1.0)
+    view = (view if shift_name is not None else replace(view, early_from=0.0)).at_ratios(ratios)
     if not loaded.geometry.attends_cache and (view.layers or view.critical):
         # Only the layers themselves turn what is cached into keys, so the question has to see all of it.
         if view.anchors is not None:
@@ -83,7 +85,8 @@ def view_of(
     if view.profiled:
         view = replace(view, anchors=anchors_of(loaded.fingerprint) or view.anchors)
     if not view.critical:
-        return replace(view, layers=global_layers(view.layers, loaded.geometry.global_layers))
+        layers, early = (global_layers(of, loaded.geometry.global_layers) for of in (view.layers, view.early_layers))
+        return replace(view, layers=layers, early_layers=early)
     critical, profiled = critical_layers(loaded.fingerprint, loaded.geometry.num_layers)
     layers = global_layers(critical, loaded.geometry.global_layers)
     if not profiled:
@@ -141,8 +144,8 @@ class Selection:
         What the selector went by, once it has chosen, if the recipe asks for it.
     uncovered : float or None
         The question's attention to what it has not chosen; None where it does not look at that.
-    known : Probe or None
-        What it went by, once it has chosen; None where there was nothing to decide.
+    decided : bool
+        Whether it has chosen, and there was something to choose.
     """
 
     def __init__(
@@ -151,9 +154,11 @@ class Selection:
         self._context, self._request, self._kv = context, request, kv
         self._recipe, self._view, self._report = recipe, view, report
         self._probe: QuestionProbe | None = None
+        self._known: Probe | None = None
+        self._by_layer: Tensor | None = None
         self.trace: SelectionTrace | None = None
         self.uncovered: float | None = None
-        self.known: Probe | None = None
+        self.decided = False
 
     def positions(self, pause_at_s: float = float("inf")) -> Tensor:
         """Return the chunk positions to recompute, int64, ascending.
@@ -169,18 +174,33 @@ class Selection:
         # Ratio 0 and ratio 1 leave nothing to decide, whatever the selector.
         if budget in (0, chunk.shape[0]):
             return chunk[:budget]
-        known, by_layer = describe_chunks(request, recipe), None
         if self._view.layers:
             with timed(report, "probe"):
-                by_layer = self._question_probe().scores(pause_at_s)
-                known = replace(known, scores=by_layer.mean(0))
+                self._by_layer = self._question_probe().scores(pause_at_s)
         with timed(report, "select"):
-            if recipe.trace_scores and by_layer is not None:
-                self.trace = _traced(recipe.selector, self._view, by_layer, known)
-            selected, self.known = checked_selection(recipe.selector, known, budget), known
+            known = self.known_at(recipe.ratio)
+            selected, self.decided = checked_selection(recipe.selector, known, budget), True
             if known.scores is not None:
                 self.uncovered = uncovered_attention(known.scores, chunk, selected)
+                if recipe.trace_scores:
+                    self.trace = self._traced(known, known.scores)
             return selected
+
+    def known_at(self, ratio: float) -> Probe:
+        """Return what the selector goes by where this ratio is recomputed; the probe has to be over."""
+        if self._known is None:
+            self._known = describe_chunks(self._request, self._recipe)
+        if self._by_layer is None:
+            return self._known
+        rows = [self._view.scored.index(layer) for layer in self._view.layers_at(ratio)]
+        return replace(self._known, scores=self._by_layer[rows].mean(0))
+
+    def _traced(self, known: Probe, scores: Tensor) -> SelectionTrace | None:
+        selector = self._recipe.selector
+        ranked_by = selector.score(known) if isinstance(selector, ScoringSelector) else scores
+        if self._by_layer is None:
+            return None
+        return SelectionTrace(self._view.scored, self._by_layer.float().cpu().numpy(), ranked_by.float().cpu().numpy())
 
     def _question_probe(self) -> QuestionProbe:
         if self._probe is None:
@@ -189,11 +209,6 @@ class Selection:
             if anchors is not None:
                 _count_anchors(self._report, anchors, self._view)
         return self._probe
-
-
-def _traced(selector: Selector, view: View, by_layer: Tensor, known: Probe) -> SelectionTrace:
-    ranked_by = selector.score(known) if isinstance(selector, ScoringSelector) else by_layer.mean(0)
-    return SelectionTrace(view.layers, by_layer.float().cpu().numpy(), ranked_by.float().cpu().numpy())
 
 
 def describe_chunks(request: Request, recipe: Recipe) -> Probe:
@@ -241,7 +256,7 @@ def layer_scores(context: FusionContext, request: Request, view: View) -> Tensor
     Returns
     -------
     Tensor
-        float32 ``[len(view.layers), C]``, aligned with ``request.chunk_positions``.
+        float32 ``[len(view.scored), C]``, aligned with ``request.chunk_positions``.
     """
     with torch.inference_mode(), RequestKV(context, request, request.num_tokens) as kv:
         try:

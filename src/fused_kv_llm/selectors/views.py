@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from fused_kv_llm.errors import ConfigError
@@ -64,10 +65,10 @@ class View:
     profiled : bool
         Whether it is to put in anchors that were profiled for the model, if there are, for `anchors`.
     early_layers : tuple of int
-        What the engine is to put in for `layers` where it adds no context shifts or much is recomputed; empty leaves
-        them as they are.
+        What scores instead of `layers` where the engine adds no context shifts or much is recomputed; empty if `layers`
+        always do.
     early_from : float
-        The ratio from which on they are put in, whether shifts are added or not.
+        The ratio from which on they score, whether shifts are added or not.
     """
 
     layers: tuple[int, ...] = ()
@@ -79,11 +80,25 @@ class View:
     early_from: float = 1.0
 
     @property
+    def scored(self) -> tuple[int, ...]:
+        """The layers that score at one ratio or another, ascending."""
+        return tuple(sorted({*self.layers, *self.early_layers}))
+
+    def layers_at(self, ratio: float) -> tuple[int, ...]:
+        """Return the layers that score at a ratio."""
+        return self.early_layers if self.early_layers and ratio >= self.early_from else self.layers
+
+    def at_ratios(self, ratios: Sequence[float]) -> View:
+        """Return the view without the layers that score at none of these ratios."""
+        found = {self.layers_at(ratio) for ratio in ratios}
+        return self if len(found) > 1 else replace(self, layers=found.pop(), early_layers=(), early_from=1.0)
+
+    @property
     def read_first(self) -> tuple[int, ...]:
         """Layers whose chunk KV is needed before anything is selected; none with anchors, which come from sidecars."""
         if self.anchors is not None or not self.layers:
             return ()
-        return tuple(range(max(self.layers) + 1)) if self.full_context else self.layers
+        return tuple(range(max(self.scored) + 1)) if self.full_context else self.scored
 
 
 @dataclass(frozen=True, slots=True)
