@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,7 @@ from fused_kv_llm.online import (
 )
 from fused_kv_llm.online.adaptive import Rounds, expected_after
 from fused_kv_llm.online.draft import DRAFT_TOKENS, LARGEST, Draft
-from fused_kv_llm.selectors import Probe, Selector, SinkAttention, View, budget_tokens, resolve_selector
-from fused_kv_llm.selectors.budget import top_positions
+from fused_kv_llm.selectors import Probe, View, budget_tokens, resolve_selector
 
 NEVER, AT_ONCE = 1e-12, 1e9
 PROMPT = rag_prompt(SHORT[:6])
@@ -46,8 +45,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> FusedKVEngine:
     return made
 
 
-def recipe_of(selector: str | Selector, target: float, most: float = 0.5) -> Recipe:
-    return Recipe(resolve_selector(selector), round_ratios(most)[0], adaptive=Adaptive(target, most))
+def recipe_of(name: str, target: float, most: float = 0.5) -> Recipe:
+    return Recipe(resolve_selector(name), round_ratios(most)[0], adaptive=Adaptive(target, most))
 
 
 def fused(
@@ -149,23 +148,15 @@ def test_the_expectation_by_hand() -> None:
     assert expected_after(0.15, 0.02, 1.5) == pytest.approx(0.039 * 2.71828**-0.33 * 0.02**0.36 * 1.5**0.83, rel=1e-4)
 
 
-@dataclass(frozen=True, slots=True)
-class _OneRanking(SinkAttention):
-    """The default with the same layers at all ratios."""
-
-    def view(self, num_layers: int) -> View:
-        return replace(super(_OneRanking, self).view(num_layers), early_layers=())
-
-
-@pytest.mark.parametrize("selector", [_OneRanking(), *map(resolve_selector, ("fusionrag", "boundary"))])
-def test_it_goes_on_to_the_most_or_stops_after_two_rounds(engine: FusedKVEngine, selector: Selector) -> None:
+@pytest.mark.parametrize("name", ["sink_attention", "fusionrag", "boundary"])
+def test_it_goes_on_to_the_most_or_stops_after_two_rounds(engine: FusedKVEngine, name: str) -> None:
     for target, ratio in ((NEVER, 0.5), (AT_ONCE, 0.05)):
-        prompt, passes, report, chunk = fused(engine, recipe_of(selector, target))
+        prompt, passes, report, chunk = fused(engine, recipe_of(name, target))
         assert report.recomputed_tokens == budget_tokens(ratio, chunk.shape[0])
         assert report.recompute_ratio == ratio
         assert report.expected_divergence is not None
         assert report.expected_divergence >= 0
-        once = engine.prefill(PROMPT, selector=selector, recompute_ratio=ratio)[0]
+        once = engine.prefill(PROMPT, selector=name, recompute_ratio=ratio)[0]
         assert torch.equal(prompt.selected, once.selected), "a ranking is spent from its top"
         of_chunks = [rows for rows in passes if rows[0] < prompt.cache.length]
         last = torch.tensor(of_chunks[-1])
@@ -175,55 +166,6 @@ def test_it_goes_on_to_the_most_or_stops_after_two_rounds(engine: FusedKVEngine,
         assert len(drafted) == rounds * (DRAFT_TOKENS - 1)
         prompt.cache.release()
         once.cache.release()
-
-
-@dataclass(frozen=True)
-class TwoRankings:
-    """Takes the first tokens, and from a fifth on those with the highest attention."""
-
-    name: str = "two_rankings"
-
-    def view(self, num_layers: int) -> View:
-        return View()
-
-    def select(self, probe: Probe, budget: int) -> Tensor:
-        if probe.scores is None:
-            return probe.positions[:budget]
-        return top_positions(probe.positions, probe.scores, budget)
-
-
-def test_rounds_of_another_ranking_keep_what_is_recomputed_and_add_the_best_of_the_others() -> None:
-    positions, scores = torch.arange(100), torch.arange(100).flip(0).roll(40).float()
-    plain = Probe(positions, torch.zeros(100, dtype=torch.int64), positions)
-
-    def known_at(ratio: float) -> Probe:
-        return plain if ratio < 0.2 else replace(plain, scores=scores)
-
-    rounds = Rounds(Adaptive(NEVER, 0.5), TwoRankings(), known_at, Draft(100, 1))
-    selected = []
-    for step in range(5):
-        rounds.take(torch.tensor([1.0, 1.0 + 2.0**-step, 0.0]))
-        selected.append(rounds.selected.tolist())
-    first = list(range(15))
-    # The best scores are those of the tokens from 40 on.
-    assert selected[:2] == [first[:5], first]
-    assert selected[2:4] == [[*first, *range(40, 55)], [*first, *range(40, 75)]]
-
-
-def test_the_default_has_the_layers_of_each_round(engine: FusedKVEngine) -> None:
-    """Its first two rounds are those of a fixed ratio below a fifth, and what is added later is ranked otherwise."""
-    selector = resolve_selector("sink_attention")
-    prompt, _, report, chunk = fused(engine, recipe_of(selector, NEVER, 0.5))
-    one_ranking, *_ = fused(engine, recipe_of(_OneRanking(), NEVER, 0.5))
-    early, _ = engine.prefill(PROMPT, selector=selector, recompute_ratio=0.5)
-    late, _ = engine.prefill(PROMPT, selector=selector, recompute_ratio=0.15)
-    assert torch.isin(late.selected, prompt.selected).all()
-    added = prompt.selected[~torch.isin(prompt.selected, late.selected)]
-    assert torch.isin(added, early.selected).all()
-    assert report.recomputed_tokens == budget_tokens(0.5, chunk.shape[0])
-    assert not torch.equal(prompt.selected, one_ranking.selected)
-    for one in (prompt, one_ranking, early, late):
-        one.cache.release()
 
 
 @pytest.mark.parametrize("target", [AT_ONCE, NEVER])
@@ -263,7 +205,7 @@ def test_it_stops_at_the_first_round_that_is_expected_to_be_near_enough() -> Non
 
     target = (expected(2) + expected(3)) / 2
     assert expected(1) > expected(2) > target > expected(3)
-    rounds = Rounds(Adaptive(target, 0.5), Ranking(), lambda _: known, Draft(100, 1))
+    rounds = Rounds(Adaptive(target, 0.5), Ranking(), known, Draft(100, 1))
     went_on = []
     for number, one in enumerate(logits[:4]):
         went_on.append(rounds.take(one))
@@ -275,7 +217,7 @@ def test_it_stops_at_the_first_round_that_is_expected_to_be_near_enough() -> Non
 
 
 def test_a_certain_answer_that_became_another_one_is_not_near() -> None:
-    rounds = Rounds(Adaptive(0.01, 0.5), Ranking(), lambda _: Probe(*[torch.arange(100)] * 3), Draft(100, 1))
+    rounds = Rounds(Adaptive(0.01, 0.5), Ranking(), Probe(*[torch.arange(100)] * 3), Draft(100, 1))
     one, other = torch.tensor([30.0, 0.0, 0.0]), torch.tensor([0.0, 30.0, 0.0])
     assert rounds.take(one)
     assert rounds.take(other), "no entropy, and a large movement"

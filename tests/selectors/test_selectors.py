@@ -163,16 +163,14 @@ def test_the_default_scores_later_where_chunks_have_shifts(
     depth: int, shifted: Sequence[int], plain: Sequence[int]
 ) -> None:
     view = SinkAttention().view(depth)
-    assert (view.layers, view.early_layers, view.early_from) == (tuple(shifted), tuple(plain), 0.2)
+    assert (view.layers, view.plain_layers) == (tuple(shifted), tuple(plain))
     anchors = Anchors("sink", 0.5, "int8")
-    assert SinkAttention(anchors=anchors).view(depth) == replace(
-        view, full_context=False, anchors=anchors, early_from=1.0
-    )
+    assert SinkAttention(anchors=anchors).view(depth) == replace(view, full_context=False, anchors=anchors)
 
 
 def test_the_default_with_anchors_is_what_the_docs_say() -> None:
-    layers, early_layers = tuple(range(16, 24)), tuple(range(7, 18))
-    view = View(layers, False, Anchors("kvzip", 0.4, "int8"), early_layers=early_layers)
+    layers, plain_layers = tuple(range(16, 24)), tuple(range(7, 18))
+    view = View(layers, False, Anchors("kvzip", 0.4, "int8"), plain_layers=plain_layers)
     assert SELECTORS["sink_attention_anchors"].view(30) == view
 
 

@@ -327,7 +327,7 @@ class RequestRunner:
         positions : Tensor
             int64 ``[C]``, prompt positions of the chunk tokens.
         scores : Tensor
-            float32 ``[len(view.scored), C]``.
+            float32 ``[len(view.layers), C]``.
         """
         with self.planner.plan(prompt, FusionReport()) as request, self._model_lock:
             self._loaded.check_unchanged()

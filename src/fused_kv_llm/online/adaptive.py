@@ -10,7 +10,6 @@ prefill's would be (:func:`expected_after`). The draft is thrown away: the answe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -91,8 +90,8 @@ class Rounds:
     adaptive : Adaptive
     selector : Selector
         Ranks the tokens.
-    known_at : callable
-        From a ratio to what it goes by there.
+    known : Probe
+        What it goes by.
     draft : Draft
 
     Attributes
@@ -109,11 +108,9 @@ class Rounds:
 
     logits: Tensor
 
-    def __init__(
-        self, adaptive: Adaptive, selector: Selector, known_at: Callable[[float], Probe], draft: Draft
-    ) -> None:
-        self._target, self._selector, self._known_at, self._draft = adaptive.target, selector, known_at, draft
-        self._left, self.ratio, self.selected = list(round_ratios(adaptive.most)), 0.0, torch.empty(0, dtype=torch.long)
+    def __init__(self, adaptive: Adaptive, selector: Selector, known: Probe, draft: Draft) -> None:
+        self._target, self._selector, self._known, self._draft = adaptive.target, selector, known, draft
+        self._left, self.ratio, self.selected = list(round_ratios(adaptive.most)), 0.0, known.positions[:0]
         self.expected: float | None = None
 
     @property
@@ -149,14 +146,7 @@ class Rounds:
         return False
 
     def _more(self, ratio: float) -> Tensor:
-        """Return the positions that a ratio adds to those selected before: the best ranked of the others."""
-        known = self._known_at(ratio)
-        budget = budget_tokens(ratio, known.positions.shape[0])
-        lacking, excess = max(0, budget - self.selected.shape[0]), 0
-        while True:
-            chosen = checked_selection(self._selector, known, budget - excess)
-            more = chosen[~torch.isin(chosen, self.selected)]
-            # Where another ranking chose before, its choice takes a part of the budget.
-            if more.shape[0] <= lacking:
-                return more
-            excess += more.shape[0] - lacking
+        """Return the positions that a ratio adds to those selected before."""
+        budget = budget_tokens(ratio, self._known.positions.shape[0])
+        more = checked_selection(self._selector, self._known, budget)
+        return more[~torch.isin(more, self.selected)][: max(0, budget - self.selected.shape[0])]

@@ -12,7 +12,7 @@ from fused_kv_llm.selectors import Selector
 from fused_kv_llm.store import Sidecars
 from fused_kv_llm.thread_pool import ThreadPool
 
-from .adaptive import Adaptive, round_ratios
+from .adaptive import Adaptive
 from .draft import DRAFT_TOKENS
 from .loading_depth import MovingAverage
 
@@ -90,11 +90,6 @@ class Recipe:
     prefix_cache: bool = True
     trace_scores: bool = False
     adaptive: Adaptive | None = None
-
-    @property
-    def ratios(self) -> tuple[float, ...]:
-        """The ratios of its rounds, ascending; there is one if it is not adaptive."""
-        return (self.ratio,) if self.adaptive is None else round_ratios(self.adaptive.most)
 
     def room_tokens(self, max_tokens: int) -> int:
         """Return for how many tokens behind the prompt there has to be room: those of an answer, or of a draft."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from fused_kv_llm.decoding import end_token_ids
 from fused_kv_llm.model import FusedCache, PausedError, RaggedPart, forward_rows, pause_at
 from fused_kv_llm.report import FusionReport, SelectionTrace
-from fused_kv_llm.selectors import FirstLayersView, TransferringSelector, View, budget_tokens
+from fused_kv_llm.selectors import FirstLayersView, Probe, TransferringSelector, View, budget_tokens
 
 from .accounting import count_tokens, count_uses, trace_of
 from .adaptive import Rounds
@@ -85,7 +85,7 @@ class Fusion:
         context, request, recipe, report, kv = self._context, self._request, self._recipe, self._report, self._kv
         view: View | FirstLayersView = View()
         if self._budget and self._reuses:
-            view = view_of(recipe.selector, context.loaded, context.shift_name, report, recipe.ratios)
+            view = view_of(recipe.selector, context.loaded, context.shift_name, report)
         if self._reuses:
             by_anchors = isinstance(view, View) and view.anchors is not None
             with timed(report, "load"):
@@ -117,7 +117,7 @@ class Fusion:
         if self._selection is not None:
             self._selected = self._selection.positions(pause_at_s)
             self._trace, self._uncovered = self._selection.trace, self._selection.uncovered
-            self._rounds = self._rounds_of(self._selection)
+            self._rounds = self._rounds_of(self._selection.known)
             if self._rounds is not None:
                 self._selected = self._rounds.selected
             self._selection = None
@@ -231,13 +231,13 @@ class Fusion:
         """Whether drafted tokens are what is computed next."""
         return self._rounds is not None and bool(self._rounds.drafted_rows[0])
 
-    def _rounds_of(self, selection: Selection) -> Rounds | None:
+    def _rounds_of(self, known: Probe | None) -> Rounds | None:
         adaptive = self._recipe.adaptive
-        if adaptive is None or not selection.decided:
+        if adaptive is None or known is None:
             return None
         positions = min(DRAFT_TOKENS, 1 + self._room)
         draft = Draft(self._request.num_tokens, positions, end_token_ids(self._context.loaded))
-        return Rounds(adaptive, self._recipe.selector, selection.known_at, draft)
+        return Rounds(adaptive, self._recipe.selector, known, draft)
 
     def _judged(self, rounds: Rounds, logits: Tensor) -> FusedPrompt | None:
         """Hand logits to the rounds; after the last one, return the prompt."""

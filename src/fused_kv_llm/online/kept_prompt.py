@@ -103,7 +103,7 @@ def fused_recipe(recipe: Recipe, loaded: LoadedModel, shift_name: str | None) ->
         hash(selector)
     except TypeError:
         return None
-    view = view_of(selector, loaded, shift_name, FusionReport(), recipe.ratios)
+    view = view_of(selector, loaded, shift_name, FusionReport())
     return FusedRecipe(recipe.ratio, selector, type(selector), recipe.seed, view, shift_name, recipe.adaptive)
 
 

@@ -40,7 +40,7 @@ class _ProbePass(ForwardPass):
         fillers: Sequence[LayerFiller] = (), key_positions: Tensor | None = None,
     ) -> None:  # fmt: skip
         super().__init__(rows, visible, fillers, key_positions=key_positions)
-        self.layers = view.scored
+        self.layers = view.layers
         self.available = available
         self.indices = indices
         self.keys = keys
@@ -116,7 +116,7 @@ class QuestionProbe:
         Returns
         -------
         Tensor
-            float32 ``[len(view.scored), C]``, by layer, aligned with ``request.chunk_positions``.
+            float32 ``[len(view.layers), C]``, by layer, aligned with ``request.chunk_positions``.
 
         Raises
         ------

@@ -48,7 +48,7 @@ class RequestLoading:
         self._rows = int(request.fresh_positions.shape[0]) + budget
         view: View | FirstLayersView = View()
         if budget and self._reuses:
-            view = view_of(recipe.selector, context.loaded, context.shift_name, FusionReport(), recipe.ratios)
+            view = view_of(recipe.selector, context.loaded, context.shift_name, FusionReport())
         self._anchors = sidecar_name(view.anchors, view.layers) if isinstance(view, View) and view.anchors else None
         self._first = view.read_first
 

@@ -51,11 +51,7 @@ def timed(report: FusionReport, stage: str) -> Iterator[None]:
 
 
 def view_of(
-    selector: Selector,
-    loaded: LoadedModel,
-    shift_name: str | None,
-    report: FusionReport,
-    ratios: Sequence[float] = (0.0,),
+    selector: Selector, loaded: LoadedModel, shift_name: str | None, report: FusionReport
 ) -> View | FirstLayersView:
     """Return what the selector wants to see of this model; a model without a layer profile is reported.
 
@@ -67,13 +63,13 @@ def view_of(
         The context shifts that the engine adds; None if it adds none.
     report : FusionReport
         Gets the warnings.
-    ratios : sequence of float
-        What is recomputed, round by round: layers that score at none of them are left out.
     """
     view = selector.view(loaded.geometry.num_layers)
     if isinstance(view, FirstLayersView):
         return view
-    view = (view if shift_name is not None else replace(view, early_from=0.0)).at_ratios(ratios)
+    if view.plain_layers and not shift_name:
+        view = replace(view, layers=view.plain_layers, groups=())
+    view = replace(view, plain_layers=())
     if not loaded.geometry.attends_cache and (view.layers or view.critical):
         # Only the layers themselves turn what is cached into keys, so the question has to see all of it.
         if view.anchors is not None:
@@ -85,8 +81,9 @@ def view_of(
     if view.profiled:
         view = replace(view, anchors=anchors_of(loaded.fingerprint) or view.anchors)
     if not view.critical:
-        layers, early = (global_layers(of, loaded.geometry.global_layers) for of in (view.layers, view.early_layers))
-        return replace(view, layers=layers, early_layers=early)
+        groups = {global_layers(of, loaded.geometry.global_layers): None for of in view.groups or (view.layers,)}
+        layers = tuple(sorted({layer for group in groups for layer in group}))
+        return replace(view, layers=layers, groups=tuple(groups) if len(groups) > 1 else ())
     critical, profiled = critical_layers(loaded.fingerprint, loaded.geometry.num_layers)
     layers = global_layers(critical, loaded.geometry.global_layers)
     if not profiled:
@@ -144,8 +141,8 @@ class Selection:
         What the selector went by, once it has chosen, if the recipe asks for it.
     uncovered : float or None
         The question's attention to what it has not chosen; None where it does not look at that.
-    decided : bool
-        Whether it has chosen, and there was something to choose.
+    known : Probe or None
+        What it went by, once it has chosen; None where there was nothing to decide.
     """
 
     def __init__(
@@ -154,11 +151,9 @@ class Selection:
         self._context, self._request, self._kv = context, request, kv
         self._recipe, self._view, self._report = recipe, view, report
         self._probe: QuestionProbe | None = None
-        self._known: Probe | None = None
-        self._by_layer: Tensor | None = None
         self.trace: SelectionTrace | None = None
         self.uncovered: float | None = None
-        self.decided = False
+        self.known: Probe | None = None
 
     def positions(self, pause_at_s: float = float("inf")) -> Tensor:
         """Return the chunk positions to recompute, int64, ascending.
@@ -174,33 +169,18 @@ class Selection:
         # Ratio 0 and ratio 1 leave nothing to decide, whatever the selector.
         if budget in (0, chunk.shape[0]):
             return chunk[:budget]
+        known, by_layer = describe_chunks(request, recipe), None
         if self._view.layers:
             with timed(report, "probe"):
-                self._by_layer = self._question_probe().scores(pause_at_s)
+                by_layer = self._question_probe().scores(pause_at_s)
+                known = replace(known, scores=self._view.averaged(by_layer))
         with timed(report, "select"):
-            known = self.known_at(recipe.ratio)
-            selected, self.decided = checked_selection(recipe.selector, known, budget), True
-            if known.scores is not None:
-                self.uncovered = uncovered_attention(known.scores, chunk, selected)
-                if recipe.trace_scores:
-                    self.trace = self._traced(known, known.scores)
+            if recipe.trace_scores and by_layer is not None:
+                self.trace = _traced(recipe.selector, self._view, by_layer, known)
+            selected, self.known = checked_selection(recipe.selector, known, budget), known
+            if by_layer is not None:
+                self.uncovered = uncovered_attention(by_layer.mean(0), chunk, selected)
             return selected
-
-    def known_at(self, ratio: float) -> Probe:
-        """Return what the selector goes by where this ratio is recomputed; the probe has to be over."""
-        if self._known is None:
-            self._known = describe_chunks(self._request, self._recipe)
-        if self._by_layer is None:
-            return self._known
-        rows = [self._view.scored.index(layer) for layer in self._view.layers_at(ratio)]
-        return replace(self._known, scores=self._by_layer[rows].mean(0))
-
-    def _traced(self, known: Probe, scores: Tensor) -> SelectionTrace | None:
-        selector = self._recipe.selector
-        ranked_by = selector.score(known) if isinstance(selector, ScoringSelector) else scores
-        if self._by_layer is None:
-            return None
-        return SelectionTrace(self._view.scored, self._by_layer.float().cpu().numpy(), ranked_by.float().cpu().numpy())
 
     def _question_probe(self) -> QuestionProbe:
         if self._probe is None:
@@ -209,6 +189,11 @@ class Selection:
             if anchors is not None:
                 _count_anchors(self._report, anchors, self._view)
         return self._probe
+
+
+def _traced(selector: Selector, view: View, by_layer: Tensor, known: Probe) -> SelectionTrace:
+    ranked_by = selector.score(known) if isinstance(selector, ScoringSelector) else view.averaged(by_layer)
+    return SelectionTrace(view.layers, by_layer.float().cpu().numpy(), ranked_by.float().cpu().numpy())
 
 
 def describe_chunks(request: Request, recipe: Recipe) -> Probe:
@@ -256,7 +241,7 @@ def layer_scores(context: FusionContext, request: Request, view: View) -> Tensor
     Returns
     -------
     Tensor
-        float32 ``[len(view.scored), C]``, aligned with ``request.chunk_positions``.
+        float32 ``[len(view.layers), C]``, aligned with ``request.chunk_positions``.
     """
     with torch.inference_mode(), RequestKV(context, request, request.num_tokens) as kv:
         try:

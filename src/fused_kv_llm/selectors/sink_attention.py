@@ -15,9 +15,6 @@ from .views import Anchors, View
 
 __all__ = ["SINK_ATTENTION_ANCHORS", "SINK_ATTENTION_VARIANTS", "SinkAttention"]
 
-_EARLY_FROM = 0.2
-"""The ratio from which on earlier layers choose better (docs/experiments.md, "Layers that score")."""
-
 
 @dataclass(frozen=True, slots=True)
 class SinkAttention:
@@ -25,12 +22,12 @@ class SinkAttention:
 
     The first tokens of a chunk were prefilled with less before them than they have in a prompt, and other tokens
     lean on them as sinks (EPIC): they deviate most. A token at offset ``o`` of its chunk scores
-    ``a * (1 + w * exp(-o / t))``, where ``a`` is the attention it receives from the question, mean over heads and over
-    the layers from 8/15 to four fifths of the depth, the question seeing the whole context on its way (ProphetKV, which
-    goes through all layers). Without context shifts, and where a fifth and more is recomputed, later layers choose
-    worse: those from a quarter to three fifths score. A quarter of the mean deviation of a chunk's recomputed tokens,
-    its first four left out, is transferred to its others: more of it, or fitting the chunk's context shift to those
-    tokens first, lost most on the prompts that were worst already.
+    ``a * (1 + w * exp(-o / t))``. ``a`` is the attention it receives from the question, which sees the whole context on
+    its way (ProphetKV): mean over heads and over layers, in those from a quarter to three fifths of the depth and in
+    those from 8/15 to four fifths, and of both means the geometric one. Without context shifts, where later layers
+    choose worse, the former score alone, and with anchors, which are stored layer by layer, the latter. A quarter of
+    the mean deviation of a chunk's recomputed tokens, its first four left out, is transferred to its others: more of
+    it, or fitting the chunk's context shift to those tokens first, lost most on the prompts that were worst already.
 
     Parameters
     ----------
@@ -70,17 +67,16 @@ class SinkAttention:
             raise ConfigError(f"coverage={self.coverage!r} is outside (0, 1]: 1 spends the whole budget")
 
     def view(self, num_layers: int) -> View:
-        """Return the layers from 8/15 to four fifths of the depth.
+        """Return the layers from a quarter to four fifths of the depth, in two groups.
 
-        Without context shifts, or where a fifth and more is recomputed, it is those from a quarter to three fifths.
-        Of a model with windows, only layers without one choose, at least two of them (docs/methods.md).
+        Of a model with windows, only layers without one choose, at least two of each group (docs/methods.md).
         """
-        layers = _one_at_least(8 * num_layers // 15, 4 * num_layers // 5)
-        early_layers = _one_at_least(num_layers // 4, 3 * num_layers // 5)
+        early = _one_at_least(num_layers // 4, 3 * num_layers // 5)
+        late = _one_at_least(8 * num_layers // 15, 4 * num_layers // 5)
         if self.anchors is not None:
-            # What is stored of them is of the same layers at all ratios.
-            return View(layers, False, self.anchors, early_layers=early_layers)
-        return View(layers, self.full_context, early_layers=early_layers, early_from=_EARLY_FROM)
+            return View(late, False, self.anchors, plain_layers=early)
+        both = tuple(sorted({*early, *late}))
+        return View(both, self.full_context, groups=(early, late), plain_layers=early)
 
     def select(self, probe: Probe, budget: int) -> Tensor:
         """Return the `budget` positions with the highest scores, or as many of them as cover the attention.

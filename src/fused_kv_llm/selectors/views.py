@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, get_args
+
+import torch
+from torch import Tensor
 
 from fused_kv_llm.errors import ConfigError
 
@@ -64,11 +66,11 @@ class View:
         Whether the engine is to put the model's critical layers in for `layers`.
     profiled : bool
         Whether it is to put in anchors that were profiled for the model, if there are, for `anchors`.
-    early_layers : tuple of int
-        What scores instead of `layers` where the engine adds no context shifts or much is recomputed; empty if `layers`
-        always do.
-    early_from : float
-        The ratio from which on they score, whether shifts are added or not.
+    groups : tuple of tuple of int
+        Which of `layers` are averaged with each other: a token's score is the geometric mean of its averages in the
+        groups. Empty for the average over all `layers`.
+    plain_layers : tuple of int
+        What the engine is to put in for `layers` if it adds no context shifts; empty leaves them as they are.
     """
 
     layers: tuple[int, ...] = ()
@@ -76,29 +78,22 @@ class View:
     anchors: Anchors | None = None
     critical: bool = False
     profiled: bool = False
-    early_layers: tuple[int, ...] = ()
-    early_from: float = 1.0
+    groups: tuple[tuple[int, ...], ...] = ()
+    plain_layers: tuple[int, ...] = ()
 
-    @property
-    def scored(self) -> tuple[int, ...]:
-        """The layers that score at one ratio or another, ascending."""
-        return tuple(sorted({*self.layers, *self.early_layers}))
-
-    def layers_at(self, ratio: float) -> tuple[int, ...]:
-        """Return the layers that score at a ratio."""
-        return self.early_layers if self.early_layers and ratio >= self.early_from else self.layers
-
-    def at_ratios(self, ratios: Sequence[float]) -> View:
-        """Return the view without the layers that score at none of these ratios."""
-        found = {self.layers_at(ratio) for ratio in ratios}
-        return self if len(found) > 1 else replace(self, layers=found.pop(), early_layers=(), early_from=1.0)
+    def averaged(self, by_layer: Tensor) -> Tensor:
+        """Return the scores of the tokens ``[C]`` from those in every layer ``[len(layers), C]``, float32."""
+        if not self.groups:
+            return by_layer.mean(0)
+        rows = [[self.layers.index(layer) for layer in group] for group in self.groups]
+        return torch.stack([by_layer[group].mean(0) for group in rows]).log().mean(0).exp()
 
     @property
     def read_first(self) -> tuple[int, ...]:
         """Layers whose chunk KV is needed before anything is selected; none with anchors, which come from sidecars."""
         if self.anchors is not None or not self.layers:
             return ()
-        return tuple(range(max(self.scored) + 1)) if self.full_context else self.scored
+        return tuple(range(max(self.layers) + 1)) if self.full_context else self.layers
 
 
 @dataclass(frozen=True, slots=True)
