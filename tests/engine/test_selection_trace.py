@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from corpus import SHORT, rag_prompt
 from models import smollm2_tokenizer, tiny_model
+from numpy.typing import NDArray
 
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.report import PromptTrace
@@ -37,6 +38,13 @@ def traced(engine: FusedKVEngine, selector: str, *, scores: bool = True) -> Prom
     return report.trace
 
 
+def sink_weight(trace: PromptTrace) -> NDArray[np.float64]:
+    default = SinkAttention()
+    offset = np.concatenate([np.arange(np.sum(trace.kind == chunk)) for chunk in range(3)])
+    weight: NDArray[np.float64] = 1 + default.weight * np.exp(-offset / default.tokens)
+    return weight
+
+
 @pytest.mark.parametrize("selector", ["sink_attention", "qcfuse", "all_layers"])
 def test_the_chosen_tokens_are_those_with_the_best_scores(engine: FusedKVEngine, selector: str) -> None:
     trace = traced(engine, selector)
@@ -46,17 +54,14 @@ def test_the_chosen_tokens_are_those_with_the_best_scores(engine: FusedKVEngine,
     assert trace.selection.scores.shape == (len(layers), len(in_chunks))
     assert set(layers) <= set(range(trace.model_layers))
     if selector == "sink_attention":
-        default = SinkAttention()
-        offset = np.concatenate([np.arange(np.sum(trace.kind == chunk)) for chunk in range(3)])
-        weight = 1 + default.weight * np.exp(-offset / default.tokens)
-        np.testing.assert_allclose(total, trace.selection.scores.mean(0) * weight, rtol=1e-4)
+        np.testing.assert_allclose(total, trace.selection.scores.mean(0) * sink_weight(trace), rtol=1e-4)
         chosen = np.isin(in_chunks, trace.recomputed)
         assert 0 < chosen.sum() < len(in_chunks)
         assert total[chosen].min() >= total[~chosen].max()
 
 
-@pytest.mark.parametrize(("preprocessing", "layers"), [("none", (0,)), ("similar", (1,))])
-def test_the_default_scores_later_where_shifts_are_added(
+@pytest.mark.parametrize(("preprocessing", "layers"), [("none", (0,)), ("similar", (0, 1))])
+def test_the_default_scores_in_later_layers_too_where_shifts_are_added(
     preprocessing: Literal["none", "similar"], layers: tuple[int, ...], tmp_path: Path
 ) -> None:
     with FusedKVEngine(
@@ -66,6 +71,9 @@ def test_the_default_scores_later_where_shifts_are_added(
         trace = traced(engine, "sink_attention")
     assert trace.selection is not None
     assert trace.selection.layers == layers
+    # Two layers are two groups, whose geometric mean counts.
+    scores = trace.selection.scores.prod(0) ** (1 / len(layers))
+    np.testing.assert_allclose(trace.selection.total, scores * sink_weight(trace), rtol=1e-4)
 
 
 def test_plain_data_says_the_same(engine: FusedKVEngine) -> None:

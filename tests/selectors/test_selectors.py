@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import pytest
 import torch
@@ -150,7 +149,7 @@ def test_sink_attention_weighs_the_first_tokens_of_a_chunk() -> None:
 
 
 @pytest.mark.parametrize(
-    ("depth", "shifted", "plain"),
+    ("depth", "late", "early"),
     [
         (30, range(16, 24), range(7, 18)),
         (18, range(9, 14), range(4, 10)),
@@ -159,13 +158,24 @@ def test_sink_attention_weighs_the_first_tokens_of_a_chunk() -> None:
         (1, (0,), (0,)),
     ],
 )
-def test_the_default_scores_later_where_chunks_have_shifts(
-    depth: int, shifted: Sequence[int], plain: Sequence[int]
-) -> None:
+def test_the_default_scores_in_two_groups_of_layers(depth: int, late: Sequence[int], early: Sequence[int]) -> None:
     view = SinkAttention().view(depth)
-    assert (view.layers, view.plain_layers) == (tuple(shifted), tuple(plain))
+    assert view.groups == (tuple(early), tuple(late))
+    assert view.layers == tuple(sorted({*early, *late}))
+    assert view.plain_layers == tuple(early)
     anchors = Anchors("sink", 0.5, "int8")
-    assert SinkAttention(anchors=anchors).view(depth) == replace(view, full_context=False, anchors=anchors)
+    with_anchors = View(tuple(late), False, anchors, plain_layers=tuple(early))
+    assert SinkAttention(anchors=anchors).view(depth) == with_anchors
+
+
+def test_scores_of_groups_are_averaged_by_hand() -> None:
+    by_layer = torch.tensor([[0.1, 0.4, 0.0], [0.3, 0.2, 0.2], [0.05, 0.9, 0.7]])
+    grouped = View((4, 6, 9), groups=((4, 6), (6, 9)))
+    wanted = [(0.2 * 0.175) ** 0.5, (0.3 * 0.55) ** 0.5, (0.1 * 0.45) ** 0.5]
+    torch.testing.assert_close(grouped.averaged(by_layer), torch.tensor(wanted))
+    torch.testing.assert_close(View((4, 6, 9)).averaged(by_layer), by_layer.mean(0))
+    apart = View((4, 6, 9), groups=((4,), (6, 9)))
+    assert apart.averaged(by_layer)[2] == 0, "no attention in one group is none at all"
 
 
 def test_the_default_with_anchors_is_what_the_docs_say() -> None:
