@@ -148,6 +148,17 @@ def test_sink_attention_weighs_the_first_tokens_of_a_chunk() -> None:
     assert resolve_selector("sink_attention").select(flat, 6).tolist() == [5, 6, 38, 39, 71, 72]
 
 
+def test_a_number_counts_as_its_best_token() -> None:
+    scores, offset = torch.tensor([0.1, 0.5, 0.2, 0.3, 0.1, 0.4]), torch.full((6,), 500)
+    probe = Probe(torch.arange(6), torch.zeros(6, dtype=torch.int64), offset, scores)
+    numbered = replace(probe, numbers=torch.tensor([0, 0, -1, 1, 1, -1]))
+    torch.testing.assert_close(SinkAttention().score(probe), scores)
+    torch.testing.assert_close(SinkAttention().score(numbered), torch.tensor([0.5, 0.5, 0.2, 0.3, 0.3, 0.4]))
+    assert SinkAttention().select(numbered, 2).tolist() == [0, 1]
+    none = replace(probe, numbers=torch.full((6,), -1))
+    torch.testing.assert_close(SinkAttention().score(none), scores)
+
+
 @pytest.mark.parametrize(
     ("depth", "late", "early"),
     [

@@ -28,6 +28,7 @@ from fused_kv_llm.selectors import (
 from .anchors import ChunkAnchors, read_anchors
 from .context import FusionContext, Recipe
 from .divergence import uncovered_attention
+from .numbers import numbers_in
 from .probe import QuestionProbe
 from .request import Request
 from .request_kv import RequestKV
@@ -203,8 +204,9 @@ def describe_chunks(request: Request, recipe: Recipe) -> Probe:
     positions = request.chunk_positions
     chunk_index = request.kind[positions]
     starts = torch.tensor([chunk.segment.start for chunk in request.chunks])
+    numbers = None if request.offsets is None else numbers_in(request.text, request.offsets)[positions]
     return Probe(positions, chunk_index, positions - starts[chunk_index], seed=recipe.seed, overhead=overhead,
-                 recorded=recorded)  # fmt: skip
+                 recorded=recorded, numbers=numbers)  # fmt: skip
 
 
 def _read_anchors(view: View, context: FusionContext, request: Request) -> ChunkAnchors | None:

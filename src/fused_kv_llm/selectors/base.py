@@ -46,6 +46,9 @@ class Probe:
     recorded : Tensor or None
         float32 ``[C]``, attention that each token gave to the chunks before its own when its KV was stored; 0 where it
         was stored behind none. None where `overhead` is.
+    numbers : Tensor or None
+        int64 ``[C]``, which number in the prompt's text each token belongs to: 0, 1, ...; -1 for none. None where it is
+        not known which characters the tokens stand for.
     """
 
     positions: Tensor
@@ -59,6 +62,7 @@ class Probe:
     given: Tensor | None = None
     overhead: Tensor | None = None
     recorded: Tensor | None = None
+    numbers: Tensor | None = None
 
 
 @runtime_checkable

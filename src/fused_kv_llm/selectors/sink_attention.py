@@ -25,7 +25,8 @@ class SinkAttention:
     ``a * (1 + w * exp(-o / t))``. ``a`` is the attention it receives from the question, which sees the whole context on
     its way (ProphetKV): mean over heads and over layers, in those from a quarter to three fifths of the depth and in
     those from 8/15 to four fifths, and of both means the geometric one. Without context shifts, where later layers
-    choose worse, the former score alone, and with anchors, which are stored layer by layer, the latter. A quarter of
+    choose worse, the former score alone, and with anchors, which are stored layer by layer, the latter. A number counts
+    as its best token: an answer copies it digit by digit, and the question points to one or two of them. A quarter of
     the mean deviation of a chunk's recomputed tokens, its first four left out, is transferred to its others: more of
     it, or fitting the chunk's context shift to those tokens first, lost most on the prompts that were worst already.
 
@@ -94,11 +95,21 @@ class SinkAttention:
         return top_positions(probe.positions, weighted, budget)
 
     def score(self, probe: Probe) -> Tensor:
-        """Return float32 ``[C]``, the attention with the weight of a chunk's first tokens; raises as :meth:`select`."""
-        return self._scores(probe) * (1 + self.weight * torch.exp(-probe.offset.float() / self.tokens))
+        """Return float32 ``[C]``, the attention with the weight of a chunk's first tokens; raises as :meth:`select`.
+
+        All tokens of a number have the best of their scores.
+        """
+        scores = self._scores(probe) * (1 + self.weight * torch.exp(-probe.offset.float() / self.tokens))
+        return scores if probe.numbers is None else _whole_numbers(scores, probe.numbers)
 
     def _scores(self, probe: Probe) -> Tensor:
         return required(probe.scores, "question attention scores", self.name)
+
+
+def _whole_numbers(scores: Tensor, numbers: Tensor) -> Tensor:
+    """Give all tokens of a number the best of their scores."""
+    best = scores.new_zeros(int(numbers.max()) + 2).scatter_reduce(0, numbers + 1, scores, "amax")
+    return torch.where(numbers < 0, scores, best[numbers + 1])
 
 
 def _one_at_least(first: int, stop: int) -> tuple[int, ...]:

@@ -1,0 +1,37 @@
+"""Which tokens belong to the same number."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fused_kv_llm.online.numbers import numbers_in
+
+
+def spans_of(*tokens: str) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+    ends = np.cumsum([len(token) for token in tokens])
+    return np.stack((ends - [len(token) for token in tokens], ends), axis=1).astype(np.int64)
+
+
+def test_numbers_by_hand() -> None:
+    tokens = ["On", " ", "1", " May", " ", "1", "9", "7", "3", ",", " 2", "73", ",", "2", "8", "2", " boxes", "."]
+    found = numbers_in("".join(tokens), spans_of(*tokens)).tolist()
+    assert found == [-1, -1, 0, -1, -1, 1, 1, 1, 1, -1, 2, 2, 2, 2, 2, 2, -1, -1]
+
+
+def test_a_text_without_numbers_or_without_tokens() -> None:
+    assert numbers_in("no number", spans_of("no", " number")).tolist() == [-1, -1]
+    assert numbers_in("", np.zeros((0, 2), dtype=np.int64)).tolist() == []
+    assert numbers_in("12", np.array([[0, 0], [0, 1], [1, 2], [2, 2]])).tolist()[1:3] == [0, 0]
+
+
+@given(st.lists(st.text("0123.,a ", min_size=1, max_size=4), max_size=30))
+def test_every_token_with_a_digit_belongs_to_the_number_of_its_first_digit(tokens: list[str]) -> None:
+    text = "".join(tokens)
+    numbers = [match.span() for match in re.finditer(r"\d(?:[\d.,]*\d)?", text)]
+    for (start, stop), number in zip(spans_of(*tokens), numbers_in(text, spans_of(*tokens)).tolist(), strict=True):
+        touched = [index for index, (first, last) in enumerate(numbers) if first < stop and last > start]
+        assert number == (touched[0] if touched else -1)
