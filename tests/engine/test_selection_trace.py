@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -38,11 +39,16 @@ def traced(engine: FusedKVEngine, selector: str, *, scores: bool = True) -> Prom
     return report.trace
 
 
-def sink_weight(trace: PromptTrace) -> NDArray[np.float64]:
+def ranked(trace: PromptTrace, attention: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Return the default's scores: attention, weighted by the place in the chunk; of a number's tokens the best."""
     default = SinkAttention()
     offset = np.concatenate([np.arange(np.sum(trace.kind == chunk)) for chunk in range(3)])
-    weight: NDArray[np.float64] = 1 + default.weight * np.exp(-offset / default.tokens)
-    return weight
+    scores: NDArray[np.float64] = attention * (1 + default.weight * np.exp(-offset / default.tokens))
+    spans = trace.offsets[trace.kind >= 0]
+    for number in re.finditer(r"\d+", trace.text):
+        of_it = (spans[:, 0] < number.end()) & (spans[:, 1] > number.start())
+        scores[of_it] = scores[of_it].max(initial=0)
+    return scores
 
 
 @pytest.mark.parametrize("selector", ["sink_attention", "qcfuse", "all_layers"])
@@ -54,7 +60,7 @@ def test_the_chosen_tokens_are_those_with_the_best_scores(engine: FusedKVEngine,
     assert trace.selection.scores.shape == (len(layers), len(in_chunks))
     assert set(layers) <= set(range(trace.model_layers))
     if selector == "sink_attention":
-        np.testing.assert_allclose(total, trace.selection.scores.mean(0) * sink_weight(trace), rtol=1e-4)
+        np.testing.assert_allclose(total, ranked(trace, trace.selection.scores.mean(0)), rtol=1e-4)
         chosen = np.isin(in_chunks, trace.recomputed)
         assert 0 < chosen.sum() < len(in_chunks)
         assert total[chosen].min() >= total[~chosen].max()
@@ -72,8 +78,8 @@ def test_the_default_scores_in_later_layers_too_where_shifts_are_added(
     assert trace.selection is not None
     assert trace.selection.layers == layers
     # Two layers are two groups, whose geometric mean counts.
-    scores = trace.selection.scores.prod(0) ** (1 / len(layers))
-    np.testing.assert_allclose(trace.selection.total, scores * sink_weight(trace), rtol=1e-4)
+    attention = trace.selection.scores.prod(0) ** (1 / len(layers))
+    np.testing.assert_allclose(trace.selection.total, ranked(trace, attention), rtol=1e-4)
 
 
 def test_plain_data_says_the_same(engine: FusedKVEngine) -> None:
