@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from math import exp, log
 from statistics import mean
@@ -305,7 +306,7 @@ def test_layers_that_score() -> None:
 def test_layers_that_score_on_held_back_questions() -> None:
     want = []
     for frame in ("plain", "short"):
-        names = [f"quality_held_ten_{frame}{kind}_cpu" for kind in ("", "_earlier_layers")]
+        names = [f"quality_held_ten_{frame}{kind}_cpu" for kind in ("_later_layers", "_earlier_layers")]
         want += kl_over(names[0], names[1], frame, 114)
         sums = [
             sum(row["kl"] for of in records_of(f"{name}.records.jsonl").values() for row in of
@@ -337,6 +338,66 @@ def test_layers_that_score_by_ratio() -> None:
             cells += [f"{typical} ({sum(late) / sum(early):.2f})", *others]
         want.append(cells)
     assert table(PAGE, "ratio, later layers") == want
+
+
+_GROUPS = {
+    "geometric mean of both groups' averages": "both_groups",
+    "geometric mean, the layers 16 to 23 with three quarters of the weight": "both_groups_weighted",
+    "harmonic mean of both groups' averages": "both_groups_harmonic",
+    "half of the budget by each group": "half_by_each_group",
+    "three quarters of the budget by the layers 16 to 23": "three_quarters_by_layers_16_to_23",
+    "geometric mean over all layers from 7 to 23": "geometric_mean_of_layers_7_to_23",
+    "mean of the roots, layers 7 to 23": "roots_of_layers_7_to_23",
+    "mean of the roots, layers 16 to 23": "roots_of_layers_16_to_23",
+    "highest of the layers 16 to 23": "highest_of_layers_16_to_23",
+    "geometric mean of both groups' averages, whole numbers": "both_groups_whole_numbers",
+    "the same with the space before a number": "both_groups_whole_numbers_and_space",
+    "geometric mean of both groups' averages, whole words and numbers": "both_groups_whole_words",
+}
+
+
+def test_two_groups_of_layers() -> None:
+    found = _of_layers("quality_groups_cpu.records.jsonl", "/similar/0.15")
+    assert {len(rules["layers_16_to_23"]) for rules in found.values()} == {24}
+    sets = list(dict.fromkeys(name.split(", ")[0] for name in found))
+    want = [
+        [label, *(_over(found, corpus, rule, "layers_16_to_23") for corpus in sets)] for label, rule in _GROUPS.items()
+    ]
+    assert table(PAGE, "rule, two groups") == want
+    over = [re.split(r"[ ()]+", _over(found, corpus, "both_groups_whole_numbers", "both_groups")) for corpus in sets]
+    typical, sums = ("{}, {} and {}".format(*(cells[side] for cells in over)) for side in (0, 1))
+    assert f"that is {typical} times the KL of both groups alone (by the sums {sums})." in prose(PAGE)
+
+
+def _at_ratio(name: str, other: str, questions: int) -> list[list[str]]:
+    """Return the KL of records over that of others at 0.15, by wording; a blank in the names is for the wording."""
+    rows = ([*kl_over(name.format(frame), other.format(frame), frame, questions)] for frame in ("plain", "short"))
+    return [row for _, row in rows]
+
+
+def test_two_groups_and_whole_numbers_on_more_questions() -> None:
+    first, held = "quality_ten_{}%s_cpu", "quality_held_ten_{}%s_cpu"
+    both = first % "_both_groups"
+    assert table(PAGE, "wording and ratio, two groups") == _at_ratio(both, first % "_later_layers", 120)
+    assert table(PAGE, "wording and ratio, whole numbers") == _at_ratio(first % "", both, 120)
+    assert table(PAGE, "wording and ratio, both changes") == _at_ratio(held % "", held % "_later_layers", 114)
+
+
+def test_two_groups_by_ratio() -> None:
+    now, *others = (
+        {(row["question"], row["method"]): row["answer"] for rows in records_of(name).values() for row in rows}
+        for name in (f"adaptive_{kind}_cpu.records.jsonl" for kind in ("eight_bit", "earlier_layers", "later_layers"))
+    )
+    want = []
+    for ratio in ("0.05", "0.15", "0.2", "0.3", "0.5"):
+        asked = [key for key in others[0] if key[1] == f"fixed {ratio}"]
+        assert len(asked) == 120
+        cells = [ratio]
+        for other in others:
+            typical, interval, _ = ratio_cells([log(now[key] / other[key]) for key in asked])
+            cells += [f"{typical} ({sum(map(now.get, asked)) / sum(map(other.get, asked)):.2f})", interval]
+        want.append(cells)
+    assert table(PAGE, "ratio, two groups") == want
 
 
 def test_anchors_of_other_layers() -> None:
