@@ -308,10 +308,7 @@ def test_layers_that_score_on_held_back_questions() -> None:
     for frame in ("plain", "short"):
         names = [f"quality_held_ten_{frame}{kind}_cpu" for kind in ("_later_layers", "_earlier_layers")]
         want += kl_over(names[0], names[1], frame, 114)
-        sums = [
-            sum(row["kl"] for of in records_of(f"{name}.records.jsonl").values() for row in of
-                if row["method"] == "sink_attention/similar/0.15") for name in names
-        ]  # fmt: skip
+        sums = [_sum_at_ratio(name) for name in names]
     assert table(PAGE, "wording and ratio, layers 16 to 23") == want
     assert f"by the sums, {100 * (1 - sums[0] / sums[1]):.0f} % less of the KL is left there." in prose(PAGE)
 
@@ -370,9 +367,22 @@ def test_two_groups_of_layers() -> None:
 
 
 def _at_ratio(name: str, other: str, questions: int) -> list[list[str]]:
-    """Return the KL of records over that of others at 0.15, by wording; a blank in the names is for the wording."""
-    rows = ([*kl_over(name.format(frame), other.format(frame), frame, questions)] for frame in ("plain", "short"))
-    return [row for _, row in rows]
+    """Return the KL of records over that of others at 0.15, by wording; braces in the names are for the wording."""
+    rows = []
+    for frame in ("plain", "short"):
+        files = [one.format(frame) for one in (name, other)]
+        _, (label, typical, *others) = kl_over(*files, frame, questions)
+        ours, theirs = (_sum_at_ratio(file) for file in files)
+        rows.append([label, f"{typical} ({ours / theirs:.2f})", *others])
+    return rows
+
+
+def _sum_at_ratio(name: str, sets: int = 3) -> float:
+    """Return the KL of the default's answers at 0.15, over the first sets of a record."""
+    return sum(
+        row["kl"] for rows in [*records_of(f"{name}.records.jsonl").values()][:sets] for row in rows
+        if row["method"] == "sink_attention/similar/0.15"
+    )  # fmt: skip
 
 
 def test_two_groups_and_whole_numbers_on_more_questions() -> None:
@@ -380,6 +390,12 @@ def test_two_groups_and_whole_numbers_on_more_questions() -> None:
     both = first % "_both_groups"
     assert table(PAGE, "wording and ratio, two groups") == _at_ratio(both, first % "_later_layers", 120)
     assert table(PAGE, "wording and ratio, whole numbers") == _at_ratio(first % "", both, 120)
+    less = [
+        100 * (1 - _sum_at_ratio(first.format(frame) % "", sets=1) / _sum_at_ratio(both.format(frame), sets=1))
+        for frame in ("plain", "short")
+    ]
+    told = "where some of the furthest are, {:.0f} % less of the KL is left in `plain` and {:.0f} %"
+    assert told.format(*less) in prose(PAGE)
     assert table(PAGE, "wording and ratio, both changes") == _at_ratio(held % "", held % "_later_layers", 114)
 
 
