@@ -176,8 +176,7 @@ def test_the_default_scores_in_two_groups_of_layers(depth: int, late: Sequence[i
     assert view.layers == tuple(sorted({*early, *late}))
     assert view.plain_layers == tuple(early)
     anchors = Anchors("sink", 0.5, "int8")
-    with_anchors = View(tuple(late), False, anchors, plain_layers=tuple(early))
-    assert SinkAttention(anchors=anchors).view(depth) == with_anchors
+    assert SinkAttention(anchors=anchors).view(depth) == replace(view, full_context=False, anchors=anchors)
 
 
 def test_scores_of_groups_are_averaged_by_hand() -> None:
@@ -191,8 +190,8 @@ def test_scores_of_groups_are_averaged_by_hand() -> None:
 
 
 def test_the_default_with_anchors_is_what_the_docs_say() -> None:
-    layers, plain_layers = tuple(range(16, 24)), tuple(range(7, 18))
-    view = View(layers, False, Anchors("kvzip", 0.4, "int8"), plain_layers=plain_layers)
+    early, late, anchors = tuple(range(7, 18)), tuple(range(16, 24)), Anchors("kvzip", 0.25, "int8")
+    view = View(tuple(range(7, 24)), False, anchors, groups=(early, late), plain_layers=early)
     assert SELECTORS["sink_attention_anchors"].view(30) == view
 
 

@@ -25,10 +25,10 @@ class SinkAttention:
     ``a * (1 + w * exp(-o / t))``. ``a`` is the attention it receives from the question, which sees the whole context on
     its way (ProphetKV): mean over heads and over layers, in those from a quarter to three fifths of the depth and in
     those from 8/15 to four fifths, and of both means the geometric one. Without context shifts, where later layers
-    choose worse, the former score alone, and with anchors, which are stored layer by layer, the latter. A number counts
-    as its best token: an answer copies it digit by digit, and the question points to one or two of them. A quarter of
-    the mean deviation of a chunk's recomputed tokens, its first four left out, is transferred to its others: more of
-    it, or fitting the chunk's context shift to those tokens first, lost most on the prompts that were worst already.
+    choose worse, the former score alone. A number counts as its best token: an answer copies it digit by digit, and the
+    question points to one or two of them. A quarter of the mean deviation of a chunk's recomputed tokens, its first
+    four left out, is transferred to its others: more of it, or fitting the chunk's context shift to those tokens first,
+    lost most on the prompts that were worst already.
 
     Parameters
     ----------
@@ -74,10 +74,8 @@ class SinkAttention:
         """
         early = _one_at_least(num_layers // 4, 3 * num_layers // 5)
         late = _one_at_least(8 * num_layers // 15, 4 * num_layers // 5)
-        if self.anchors is not None:
-            return View(late, False, self.anchors, plain_layers=early)
-        both = tuple(sorted({*early, *late}))
-        return View(both, self.full_context, groups=(early, late), plain_layers=early)
+        both, sees_all = tuple(sorted({*early, *late})), self.full_context and self.anchors is None
+        return View(both, sees_all, self.anchors, groups=(early, late), plain_layers=early)
 
     def select(self, probe: Probe, budget: int) -> Tensor:
         """Return the `budget` positions with the highest scores, or as many of them as cover the attention.
@@ -117,6 +115,6 @@ def _one_at_least(first: int, stop: int) -> tuple[int, ...]:
 
 
 SINK_ATTENTION_VARIANTS = SinkAttention(name="sink_attention_variants", takes_variants=True)
-SINK_ATTENTION_ANCHORS = SinkAttention(name="sink_attention_anchors", anchors=Anchors("kvzip", 0.4, "int8"))
-"""The default, its probe seeing two fifths of every chunk in eight bits: less than a quarter of KV in bfloat16 is read
+SINK_ATTENTION_ANCHORS = SinkAttention(name="sink_attention_anchors", anchors=Anchors("kvzip", 0.25, "int8"))
+"""The default, its probe seeing a quarter of every chunk in eight bits: less than a quarter of KV in bfloat16 is read
 before recomputation begins."""
