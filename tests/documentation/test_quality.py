@@ -295,7 +295,7 @@ def test_adaptive() -> None:
     assert f"which rests on the worst six, is {told_nearer(listed)} lower" in text
     default = rows[f"adaptive {EngineConfig().adaptive_target}", "answer"]
     lower, share = 1 - default["p95"] / default["fixed_p95"], default["mean_share"]
-    assert f"recomputes {100 * share:.1f} % on average, and its p95 is {100 * lower:.0f} % lower" in text
+    assert f"recomputes {100 * share:.1f} % on average, and its p95 is {100 * lower:.1f} % lower" in text
     assert rows["adaptive, all to 0.15", "answer"]["rank_correlation"] > 0.6
     earlier = {row["way"]: row["median_s"] for row in record("adaptive_cpu.json")["rows"] if row["along"] == "answer"}
     assert f"took {earlier['adaptive 0.01']:.2f} s (one thread, busy" in text
