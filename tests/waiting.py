@@ -23,7 +23,10 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
 
 
 def unending(ids: Any, logits: torch.Tensor) -> torch.Tensor:
-    """Keep an answer from ending, and give each token a hundredth of a second: a constraint of what is busy."""
+    """Keep an answer from ending, and give each token a hundredth of a second: a constraint of what is busy.
+
+    The end is token 2, as SmolLM2's tokenizer has it.
+    """
     time.sleep(0.01)
     logits[2] = -torch.inf
     return logits

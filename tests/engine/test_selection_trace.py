@@ -15,6 +15,7 @@ from models import smollm2_tokenizer, tiny_model
 from numpy.typing import NDArray
 
 from fused_kv_llm import FusedKVEngine
+from fused_kv_llm.online.divergence import expected_divergence
 from fused_kv_llm.report import PromptTrace
 from fused_kv_llm.selectors import SinkAttention
 
@@ -94,3 +95,21 @@ def test_nothing_is_kept_that_nobody_asked_for(engine: FusedKVEngine) -> None:
     assert traced(engine, "sink_attention", scores=False).selection is None
     assert traced(engine, "random").selection is None
     assert traced(engine, "random").to_dict()["selection"] is None
+
+
+def test_the_estimate_goes_by_the_mean_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by the geometric mean that ranks the tokens, which is no share of anything."""
+    seen = list[float]()
+
+    def noted(uncovered: float, deviations: list[tuple[float, int]]) -> float:
+        seen.append(uncovered)
+        return expected_divergence(uncovered, deviations)
+
+    monkeypatch.setattr("fused_kv_llm.online.fusion.expected_divergence", noted)
+    with FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=tmp_path) as engine:
+        engine.build_kv_cache(SHORT[:3], preprocess="background", progress=False)
+        trace = traced(engine, "sink_attention")
+    assert trace.selection is not None
+    assert trace.selection.layers == (0, 1)
+    left = ~np.isin(np.flatnonzero(trace.kind >= 0), trace.recomputed)
+    assert seen == [pytest.approx(trace.selection.scores.mean(0)[left].sum(), rel=1e-3)]

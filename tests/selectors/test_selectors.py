@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -156,6 +157,8 @@ def test_a_number_counts_as_its_best_token() -> None:
     torch.testing.assert_close(SinkAttention().score(probe), scores)
     torch.testing.assert_close(SinkAttention().score(numbered), torch.tensor([0.5, 0.5, 0.2, 0.3, 0.3, 0.4]))
     assert SinkAttention().select(numbered, 2).tolist() == [0, 1]
+    empty = Probe(*[torch.empty(0, dtype=torch.int64)] * 3, torch.empty(0), numbers=torch.empty(0, dtype=torch.int64))
+    assert SinkAttention().select(empty, 0).tolist() == []
     none = replace(probe, numbers=torch.full((6,), -1))
     torch.testing.assert_close(SinkAttention().score(none), scores)
 
@@ -177,6 +180,16 @@ def test_the_default_scores_in_two_groups_of_layers(depth: int, late: Sequence[i
     assert view.plain_layers == tuple(early)
     anchors = Anchors("sink", 0.5, "int8")
     assert SinkAttention(anchors=anchors).view(depth) == replace(view, full_context=False, anchors=anchors)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"layers": (1, 2, 3), "groups": ((1,), (2,))}, {"layers": (1, 2), "groups": ((4,), (5,))},
+     {"layers": (1, 2), "groups": ((1,), (2,)), "critical": True}],
+)  # fmt: skip
+def test_groups_that_do_not_divide_the_layers_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="do not divide"):
+        View(**options)
 
 
 def test_scores_of_groups_are_averaged_by_hand() -> None:

@@ -164,7 +164,7 @@ def test_tenants_share_no_page(folder: Path, tmp_path: Path) -> None:
         make_engine(tmp_path, model, share_chunk_kv="always", tenant="one") as one,
         make_engine(tmp_path, model, share_chunk_kv="always", tenant="other") as other,
     ):
-        handles = [engine.submit(rag_prompt(SHORT[:3]), max_tokens=1000, constraint=unending)
+        handles = [engine.submit(rag_prompt(SHORT[:3]), max_tokens=1500, constraint=unending)
                    for engine in (one, other, one)]  # fmt: skip
         for handle in handles:
             handle.wait_for_first()

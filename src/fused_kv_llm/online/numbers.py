@@ -11,7 +11,11 @@ from torch import Tensor
 
 __all__ = ["numbers_in"]
 
-_NUMBER = re.compile(r"\d(?:[\d.,]*\d)?")
+_NUMBER = re.compile(r"\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:[.,]\d+)?")
+"""With thousands apart, or with one full stop or comma: a list of numbers is not one number."""
+
+_MOST_CHARACTERS = 24
+"""A longer one is no number that an answer would copy, and would take the budget of everything else."""
 
 
 def numbers_in(text: str, offsets: NDArray[np.int64]) -> Tensor:
@@ -20,17 +24,19 @@ def numbers_in(text: str, offsets: NDArray[np.int64]) -> Tensor:
     Parameters
     ----------
     text : str
-        Numbers are runs of digits in it, with full stops and commas between them.
+        Numbers are written with digits in it, such as 1973, 3.5 and 273,282; those longer than 24 characters are none.
     offsets : numpy.ndarray
-        int64 ``[tokens, 2]``, half-open spans in `text`; they ascend.
+        int64 ``[tokens, 2]``, half-open spans in `text`; a token with an empty one belongs to no number.
 
     Returns
     -------
     Tensor
         int64 ``[tokens]``: 0 for the first number in the text, and so on; -1 for a token of none.
     """
-    spans = np.array([match.span() for match in _NUMBER.finditer(text)], dtype=np.int64).reshape(-1, 2)
+    matches = (match.span() for match in _NUMBER.finditer(text))
+    spans = np.array([span for span in matches if span[1] - span[0] <= _MOST_CHARACTERS], dtype=np.int64).reshape(-1, 2)
     # The first number that ends behind the token's start, if it begins before the token's end.
     found = np.searchsorted(spans[:, 1], offsets[:, 0], side="right")
     starts = np.append(spans[:, 0], len(text) + 1)
-    return torch.from_numpy(np.where(starts[found] < offsets[:, 1], found, -1))
+    inside = (starts[found] < offsets[:, 1]) & (offsets[:, 0] < offsets[:, 1])
+    return torch.from_numpy(np.where(inside, found, -1))

@@ -70,7 +70,6 @@ def view_of(
         return view
     if view.plain_layers and not shift_name:
         view = replace(view, layers=view.plain_layers, groups=())
-    view = replace(view, plain_layers=())
     if not loaded.geometry.attends_cache and (view.layers or view.critical):
         # Only the layers themselves turn what is cached into keys, so the question has to see all of it.
         if view.anchors is not None:
@@ -205,6 +204,9 @@ def describe_chunks(request: Request, recipe: Recipe) -> Probe:
     chunk_index = request.kind[positions]
     starts = torch.tensor([chunk.segment.start for chunk in request.chunks])
     numbers = None if request.offsets is None else numbers_in(request.text, request.offsets)[positions]
+    if numbers is not None:
+        # A number ends where its chunk does.
+        numbers = torch.where(numbers < 0, -1, numbers * len(request.chunks) + chunk_index)
     return Probe(positions, chunk_index, positions - starts[chunk_index], seed=recipe.seed, overhead=overhead,
                  recorded=recorded, numbers=numbers)  # fmt: skip
 

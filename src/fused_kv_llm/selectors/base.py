@@ -28,7 +28,8 @@ class Probe:
     offset : Tensor
         int64 ``[C]``, how many reusable tokens of its chunk stand before it.
     scores : Tensor or None
-        float32 ``[C]``, mean question-to-token attention over the view's layers; None without a view.
+        float32 ``[C]``, question-to-token attention, averaged over the view's layers as :meth:`View.averaged` does;
+        None without a view.
     seed : int
         For selectors that draw.
     deviation : Tensor or None
@@ -47,8 +48,8 @@ class Probe:
         float32 ``[C]``, attention that each token gave to the chunks before its own when its KV was stored; 0 where it
         was stored behind none. None where `overhead` is.
     numbers : Tensor or None
-        int64 ``[C]``, which number in the prompt's text each token belongs to: 0, 1, ...; -1 for none. None where it is
-        not known which characters the tokens stand for.
+        int64 ``[C]``, which number in the prompt's text each token belongs to: the same for those of one number in one
+        chunk, and -1 for none. None where it is not known which characters the tokens stand for.
     """
 
     positions: Tensor

@@ -41,8 +41,8 @@ class SinkAttention:
     transfer : float
         Share of the mean deviation that is transferred.
     coverage : float
-        Adaptive budget: stop once the selected tokens receive this share of the attention that the question gives to
-        all chunk tokens, in (0, 1]; the ratio is the most that is recomputed then. 1 always spends the budget.
+        Adaptive budget: stop once the selected tokens have this share of all chunk tokens' attention as it is averaged
+        here, in (0, 1]; the ratio is the most that is recomputed then. 1 always spends the budget.
     name : str
     takes_variants : bool
         Whether it works on variants of chunks, see :class:`.VariantSelector`.
@@ -98,7 +98,7 @@ class SinkAttention:
         All tokens of a number have the best of their scores.
         """
         scores = self._scores(probe) * (1 + self.weight * torch.exp(-probe.offset.float() / self.tokens))
-        return scores if probe.numbers is None else _whole_numbers(scores, probe.numbers)
+        return scores if probe.numbers is None or not scores.numel() else _whole_numbers(scores, probe.numbers)
 
     def _scores(self, probe: Probe) -> Tensor:
         return required(probe.scores, "question attention scores", self.name)

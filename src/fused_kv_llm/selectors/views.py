@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal, get_args
 
 import torch
@@ -63,14 +64,19 @@ class View:
     anchors : Anchors or None
         The question attends to these tokens instead of the whole context. Then sidecars are read, not the chunks' KV.
     critical : bool
-        Whether the engine is to put the model's critical layers in for `layers`.
+        Whether the engine is to put the model's critical layers in for `layers`; then there are no `groups`.
     profiled : bool
         Whether it is to put in anchors that were profiled for the model, if there are, for `anchors`.
     groups : tuple of tuple of int
         Which of `layers` are averaged with each other: a token's score is the geometric mean of its averages in the
-        groups. Empty for the average over all `layers`.
+        groups, which have to be all of `layers`. Empty for the average over all `layers`.
     plain_layers : tuple of int
         What the engine is to put in for `layers` if it adds no context shifts; empty leaves them as they are.
+
+    Raises
+    ------
+    ConfigError
+        If there are groups, and they are not all of `layers`, or the layers are critical ones.
     """
 
     layers: tuple[int, ...] = ()
@@ -80,6 +86,13 @@ class View:
     profiled: bool = False
     groups: tuple[tuple[int, ...], ...] = ()
     plain_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.groups and ({*chain(*self.groups)} != {*self.layers} or self.critical):
+            raise ConfigError(
+                f"groups={self.groups!r} do not divide layers={self.layers!r}: every layer belongs to one group or "
+                "more, and there are none of critical layers, which the engine puts in"
+            )
 
     def averaged(self, by_layer: Tensor) -> Tensor:
         """Return the scores of the tokens ``[C]`` from those in every layer ``[len(layers), C]``, float32."""
