@@ -116,5 +116,5 @@ def _one_at_least(first: int, stop: int) -> tuple[int, ...]:
 
 SINK_ATTENTION_VARIANTS = SinkAttention(name="sink_attention_variants", takes_variants=True)
 SINK_ATTENTION_ANCHORS = SinkAttention(name="sink_attention_anchors", anchors=Anchors("kvzip", 0.25, "int8"))
-"""The default, its probe seeing a quarter of every chunk in eight bits: less than a quarter of KV in bfloat16 is read
+"""The default, its probe seeing a quarter of every chunk in eight bits: about a quarter of KV in bfloat16 is read
 before recomputation begins."""
