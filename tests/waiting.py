@@ -23,7 +23,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
 
 
 def unending(ids: Any, logits: torch.Tensor) -> torch.Tensor:
-    """Keep an answer from ending, and give each token a hundredth of a second: a constraint of what is busy.
+    """Keep an answer from ending, and slow it down to a hundredth of a second per token; used as a `constraint`.
 
     The end is token 2, as SmolLM2's tokenizer has it.
     """

@@ -319,22 +319,28 @@ def test_layers_that_score_without_shifts() -> None:
     assert table(PAGE, "set, plain KV") == want
 
 
+def _fixed_ratios(kind: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """Return the rows of a record of `adaptive.py` by question and way of asking."""
+    of_sets = records_of(f"adaptive_{kind}_cpu.records.jsonl").values()
+    return {(row["question"], row["method"]): row for rows in of_sets for row in rows}
+
+
+def _over_fixed(ours: str, theirs: str, ratio: str, along: str) -> list[str]:
+    """Return the KL of one record over that of another at a fixed ratio, with the ratio of the sums."""
+    one, other = _fixed_ratios(ours), _fixed_ratios(theirs)
+    pairs = [(one[key][along], row[along]) for key, row in other.items() if key[1] == f"fixed {ratio}"]
+    assert len(pairs) == 120
+    typical, *others = ratio_cells([log(now / before) for now, before in pairs])
+    ours_left, theirs_left = (sum(side) for side in zip(*pairs, strict=True))
+    return [f"{typical} ({ours_left / theirs_left:.2f})", *others]
+
+
 def test_layers_that_score_by_ratio() -> None:
-    earlier, later = (
-        {(row["question"], row["method"]): row for rows in records_of(name).values() for row in rows}
-        for name in ("adaptive_earlier_layers_cpu.records.jsonl", "adaptive_later_layers_cpu.records.jsonl")
-    )
-    want = []
-    for ratio in ("0.05", "0.15", "0.2", "0.3", "0.5"):
-        asked = [question for question, method in earlier if method == f"fixed {ratio}"]
-        assert len(asked) == 120
-        cells = [ratio]
-        for along in ("answer", "gold"):
-            late, early = ([rows[one, f"fixed {ratio}"][along] for one in asked] for rows in (later, earlier))
-            typical, *others = ratio_cells([log(one / two) for one, two in zip(late, early, strict=True)])
-            cells += [f"{typical} ({sum(late) / sum(early):.2f})", *others]
-        want.append(cells)
-    assert table(PAGE, "ratio, later layers") == want
+    assert table(PAGE, "ratio, later layers") == [
+        [ratio, *(cell for along in ("answer", "gold")
+                  for cell in _over_fixed("later_layers", "earlier_layers", ratio, along))]
+        for ratio in ("0.05", "0.15", "0.2", "0.3", "0.5")
+    ]  # fmt: skip
 
 
 _GROUPS = {
@@ -400,20 +406,11 @@ def test_two_groups_and_whole_numbers_on_more_questions() -> None:
 
 
 def test_two_groups_by_ratio() -> None:
-    now, *others = (
-        {(row["question"], row["method"]): row["answer"] for rows in records_of(name).values() for row in rows}
-        for name in (f"adaptive_{kind}_cpu.records.jsonl" for kind in ("eight_bit", "earlier_layers", "later_layers"))
-    )
-    want = []
-    for ratio in ("0.05", "0.15", "0.2", "0.3", "0.5"):
-        asked = [key for key in others[0] if key[1] == f"fixed {ratio}"]
-        assert len(asked) == 120
-        cells = [ratio]
-        for other in others:
-            typical, interval, _ = ratio_cells([log(now[key] / other[key]) for key in asked])
-            cells += [f"{typical} ({sum(map(now.get, asked)) / sum(map(other.get, asked)):.2f})", interval]
-        want.append(cells)
-    assert table(PAGE, "ratio, two groups") == want
+    assert table(PAGE, "ratio, two groups") == [
+        [ratio, *(cell for other in ("earlier_layers", "later_layers")
+                  for cell in _over_fixed("eight_bit", other, ratio, "answer")[:2])]
+        for ratio in ("0.05", "0.15", "0.2", "0.3", "0.5")
+    ]  # fmt: skip
 
 
 def test_anchors_of_other_layers() -> None:

@@ -12,10 +12,10 @@ from torch import Tensor
 __all__ = ["numbers_in"]
 
 _NUMBER = re.compile(r"\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:[.,]\d+)?")
-"""With thousands apart, or with one full stop or comma: a list of numbers is not one number."""
+"""Thousands may be set apart by commas, and decimals by a full stop or a comma. A list is several numbers."""
 
 _MOST_CHARACTERS = 24
-"""A longer one is no number that an answer would copy, and would take the budget of everything else."""
+"""No answer copies a longer one, and it could take the whole budget."""
 
 
 def numbers_in(text: str, offsets: NDArray[np.int64]) -> Tensor:
@@ -24,7 +24,7 @@ def numbers_in(text: str, offsets: NDArray[np.int64]) -> Tensor:
     Parameters
     ----------
     text : str
-        Numbers are written with digits in it, such as 1973, 3.5 and 273,282; those longer than 24 characters are none.
+        Numbers are written in digits, such as 1973, 3.5 and 273,282; what is longer than 24 characters does not count.
     offsets : numpy.ndarray
         int64 ``[tokens, 2]``, half-open spans in `text`; a token with an empty one belongs to no number.
 

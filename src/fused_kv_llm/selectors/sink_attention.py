@@ -23,12 +23,14 @@ class SinkAttention:
     The first tokens of a chunk were prefilled with less before them than they have in a prompt, and other tokens
     lean on them as sinks (EPIC): they deviate most. A token at offset ``o`` of its chunk scores
     ``a * (1 + w * exp(-o / t))``. ``a`` is the attention it receives from the question, which sees the whole context on
-    its way (ProphetKV): mean over heads and over layers, in those from a quarter to three fifths of the depth and in
-    those from 8/15 to four fifths, and of both means the geometric one. Without context shifts, where later layers
-    choose worse, the former score alone. A number counts as its best token: an answer copies it digit by digit, and the
-    question points to one or two of them. A quarter of the mean deviation of a chunk's recomputed tokens, its first
-    four left out, is transferred to its others: more of it, or fitting the chunk's context shift to those tokens first,
-    lost most on the prompts that were worst already.
+    its way (ProphetKV). It is averaged over heads and over two groups of layers, from a quarter to three fifths of the
+    depth and from 8/15 to four fifths; ``a`` is the geometric mean of the two averages. Without context shifts later
+    layers choose worse, so the first group scores alone. All tokens of a number get the best of their scores: an answer
+    copies a number digit by digit, and the question points to one or two of the digits only.
+
+    A quarter of the mean deviation of a chunk's recomputed tokens, its first four left out, is transferred to its
+    others: more of it, or fitting the chunk's context shift to those tokens first, lost most on the prompts that were
+    worst already.
 
     Parameters
     ----------
@@ -41,8 +43,8 @@ class SinkAttention:
     transfer : float
         Share of the mean deviation that is transferred.
     coverage : float
-        Adaptive budget: stop once the selected tokens have this share of all chunk tokens' attention as it is averaged
-        here, in (0, 1]; the ratio is the most that is recomputed then. 1 always spends the budget.
+        Adaptive budget: stop once the selected tokens have this share of the sum of ``a`` over all chunk tokens, in
+        (0, 1]; the ratio is the most that is recomputed then. 1 always spends the budget.
     name : str
     takes_variants : bool
         Whether it works on variants of chunks, see :class:`.VariantSelector`.

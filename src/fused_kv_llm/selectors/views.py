@@ -68,8 +68,8 @@ class View:
     profiled : bool
         Whether it is to put in anchors that were profiled for the model, if there are, for `anchors`.
     groups : tuple of tuple of int
-        Which of `layers` are averaged with each other: a token's score is the geometric mean of its averages in the
-        groups, which have to be all of `layers`. Empty for the average over all `layers`.
+        Groups of `layers`, which have to cover all of them and may overlap. A token's score is averaged in each group,
+        and the geometric mean of these averages counts. Empty for one average over all `layers`.
     plain_layers : tuple of int
         What the engine is to put in for `layers` if it adds no context shifts; empty leaves them as they are.
 
