@@ -187,8 +187,8 @@ def test_the_default_scores_in_two_groups_of_layers(depth: int, late: Sequence[i
     [{"layers": (1, 2, 3), "groups": ((1,), (2,))}, {"layers": (1, 2), "groups": ((4,), (5,))},
      {"layers": (1, 2), "groups": ((1,), (2,)), "critical": True}],
 )  # fmt: skip
-def test_groups_that_do_not_divide_the_layers_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="do not divide"):
+def test_groups_that_do_not_cover_the_layers_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="do not cover"):
         View(**options)
 
 

@@ -90,8 +90,8 @@ class View:
     def __post_init__(self) -> None:
         if self.groups and ({*chain(*self.groups)} != {*self.layers} or self.critical):
             raise ConfigError(
-                f"groups={self.groups!r} do not divide layers={self.layers!r}: every layer belongs to one group or "
-                "more, and there are none of critical layers, which the engine puts in"
+                f"groups={self.groups!r} do not cover layers={self.layers!r}: put each of these layers, and no other, "
+                "into at least one group; a view with critical=True has no groups"
             )
 
     def averaged(self, by_layer: Tensor) -> Tensor:
