@@ -435,6 +435,33 @@ def test_anchors_of_other_layers() -> None:
     assert f"To the default's layers that lost up to {100 * lost:.1f} points." in prose(PAGE)
 
 
+_ANCHORS = {
+    "17 layers": ("keys_of_17_layers", 1, 1),
+    "9 layers": ("keys_of_9_layers", 1, 1),
+    "5 layers": ("keys_of_5_layers", 1, 1),
+    "17 layers, shifts of the scored keys": ("keys_of_17_layers_shifted_keys", 2, 1),
+    "17 layers, scored keys and their shifts in four bits": ("keys_of_17_layers_shifted_keys_in_four_bits", 1, 1),
+    "17 layers, shifts of scored keys and anchors": ("keys_of_17_layers_shifted", 2, 2),
+}
+"""By label, the rule's name, and how many times the bytes of scored keys, and of anchors, in eight bits are read."""
+
+
+def test_anchors_for_two_groups_of_layers() -> None:
+    found = _of_layers("quality_anchor_groups_cpu.records.jsonl", "/similar/0.15")
+    assert {len(rules["sink_attention"]) for rules in found.values()} == {20}
+    sets = list(dict.fromkeys(name.split(", ")[0] for name in found))
+    rows = []
+    for label, (name, keys, anchors) in _ANCHORS.items():
+        for share in ("0.1", "0.25", "0.4", "0.5", "1"):
+            rule = f"anchors_{share}_{name}"
+            if any(rule in rules for rules in found.values()):
+                over = [_over(found, corpus, rule, "sink_attention") for corpus in sets]
+                scored, below = int(name.split("_")[2]), 23
+                read = (keys * scored / 2 + anchors * below * float(share)) / 60
+                rows.append([label, f"{100 * float(share):.0f} %", *over, f"{100 * read:.0f} %"])
+    assert table(PAGE, "anchors, two groups") == rows
+
+
 def _of_layers(name: str, kind: str) -> dict[str, dict[str, dict[str, float]]]:
     """Return the KL by set and wording, rule and question."""
     kl: dict[str, dict[str, dict[str, float]]] = {}
