@@ -36,7 +36,7 @@ from fused_kv_llm.config import DEFAULT_PREPROCESSING
 from fused_kv_llm.model import load_model
 
 RATIOS = (0.05, 0.15, 0.2, 0.3, 0.5)
-TARGETS = (0.005, 0.007, 0.008, 0.009, 0.01, 0.02)
+TARGETS = (0.005, 0.007, 0.009, 0.01, 0.012, 0.02)
 # Every request goes to this ratio, so that the estimate can be compared over all of them.
 ESTIMATED = 0.15
 ANSWER_TOKENS = 8

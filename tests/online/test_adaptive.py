@@ -145,7 +145,7 @@ def test_open_answers_that_move_are_expected_to_be_far_off(ratio: float, moved: 
 
 
 def test_the_expectation_by_hand() -> None:
-    assert expected_after(0.15, 0.02, 1.5) == pytest.approx(0.039 * 2.71828**-0.33 * 0.02**0.36 * 1.5**0.83, rel=1e-4)
+    assert expected_after(0.15, 0.02, 1.5) == pytest.approx(0.1 * 2.71828**-0.42 * 0.02**0.45 * 1.5**0.66, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["sink_attention", "fusionrag", "boundary"])
@@ -201,7 +201,7 @@ def test_it_stops_at_the_first_round_that_is_expected_to_be_near_enough() -> Non
         before, now = (one.log_softmax(0) for one in logits[number - 1 : number + 1])
         moved = float((now.exp() * (now - before)).sum())
         entropy = max(-float((one.exp() * one).sum()) for one in (before, now))
-        return expected_after((0.0, 0.05, 0.15, 0.3, 0.5)[number], moved, entropy)
+        return expected_after((0.0, *round_ratios(0.5))[number], moved, entropy)
 
     target = (expected(2) + expected(3)) / 2
     assert expected(1) > expected(2) > target > expected(3)
@@ -213,7 +213,7 @@ def test_it_stops_at_the_first_round_that_is_expected_to_be_near_enough() -> Non
         if number:
             assert rounds.expected == pytest.approx(expected(number), rel=1e-4)
     assert went_on == [True, True, True, False]
-    assert (rounds.ratio, rounds.selected.tolist()) == (0.3, list(range(30)))
+    assert (rounds.ratio, rounds.selected.tolist()) == (0.2, list(range(20)))
 
 
 def test_a_certain_answer_that_became_another_one_is_not_near() -> None:

@@ -21,10 +21,10 @@ from .draft import Draft
 
 __all__ = ["Adaptive", "Rounds", "expected_after", "round_ratios"]
 
-_RATIOS = (0.05, 0.15, 0.3, 0.5, 0.7, 0.9)
+_RATIOS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
 """Recomputation ratios of the rounds behind the first, which recomputes nothing of the chunks."""
 
-_SCALE, _DECAY, _MOVED, _OPEN = 0.039, 2.2, 0.36, 0.83
+_SCALE, _DECAY, _MOVED, _OPEN = 0.1, 2.8, 0.45, 0.66
 """``c``, ``d``, ``a`` and ``b`` of :func:`expected_after`."""
 
 _LEAST = 0.1
@@ -47,7 +47,7 @@ def expected_after(ratio: float, moved: float, entropy: float) -> float:
 
     ``max(c exp(-d r) M^a H^b, M / 10)``: open distributions are moved more by the same errors, and what a round has
     moved says something about what is left, also where a certain answer became a certain other one. The numbers were
-    fitted by least squares of logarithms to 72 questions with SmolLM2-135M.
+    fitted by least squares of logarithms to 222 prompts with SmolLM2-135M (docs/experiments.md, "Estimates of a round").
 
     Parameters
     ----------

@@ -10,8 +10,8 @@ from torch.nn.functional import kl_div, log_softmax
 
 __all__ = ["DRAFT_TOKENS", "Draft"]
 
-DRAFT_TOKENS = 6
-"""Most positions at which distributions are compared: the first token's and those of five drafted ones."""
+DRAFT_TOKENS = 8
+"""Most positions at which distributions are compared: the first token's and those of seven drafted ones."""
 
 LARGEST = 1e9
 """Nats that stand for a movement without bounds."""
