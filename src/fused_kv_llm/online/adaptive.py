@@ -47,7 +47,7 @@ def expected_after(ratio: float, moved: float, entropy: float) -> float:
 
     ``max(c exp(-d r) M^a H^b, M / 10)``: open distributions are moved more by the same errors, and what a round has
     moved says something about what is left, also where a certain answer became a certain other one. The numbers were
-    fitted by least squares of logarithms to 222 prompts with SmolLM2-135M (docs/experiments.md, "Estimates of a round").
+    fitted by least squares of logarithms to 224 prompts with SmolLM2-135M: docs/experiments.md, "Estimates of a round".
 
     Parameters
     ----------
