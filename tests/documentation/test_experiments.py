@@ -372,6 +372,26 @@ def test_two_groups_of_layers() -> None:
     assert f"that is {typical} times the KL of both groups alone (by the sums {sums})." in prose(PAGE)
 
 
+_NUMBERS = {
+    "twice the score": "numbers_twice",
+    "four times the score": "numbers_four_times",
+    "the best score of eight tokens on either side": "numbers_best_of_8_around",
+    "half of it": "numbers_half_of_the_best_of_8_around",
+    "half of the best of 16 tokens": "numbers_half_of_the_best_of_16_around",
+    "twice the mean of 16 tokens": "numbers_twice_the_mean_of_16_around",
+}
+
+
+def test_numbers_that_weigh_more() -> None:
+    found = _of_layers("quality_numbers_cpu.records.jsonl", "/similar/0.15")
+    ((corpus, rules),) = found.items()
+    assert (corpus, len(rules["sink_attention"])) == ("musique_train100, short", 61)
+    assert table(PAGE, "numbers that weigh more") == [
+        [label, *_over(found, corpus, rule, "sink_attention").rstrip(")").split(" (")]
+        for label, rule in _NUMBERS.items()
+    ]
+
+
 def _at_ratio(name: str, other: str, questions: int) -> list[list[str]]:
     """Return the KL of records over that of others at 0.15, by wording; braces in the names are for the wording."""
     rows = []
