@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import dataclass
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,13 @@ def test_the_rounds_ascend_to_the_most(most: float) -> None:
     ratios = round_ratios(most)
     assert ratios[-1] == most
     assert list(ratios) == sorted(set(ratios))
+    assert all(ratio <= 0.8 * most for ratio in ratios[:-1])
+
+
+def test_the_rounds_of_some_caps() -> None:
+    assert round_ratios(0.5) == (0.05, 0.1, 0.2, 0.3, 0.5)
+    assert round_ratios(0.21) == (0.05, 0.1, 0.21)
+    assert round_ratios(0.95) == (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.95)
 
 
 def test_a_draft_is_followed_and_compared_by_hand() -> None:
@@ -95,6 +103,14 @@ def test_a_draft_is_followed_and_compared_by_hand() -> None:
     assert draft.end_round() == pytest.approx(by_hand, rel=1e-5)
     entropies = [-(one.softmax(0) * one.log_softmax(0)).sum() for one in (moved, second, third)]
     assert draft.entropy == pytest.approx(float(sum(entropies)) / 3, rel=1e-5)
+
+
+def test_the_entropy_is_that_of_the_more_open_round() -> None:
+    draft, open_, certain = Draft(100, 1), torch.zeros(3), torch.tensor([9.0, 0.0, 0.0])
+    for logits, entropy in ((open_, log(3)), (certain, log(3)), (certain, 0.0)):
+        draft.take(logits)
+        draft.end_round()
+        assert draft.entropy == pytest.approx(entropy, abs=0.01)
 
 
 def test_a_draft_ends_where_the_answer_does() -> None:

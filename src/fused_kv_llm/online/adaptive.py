@@ -21,8 +21,11 @@ from .draft import Draft
 
 __all__ = ["Adaptive", "Rounds", "expected_after", "round_ratios"]
 
-_RATIOS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
+_RATIOS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
 """Recomputation ratios of the rounds behind the first, which recomputes nothing of the chunks."""
+
+_NEAREST = 0.8
+"""The most that a round's ratio is of the last one's."""
 
 _SCALE, _DECAY, _MOVED, _OPEN = 0.1, 2.8, 0.45, 0.66
 """``c``, ``d``, ``a`` and ``b`` of :func:`expected_after`."""
@@ -34,12 +37,14 @@ _LEAST = 0.1
 def round_ratios(most: float) -> tuple[float, ...]:
     """Return the ratios of a request's rounds behind the first, ascending.
 
+    None is near the last one: a short step moves little, whatever is left.
+
     Parameters
     ----------
     most : float
         The last one, in (0, 1).
     """
-    return (*(ratio for ratio in _RATIOS if ratio < most), most)
+    return (*(ratio for ratio in _RATIOS if ratio <= _NEAREST * most), most)
 
 
 def expected_after(ratio: float, moved: float, entropy: float) -> float:

@@ -60,8 +60,9 @@ class FusionReport:
         An experimental estimate of how far the answer is from full prefill's, without a unit, see
         :func:`fused_kv_llm.online.divergence.expected_divergence`: it follows the true divergence only weakly. None
         where the selector does not look at the question's attention or transfers no deviation, or nothing was
-        recomputed. With ``recompute_ratio="adaptive"`` it is in nats: the mean KL divergence that is expected along the
-        answer's first tokens.
+        recomputed. With ``recompute_ratio="adaptive"`` it is another estimate, in nats, which follows the true one far
+        better: the mean KL divergence that is expected along up to eight first tokens of the answer, see
+        :func:`fused_kv_llm.online.adaptive.expected_after`.
     variants : list of dict
         With a selector that uses variants of chunks, one for each chunk: ``chunk``, the beginning of its key;
         ``variant``, the name of the one that was used, empty for plain KV; ``overhead``, its cache fix overhead; and
