@@ -25,7 +25,7 @@ import torch
 from environment import environment
 from evaluation.metrics import mean_kl
 from evaluation.questions import FRAMES, PARTS, Question
-from evaluation.records import RecordFile
+from evaluation.records import RecordFile, settings_digest
 from evaluation.run import Bench, open_bench
 from evaluation.setting import CORPORA, Setting
 from evaluation.summary import rank_correlation
@@ -34,6 +34,9 @@ from torch.nn.functional import log_softmax
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.config import DEFAULT_PREPROCESSING
 from fused_kv_llm.model import load_model
+from fused_kv_llm.online import round_ratios
+from fused_kv_llm.online.adaptive import expected_after
+from fused_kv_llm.online.draft import DRAFT_TOKENS
 
 RATIOS = (0.05, 0.15, 0.2, 0.3, 0.5)
 TARGETS = (0.005, 0.007, 0.009, 0.01, 0.012, 0.02)
@@ -55,6 +58,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--kv-dir", type=Path, default=None, help="kept between runs; a temporary folder without it")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "adaptive_cpu.json")
     return parser.parse_args()
+
+
+def way_of_going_on() -> str:
+    """Return a name of rounds, draft and estimate: with others of them, everything is asked anew."""
+    estimate = [expected_after(ratio, 0.01, entropy) for ratio in (0.1, 0.3) for entropy in (0.5, 2.0)]
+    return f"adaptive {settings_digest(rounds=round_ratios(0.5), drafted=DRAFT_TOKENS, estimate=estimate)}"
 
 
 def distributions(engine: FusedKVEngine, prompt: str, texts: dict[str, list[int]], **options: Any) -> dict[str, Any]:
@@ -154,7 +163,7 @@ def main() -> None:
         for path in args.data:
             questions = setting.questions(path, args.questions, bench.engine)
             bench.ingest(path, questions, setting, [])
-            out = RecordFile(args.out, "adaptive " + setting.digest(path.stem, bench.engine), (0, 1))
+            out = RecordFile(args.out, f"{way_of_going_on()} {setting.digest(path.stem, bench.engine)}", (0, 1))
             known = out.read()
             for number, question in enumerate(questions, 1):
                 if missing := {name: way for name, way in ways.items() if (question.id, name) not in known}:

@@ -11,6 +11,7 @@ from evaluation.questions import is_held_back
 from evaluation.summary import rank_correlation
 from numpy.typing import NDArray
 
+from fused_kv_llm.config import EngineConfig
 from fused_kv_llm.online import adaptive
 from fused_kv_llm.online.draft import DRAFT_TOKENS
 
@@ -60,6 +61,16 @@ def test_the_estimate_is_what_the_rounds_give() -> None:
     numbers, _ = fitted(ROUNDS, *seen(prompts(), ROUNDS, DRAFT_TOKENS))
     told = (adaptive._SCALE, adaptive._DECAY, adaptive._MOVED, adaptive._OPEN)
     assert numbers == pytest.approx(np.array(told), rel=0.03)
+
+
+def test_the_page_about_ratios() -> None:
+    text = prose("docs/ratio.md")
+    first, *some, last = (f"{100 * ratio:.0f}" for ratio in adaptive.round_ratios(EngineConfig().adaptive_cap))
+    assert f"{first} % of the chunks' tokens, and where that is not enough {', '.join(some)} and {last} % (" in text
+    assert f"`adaptive_cap`, {100 * adaptive._RATIOS[-1]:.0f} %, too; the estimate was fitted up to {last} %)" in text
+    words = {7: "seven", 8: "eight"}
+    assert f"{words[DRAFT_TOKENS]} tokens, also where fewer are asked for, or to its end" in text
+    assert f"{words[DRAFT_TOKENS - 1]} forwards of one token at first" in text
 
 
 def test_positions_of_the_draft() -> None:
