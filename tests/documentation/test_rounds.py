@@ -123,6 +123,22 @@ def gains(of: list[dict[str, Any]], ratios: tuple[float, ...], expected: Floats)
     ]
 
 
+def test_what_the_default_target_recomputes() -> None:
+    target, shares = EngineConfig().adaptive_target, []
+    for frame in ("short", "plain"):
+        of = [prompt for prompt in prompts() if prompt["of"].endswith(frame)]
+        moved, entropy, _ = seen(of, ROUNDS, DRAFT_TOKENS)
+        last = [
+            next((ratio for ratio, *known in zip(ROUNDS[1:], *pair, strict=True)
+                  if adaptive.expected_after(ratio, *known) <= target), ROUNDS[-1])
+            for pair in zip(moved, entropy, strict=True)
+        ]  # fmt: skip
+        shares.append(f"{100 * np.mean(last):.0f} %")
+    assert "of which the default target recomputes {} in `short` and {} in `plain`.".format(*shares) in prose(
+        "docs/quality.md"
+    )
+
+
 def worst_tenth(kl: Floats) -> float:
     return float(np.sort(kl)[-max(1, len(kl) // 10) :].mean())
 
