@@ -32,7 +32,7 @@ from evaluation.summary import rank_correlation
 from torch.nn.functional import log_softmax
 
 from fused_kv_llm import FusedKVEngine
-from fused_kv_llm.config import DEFAULT_PREPROCESSING
+from fused_kv_llm.config import DEFAULT_PREPROCESSING, EngineConfig
 from fused_kv_llm.model import load_model
 from fused_kv_llm.online import round_ratios
 from fused_kv_llm.online.adaptive import expected_after
@@ -60,10 +60,11 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def way_of_going_on() -> str:
-    """Return a name of rounds, draft and estimate: with others of them, everything is asked anew."""
+def rounds_name() -> str:
+    """Return the name that records of these rounds, draft and estimate have; with others, all is asked anew."""
     estimate = [expected_after(ratio, 0.01, entropy) for ratio in (0.1, 0.3) for entropy in (0.5, 2.0)]
-    return f"adaptive {settings_digest(rounds=round_ratios(0.5), drafted=DRAFT_TOKENS, estimate=estimate)}"
+    rounds = round_ratios(EngineConfig().adaptive_cap)
+    return f"adaptive {settings_digest(rounds=rounds, drafted=DRAFT_TOKENS, estimate=estimate)}"
 
 
 def distributions(engine: FusedKVEngine, prompt: str, texts: dict[str, list[int]], **options: Any) -> dict[str, Any]:
@@ -163,7 +164,7 @@ def main() -> None:
         for path in args.data:
             questions = setting.questions(path, args.questions, bench.engine)
             bench.ingest(path, questions, setting, [])
-            out = RecordFile(args.out, f"{way_of_going_on()} {setting.digest(path.stem, bench.engine)}", (0, 1))
+            out = RecordFile(args.out, f"{rounds_name()} {setting.digest(path.stem, bench.engine)}", (0, 1))
             known = out.read()
             for number, question in enumerate(questions, 1):
                 if missing := {name: way for name, way in ways.items() if (question.id, name) not in known}:

@@ -18,7 +18,7 @@ from fused_kv_llm.online.draft import DRAFT_TOKENS
 from .records import prose, records_of, table
 
 PAGE = "docs/experiments.md"
-ROUNDS = (0.0, *adaptive.round_ratios(0.5))
+ROUNDS = (0.0, *adaptive.round_ratios(EngineConfig().adaptive_cap))
 BEFORE = (0.0, 0.05, 0.15, 0.3, 0.5)
 Floats = NDArray[np.float64]
 
@@ -87,8 +87,8 @@ def test_positions_of_the_draft() -> None:
 
 
 def cross_fitted(of: list[dict[str, Any]], ratios: tuple[float, ...]) -> Floats:
-    """Return the estimates ``[prompts, rounds]`` at eight positions, fitted to nine tenths of the questions each."""
-    known = seen(of, ratios, 8)
+    """Return the estimates ``[prompts, rounds]``, each fitted to nine tenths of the questions."""
+    known = seen(of, ratios, DRAFT_TOKENS)
     moved, entropy, _ = known
     questions = list(dict.fromkeys(prompt["question"] for prompt in of))
     fold = np.array([questions.index(prompt["question"]) % 10 for prompt in of])
@@ -134,9 +134,8 @@ def test_what_the_default_target_recomputes() -> None:
             for pair in zip(moved, entropy, strict=True)
         ]  # fmt: skip
         shares.append(f"{100 * np.mean(last):.0f} %")
-    assert "of which the default target recomputes {} in `short` and {} in `plain`.".format(*shares) in prose(
-        "docs/quality.md"
-    )
+    text = prose("docs/quality.md")
+    assert "of which the default target recomputes {} in `short` and {} in `plain`.".format(*shares) in text
 
 
 def worst_tenth(kl: Floats) -> float:

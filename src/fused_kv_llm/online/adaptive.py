@@ -25,7 +25,7 @@ _RATIOS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
 """Recomputation ratios of the rounds behind the first, which recomputes nothing of the chunks."""
 
 _NEAREST = 0.8
-"""The most that a round's ratio is of the last one's."""
+"""A round before the last one has at most this share of the last one's ratio."""
 
 _SCALE, _DECAY, _MOVED, _OPEN = 0.1, 2.8, 0.45, 0.66
 """``c``, ``d``, ``a`` and ``b`` of :func:`expected_after`."""
@@ -37,7 +37,7 @@ _LEAST = 0.1
 def round_ratios(most: float) -> tuple[float, ...]:
     """Return the ratios of a request's rounds behind the first, ascending.
 
-    None is near the last one: a short step moves little, whatever is left.
+    None is close to the last one: a short step moves the distributions little, however far they still are.
 
     Parameters
     ----------
