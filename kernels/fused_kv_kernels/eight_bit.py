@@ -1,9 +1,9 @@
 """Linear layers in eight bits, and MLPs and halves of decoder layers that are made of them.
 
 A processor multiplies integers of eight bits faster than float32 or bfloat16. The product is off by a few hundredths,
-which suffices where a result only corrects another one. With AVX512-VNNI and VBMI, and without AMX, native operators
-round, multiply and scale back a block of rows while it is in a core's cache; elsewhere torch's oneDNN operators
-multiply.
+which suffices where a result only corrects another one. With AVX512-VNNI and VBMI, and without AMX, or with nothing
+better than AVX2, native operators round, multiply and scale back a block of rows while it is in a core's cache;
+elsewhere torch's oneDNN operators multiply.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from torch import Tensor
 
 from .elementwise import gated_silu, rms_norm
 from .native import (
-    BYTE_PANEL,
     ByteOperands,
     Norm,
+    byte_sizes,
     is_dense_as,
-    multiplies_bytes,
     native_eight_bit_linear,
     native_eight_bit_mlp,
     native_quantize_gated,
@@ -52,7 +51,7 @@ def eight_bit_linears(x: Tensor, weights: EightBitWeights, norm: Norm | None = N
     """
     operands, x = weights.operands(), x.contiguous()
     _check(x, weights, norm)
-    if operands is not None and _is_native(x, norm):
+    if operands is not None and _is_native(x, operands, norm):
         return _parts(native_eight_bit_linear(x, operands, norm), weights)
     if norm is not None:
         x = rms_norm(x, *norm)
@@ -143,7 +142,7 @@ def eight_bit_attended_mlp(
         and behind is not None
         and output.biases == (None,)
         and down.biases == (None,)
-        and _is_native(x, norm)
+        and _is_native(x, behind, norm)
     ):
         return native_eight_bit_mlp(x, *mlp, (attended, behind), norm)
     x = x + eight_bit_linears(attended, output)[0]
@@ -167,9 +166,11 @@ def _check(x: Tensor, weights: EightBitWeights, norm: Norm | None = None) -> Non
         raise ValueError(msg)
 
 
-def _is_native(x: Tensor, norm: Norm | None = None) -> bool:
-    """Return whether the native operators take dense rows and the norm before them."""
-    return takes_rows(x) and multiplies_bytes(x.dtype) and (norm is None or is_dense_as(x, norm[0]))
+def _is_native(x: Tensor, operands: ByteOperands, norm: Norm | None = None) -> bool:
+    """Return whether the native operators take dense rows, the weights' panels and the norm before them."""
+    sizes = byte_sizes(x.dtype)
+    is_packed = sizes is not None and operands[0].shape[2] == sizes.panel
+    return takes_rows(x) and is_packed and (norm is None or is_dense_as(x, norm[0]))
 
 
 def _described(x: Tensor) -> str:
@@ -179,8 +180,9 @@ def _described(x: Tensor) -> str:
 def _native_mlp(gate_up: EightBitWeights, down: EightBitWeights, x: Tensor) -> tuple[ByteOperands, ByteOperands] | None:
     """Return the operands of an MLP that the native operator takes: gate and up begin with a panel of their own."""
     first, last = gate_up.operands(), down.operands()
-    is_whole = gate_up.biases == (None, None) and down.factors.shape[0] % BYTE_PANEL == 0 and _is_native(x)
-    return None if first is None or last is None or not is_whole else (first, last)
+    if first is None or last is None or gate_up.biases != (None, None) or not _is_native(x, first):
+        return None
+    return None if down.factors.shape[0] % first[0].shape[2] else (first, last)
 
 
 def _outputs(product: Tensor, scales: Tensor, weights: EightBitWeights, x: Tensor) -> list[Tensor]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .dispatch import UnsupportedOperandsError
-from .native import ByteOperands, byte_panels, byte_rows, multiplies_bytes, native_quantize_rows, takes_rows
+from .native import ByteOperands, byte_panels, byte_rows, byte_sizes, native_quantize_rows, takes_rows
 
 __all__ = [
     "LARGEST_INPUT",
@@ -96,9 +96,10 @@ def eight_bit_weights(layers: Sequence[tuple[Tensor, Tensor | None]], largest: T
     factors = torch.exp2((0.5 * torch.log2(ratios)).round())
     rows, scales = quantize_rows(weight, 1.0 / factors, largest_weight)
     # With its first bit turned, a byte means as much with a sign as it meant without one above 128.
-    signed, begins = rows.bitwise_xor_(_ZERO_INPUT).view(torch.int8), None
-    if largest_weight == LARGEST_INPUT and multiplies_bytes(weight.dtype):
-        packed, begins = byte_panels(signed)
+    signed, begins, sizes = rows.bitwise_xor_(_ZERO_INPUT).view(torch.int8), None, byte_sizes(weight.dtype)
+    # Where oneDNN sums larger weights exactly, it has instructions that the native operators do not use.
+    if sizes is not None and sizes.largest == largest_weight:
+        packed, begins = byte_panels(signed, sizes.panel)
     else:
         packed = torch.ops.onednn.qlinear_prepack(signed, None)
     return EightBitWeights(

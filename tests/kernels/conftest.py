@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 from ctypes import CDLL
 
 import pytest
 import torch
+
+from fused_kv_kernels import rounded_weights
+from fused_kv_kernels.native import attention, byte_sizes
+from fused_kv_kernels.native.processor import processor_features
 
 
 @pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -38,3 +44,24 @@ def float32_without_avx512(tmp_path_factory: pytest.TempPathFactory) -> CDLL:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FUSED_KV_CACHE", str(folder))
         return library.opened("float32", "-mno-avx512f")
+
+
+@pytest.fixture(scope="module", params=["own", "avx2"])
+def byte_instructions(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Multiply bytes with the processor's best instructions, and with those of one without AVX-512."""
+    if request.param == "own":
+        yield
+        return
+    if "avx512f" not in processor_features():
+        pytest.skip("these are the processor's own")
+    avx2 = request.getfixturevalue("float32_without_avx512")
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (attention, sys.modules[byte_sizes.__module__]):
+            real = module.loaded_library
+            patch.setattr(
+                module, "loaded_library", lambda dtype, of=real: avx2 if dtype == torch.float32 else of(dtype)
+            )
+        patch.setattr(rounded_weights, "_largest_weight", lambda: 63)
+        attention._eight_bit_scratch_nbytes.cache_clear()
+        yield
+    attention._eight_bit_scratch_nbytes.cache_clear()

@@ -39,7 +39,7 @@ needs_onednn = pytest.mark.skipif(not has_eight_bit_linears(), reason="torch has
 @pytest.fixture
 def in_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights that are packed for oneDNN, as on processors without the native operators' instructions."""
-    monkeypatch.setattr(rounded_weights, "multiplies_bytes", lambda _: False)
+    monkeypatch.setattr(rounded_weights, "byte_sizes", lambda _: None)
 
 
 @settings(max_examples=40)

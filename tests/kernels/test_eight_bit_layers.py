@@ -26,22 +26,22 @@ from fused_kv_kernels import (
     rounded_weights,
     why_not_native,
 )
-from fused_kv_kernels.native import byte_panels, byte_rows, multiplies_bytes, native_eight_bit_mlp
+from fused_kv_kernels.native import byte_panels, byte_rows, byte_sizes, native_eight_bit_mlp
 
 needs_onednn = pytest.mark.skipif(not has_eight_bit_linears(), reason="torch has no eight-bit products here")
-
+pytestmark = pytest.mark.usefixtures("byte_instructions")
 needs_bytes = pytest.mark.skipif(
-    not has_eight_bit_linears() or not multiplies_bytes(torch.float32), reason="no native eight-bit products here"
+    not has_eight_bit_linears() or byte_sizes(torch.float32) is None, reason="no native eight-bit products here"
 )
 
 
-@given(outputs=st.integers(1, 200), inputs=st.integers(1, 70), seed=st.integers(0, 99))
+@given(outputs=st.integers(1, 200), inputs=st.integers(1, 70), panel=st.sampled_from([16, 64]), seed=st.integers(0, 99))
 @settings(max_examples=30)
-def test_panels_hold_all_weights(outputs: int, inputs: int, seed: int) -> None:
+def test_panels_hold_all_weights(outputs: int, inputs: int, panel: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(-127, 128, (outputs, inputs), generator=generator, dtype=torch.int8)
-    panels, begins = byte_panels(rows)
-    assert panels.shape == (-(-outputs // 64), -(-inputs // 4), 64)
+    panels, begins = byte_panels(rows, panel)
+    assert panels.shape == (-(-outputs // panel), -(-inputs // 4), panel)
     assert torch.equal(byte_rows(panels, outputs, inputs), rows)
     assert torch.equal(begins[:outputs], -128 * rows.sum(1, dtype=torch.int32))
     assert begins[outputs:].eq(0).all()
@@ -174,9 +174,9 @@ def test_operands_that_do_not_fit_together_are_refused() -> None:
 def test_processors_with_tiles_multiply_in_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     module = sys.modules["fused_kv_kernels.native.eight_bit_layers"]
     real = module.processor_features()
-    assert multiplies_bytes(torch.float32)
+    assert byte_sizes(torch.float32) is not None
     monkeypatch.setattr(module, "processor_features", lambda: real | {"amx_int8"})
-    assert not multiplies_bytes(torch.float32)
+    assert byte_sizes(torch.float32) is None
     assert weights_of(8, 64).begins is None
 
 
@@ -237,9 +237,25 @@ def test_numbers_behind_a_norm_are_not_read() -> None:
 
 
 @needs_bytes
-def test_weights_of_seven_bits_are_multiplied_in_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounded_weights, "_largest_weight", lambda: 63)
-    assert weights_of(8, 64).begins is None
+@pytest.mark.parametrize("largest", [63, 127])
+def test_weights_of_other_bits_are_multiplied_in_onednn(largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = byte_sizes(torch.float32)
+    assert sizes is not None
+    monkeypatch.setattr(rounded_weights, "_largest_weight", lambda: largest)
+    assert (weights_of(8, 64).begins is None) == (largest != sizes.largest)
+
+
+@needs_bytes
+def test_sums_of_the_largest_numbers_are_exact() -> None:
+    """Products of two neighbours are as large as the sixteen bits that AVX2 adds them up in allow."""
+    sizes = byte_sizes(torch.float32)
+    assert sizes is not None
+    weight = torch.ones(48, 576)
+    weight[::2] = -1
+    weights = eight_bit_weights([(weight, None)], torch.ones(576))
+    (got,) = eight_bit_linears(torch.ones(7, 576), weights)
+    assert int(byte_rows(weights.packed, 48, 576).abs().min()) == sizes.largest
+    torch.testing.assert_close(got, weight.sum(1).expand(7, 48))
 
 
 @needs_bytes

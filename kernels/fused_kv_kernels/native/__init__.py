@@ -12,11 +12,10 @@ from .attention import (
 from .decoder_stack import native_decode_layers
 from .decoding import cache_table, decode_attention_scratch, native_decode_attention
 from .eight_bit_layers import (
-    BYTE_PANEL,
     ByteOperands,
     byte_panels,
     byte_rows,
-    multiplies_bytes,
+    byte_sizes,
     native_eight_bit_linear,
     native_eight_bit_mlp,
 )
@@ -55,13 +54,13 @@ from .processor import processor_features
 from .views import ViewTables, native_decode_views, view_tables
 
 __all__ = [
-    "BYTE_PANEL",
     "ByteOperands",
     "Norm",
     "Table",
     "ViewTables",
     "byte_panels",
     "byte_rows",
+    "byte_sizes",
     "cache_table",
     "chunk_table",
     "decode_attention_scratch",
@@ -69,7 +68,6 @@ __all__ = [
     "int8_chunk_table",
     "is_dense_as",
     "most_linear_rows",
-    "multiplies_bytes",
     "native_add_change",
     "native_compress_rows",
     "native_decode_attention",

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from .attention import eight_bit_attention_scratch
 from .elementwise import Norm
 from .library import int64_array, loaded_library, num_threads
 from .operands import supports
 from .processor import processor_features
 
 __all__ = [
-    "BYTE_PANEL",
     "ByteOperands",
+    "ByteSizes",
     "byte_panels",
     "byte_rows",
-    "multiplies_bytes",
+    "byte_sizes",
     "native_eight_bit_linear",
     "native_eight_bit_mlp",
 ]
-
-BYTE_PANEL = 64
-"""Outputs of a panel."""
 
 ByteOperands = tuple[Tensor, Tensor, Tensor, Tensor]
 """Panels, what sums begin with, scales and factors: what :func:`byte_panels` returns, float32 ``[O]`` and ``[I]``."""
@@ -30,31 +28,43 @@ ByteOperands = tuple[Tensor, Tensor, Tensor, Tensor]
 _NO_NORM = None, 0.0
 
 
-def multiplies_bytes(dtype: torch.dtype) -> bool:
-    """Return whether the operators are the fastest for inputs of a dtype: AVX512-VNNI and VBMI, and no AMX."""
-    one = torch.empty(1, 1, 1, 2, dtype=dtype)
-    return "amx_int8" not in processor_features() and supports(one) and eight_bit_attention_scratch(one, one, one) >= 0
+class ByteSizes(NamedTuple):
+    """What the operators expect of weights: outputs of a panel, and the largest magnitude of a rounded one."""
+
+    panel: int
+    largest: int
 
 
-def byte_panels(rows: Tensor) -> tuple[Tensor, Tensor]:
+def byte_sizes(dtype: torch.dtype) -> ByteSizes | None:
+    """Return what the operators expect for inputs of a dtype; None where there are none, or AMX is faster."""
+    if "amx_int8" in processor_features() or not supports(torch.empty(1, 1, 1, 2, dtype=dtype)):
+        return None
+    found = int64_array(0, 0)
+    loaded_library(dtype).fkv_eight_bit_sizes(found)
+    return ByteSizes(*found) if found[0] else None
+
+
+def byte_panels(rows: Tensor, panel: int) -> tuple[Tensor, Tensor]:
     """Pack rounded weights as the operators read them.
 
     Parameters
     ----------
     rows : Tensor
         int8 ``[O, I]``.
+    panel : int
+        Outputs of a panel, ``P``.
 
     Returns
     -------
     panels : Tensor
-        int32 ``[ceil(O / 64), ceil(I / 4), 64]``: four inputs a word, zero for what is not there.
+        int32 ``[ceil(O / P), ceil(I / 4), P]``: four inputs a word, zero for what is not there.
     begins : Tensor
-        int32 ``[64 * panels]``, which the sums of inputs begin with: they are stored with 128 added.
+        int32, ``P`` for each panel, which the sums of inputs begin with: they are stored with 128 added.
     """
     outputs, inputs = rows.shape
-    padded = torch.nn.functional.pad(rows, (0, -inputs % 4, 0, -outputs % BYTE_PANEL))
+    padded = torch.nn.functional.pad(rows, (0, -inputs % 4, 0, -outputs % panel))
     words = padded.view(torch.int32)
-    panels = words.view(-1, BYTE_PANEL, words.shape[1]).transpose(1, 2).contiguous()
+    panels = words.view(-1, panel, words.shape[1]).transpose(1, 2).contiguous()
     return panels, padded.sum(1, dtype=torch.int32) * -128
 
 
@@ -89,7 +99,7 @@ def native_eight_bit_mlp(
     attended: tuple[Tensor, ByteOperands] | None = None,
     norm: Norm | None = None,
 ) -> Tensor:
-    """Return ``[..., O]`` of dense inputs ``[..., I]``, see ``fkv_eight_bit_mlp``; the width is a multiple of 64."""
+    """Return ``[..., O]`` of dense inputs ``[..., I]``, see ``fkv_eight_bit_mlp``; the width fills whole panels."""
     inputs, (width, outputs) = x.shape[-1], _sizes(down)
     out = torch.empty(*x.shape[:-1], outputs, dtype=x.dtype)
     rows, output = (None, None) if attended is None else (attended[0].contiguous(), _addresses(attended[1]))

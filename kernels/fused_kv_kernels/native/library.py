@@ -28,6 +28,7 @@ _ARGUMENTS = {
     "fkv_row_attention": [*[_POINTER] * 10, _REAL, _REAL, _THREADS],
     "fkv_eight_bit_attention_scratch": [_POINTER],
     "fkv_eight_bit_attention": [*[_POINTER] * 9, _REAL, _THREADS],
+    "fkv_eight_bit_sizes": [_POINTER],
     "fkv_eight_bit_linear": [*[_POINTER] * 4, *[_NUMBER] * 3, _REAL, _THREADS],
     "fkv_eight_bit_mlp": [*[_POINTER] * 8, _REAL, _THREADS],
     "fkv_decode_attention_scratch": [_POINTER, _POINTER],

@@ -10,7 +10,7 @@
 #include "folded.h"
 #include "scoring.h"
 
-#if defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
+#if defined(FKV_HAS_BYTES)
 #include <vector>
 
 namespace {
@@ -19,6 +19,7 @@ using namespace fkv;
 
 constexpr int64_t kRowBlock = 48;
 constexpr float kLowest = -1e30f; // below every score
+const WholeLanes kOnes = 0x01010101 - WholeLanes{};
 
 struct Shape {
     int64_t batch, q_heads, kv_heads, rows, keys, groups, panels;
@@ -74,7 +75,8 @@ struct Workspace {
     BytePowers powers;
 
     explicit Workspace(const Packing &p)
-        : queries(kRowBlock * p.words), weights(kRowBlock * kBytePanel / 4), products(kByteTileRows * kBytePanel),
+        : queries(kRowBlock * p.words), weights(kRowBlock * kPanelKeys / 4),
+          products(kByteTileRows * std::max<int64_t>(kPanelKeys, p.padded)),
           weight_sums(kRowBlock * kLanes), sums(kRowBlock * p.padded), total(kRowBlock * kLanes), scales(kRowBlock),
           highest(kRowBlock), maximum(kRowBlock), kept(kRowBlock), added(kRowBlock), firsts(kRowBlock),
           limits(kRowBlock) {}
@@ -88,9 +90,8 @@ void begin_rows(const Shape &s, const Operands &x, const Scoring &scoring, Folde
         const float range = row_range(dim, read);
         auto *const bytes = reinterpret_cast<uint8_t *>(space.queries.data() + row * words);
         for (int64_t column = 0; column < dim; column += kLanes)
-            _mm_storeu_si128(reinterpret_cast<__m128i *>(bytes + column),
-                             _mm_add_epi8(bytes_of(read(column), 127.0f / range), _mm_set1_epi8(-128)));
-        space.scales[row] = range / 127.0f * scoring.after_cap();
+            store_bytes(bytes + column, nearest(read(column), splat(kMostLeft / range)) + 128, kLanes);
+        space.scales[row] = range / kMostLeft * scoring.after_cap();
         space.firsts[row] = scoring.first(at.row);
         space.limits[row] = scoring.limit(at.row);
     }
@@ -102,32 +103,32 @@ void begin_rows(const Shape &s, const Operands &x, const Scoring &scoring, Folde
 // Weights of one row in a panel that begins at key `start`, from its products with the keys. A key that the row does
 // not see has the score minus infinity, and the weight zero.
 inline void weigh_row(const int32_t *products, const Panel &panel, int64_t start, int64_t row, Workspace &space) {
-    __m512 scores[4];
+    Lanes scores[kPanelRegisters], highest = splat(kMinusInfinity);
     const int64_t limit = std::min(space.limits[row], first_of(panel_of(start) + 1));
-    const bool whole = space.firsts[row] <= start && limit == start + kBytePanel;
-#pragma GCC unroll 4
-    for (int part = 0; part < 4; ++part) {
+    const bool whole = space.firsts[row] <= start && limit == start + kPanelKeys;
+#pragma GCC unroll 8
+    for (int part = 0; part < kPanelRegisters; ++part) {
         const int64_t column = part * kLanes, first = start + column;
-        const __m512 product = _mm512_cvtepi32_ps(_mm512_loadu_si512(products + column));
-        scores[part] = _mm512_mul_ps(product, _mm512_loadu_ps(panel.key_scales + column));
+        scores[part] = in_floats(load_whole(products + column)) * load_floats(panel.key_scales + column);
         if (!whole) {
             const Mask seen = first_lanes(limit - first) & ~first_lanes(space.firsts[row] - first);
-            scores[part] = _mm512_mask_mov_ps(_mm512_set1_ps(kMinusInfinity), seen, scores[part]);
+            scores[part] = chosen(seen, scores[part], splat(kMinusInfinity));
         }
+        highest = larger(highest, scores[part]);
     }
-    const float most = _mm512_reduce_max_ps(
-        _mm512_max_ps(_mm512_max_ps(scores[0], scores[1]), _mm512_max_ps(scores[2], scores[3])));
+    const float most = largest_lane(highest);
     space.highest[row] = std::max(most * space.scales[row], kLowest);
-    const __m512 steps = _mm512_set1_ps(space.scales[row] * BytePowers::kSteps);
+    const Lanes steps = splat(space.scales[row] * BytePowers::kSteps);
     // Subtracted first, the highest leaves no rounding error, however large scores are.
-#pragma GCC unroll 4
-    for (int part = 0; part < 4; ++part)
-        scores[part] =
-            _mm512_fmsub_ps(_mm512_sub_ps(scores[part], _mm512_set1_ps(most)), steps, _mm512_set1_ps(1.0f));
-    const __m512i weights = space.powers(scores);
-    _mm512_storeu_si512(space.weights.data() + row * kBytePanel / 4, weights);
-    _mm512_storeu_si512(space.weight_sums.data() + row * kLanes,
-                        _mm512_dpbusd_epi32(_mm512_setzero_si512(), weights, _mm512_set1_epi8(1)));
+#pragma GCC unroll 8
+    for (int part = 0; part < kPanelRegisters; ++part)
+        scores[part] = multiply_add(scores[part] - most, steps, splat(BytePowers::kAhead));
+    uint32_t *const weights = space.weights.data() + row * kPanelKeys / 4;
+    space.powers(scores, weights);
+    WholeLanes sums{};
+    for (int64_t word = 0; word < kPanelKeys / 4; word += kLanes)
+        sums = add_products(sums, load_whole(reinterpret_cast<const int32_t *>(weights) + word), kOnes);
+    store_whole(space.weight_sums.data() + row * kLanes, sums);
 }
 
 // Updates the highest scores of the rows, and their totals.
@@ -141,28 +142,26 @@ inline void rescale(int64_t count, Workspace &space) {
     }
     for (int64_t row = 0; row < count; ++row) {
         float *const total = space.total.data() + row * kLanes;
-        const Lanes found = _mm512_cvtepi32_ps(_mm512_loadu_si512(space.weight_sums.data() + row * kLanes));
+        const Lanes found = in_floats(load_whole(space.weight_sums.data() + row * kLanes));
         store_floats(total, multiply_add(load_floats(total), splat(space.kept[row]), found * splat(space.added[row])));
     }
 }
 
-// Adds the weighted values of a panel to the rows' sums, for 16 * Registers columns.
-template <int Registers>
-void add_values(const Packing &p, const Panel &panel, int64_t column, int64_t count, Workspace &space) {
-    const int64_t words = kBytePanel / 4;
+// Adds the weighted values of a panel to the rows' sums.
+void add_values(const Packing &p, const Panel &panel, int64_t count, Workspace &space) {
+    const int64_t words = kPanelKeys / 4;
     for (int64_t first = 0; first < count; first += kByteTileRows) {
         const int64_t rows = std::min<int64_t>(kByteTileRows, count - first);
-        byte_rows<Registers>(rows, space.weights.data() + first * words, words, panel.values + column, p.padded, words,
-                             nullptr, space.products.data());
+        byte_product(rows, p.padded, words, {space.weights.data() + first * words, words},
+                     {panel.values, p.padded, nullptr}, space.products.data(), p.padded);
         for (int64_t row = 0; row < rows; ++row) {
             const Lanes kept = splat(space.kept[first + row]), added = splat(space.added[first + row]);
-            float *const sums = space.sums.data() + (first + row) * p.padded + column;
-            for (int64_t part = 0; part < Registers; ++part) {
-                const Lanes found = _mm512_cvtepi32_ps(
-                    _mm512_loadu_si512(space.products.data() + (row * Registers + part) * kLanes));
-                const Lanes factor = added * load_floats(panel.value_scales + column + part * kLanes);
-                float *const to = sums + part * kLanes;
-                store_floats(to, multiply_add(found, factor, load_floats(to) * kept));
+            const int32_t *const products = space.products.data() + row * p.padded;
+            float *const sums = space.sums.data() + (first + row) * p.padded;
+            for (int64_t column = 0; column < p.padded; column += kLanes) {
+                const Lanes factor = added * load_floats(panel.value_scales + column);
+                const Lanes found = in_floats(load_whole(products + column)) * factor;
+                store_floats(sums + column, multiply_add(load_floats(sums + column), kept, found));
             }
         }
     }
@@ -171,20 +170,13 @@ void add_values(const Packing &p, const Panel &panel, int64_t column, int64_t co
 void attend(const Packing &p, const Panel &panel, int64_t start, int64_t count, Workspace &space) {
     for (int64_t first = 0; first < count; first += kByteTileRows) {
         const int64_t rows = std::min<int64_t>(kByteTileRows, count - first);
-        byte_rows<4>(rows, space.queries.data() + first * p.words, p.words, panel.keys, kBytePanel, p.words,
-                     panel.begin, space.products.data());
+        byte_product(rows, kPanelKeys, p.words, {space.queries.data() + first * p.words, p.words},
+                     {panel.keys, kPanelKeys, panel.begin}, space.products.data(), kPanelKeys);
         for (int64_t row = 0; row < rows; ++row)
-            weigh_row(space.products.data() + row * kBytePanel, panel, start, first + row, space);
+            weigh_row(space.products.data() + row * kPanelKeys, panel, start, first + row, space);
     }
     rescale(count, space);
-    int64_t column = 0;
-    for (; column + 4 * kLanes <= p.padded; column += 4 * kLanes) add_values<4>(p, panel, column, count, space);
-    switch ((p.padded - column) / kLanes) {
-    case 1: add_values<1>(p, panel, column, count, space); break;
-    case 2: add_values<2>(p, panel, column, count, space); break;
-    case 3: add_values<3>(p, panel, column, count, space); break;
-    default: break;
-    }
+    add_values(p, panel, count, space);
 }
 
 void write_rows(const Packing &p, const Operands &x, Folded at, int64_t count, Workspace &space) {

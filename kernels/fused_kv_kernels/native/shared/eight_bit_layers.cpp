@@ -4,7 +4,7 @@
 #include "rounded_rows.h"
 #include "row_norm.h"
 
-#if defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
+#if defined(FKV_HAS_BYTES)
 #include <vector>
 
 namespace {
@@ -13,10 +13,10 @@ using namespace fkv;
 
 // Tiles of a block: with what its rows become in an MLP, it fills the second cache.
 constexpr int64_t kLeastTiles = 4, kMostTiles = 16, kMostRows = kMostTiles * kByteTileRows;
-constexpr float kMost = 127.0f;
+constexpr int64_t kPanel = kByteTileRegisters * kLanes; // outputs of a panel
 
-// Rounded weights of layers with a common input, in panels of 64 outputs: words [panels][words][64] of four inputs,
-// what sums of an output begin with, by what they are multiplied, and by what inputs are before they are rounded.
+// Rounded weights of layers with a common input, in panels: words [panels][words][kPanel] of four inputs, what sums of
+// an output begin with, by what they are multiplied, and by what inputs are before they are rounded.
 struct Weights {
     const uint32_t *words_;
     const int32_t *begins;
@@ -29,8 +29,8 @@ struct Weights {
           scales(reinterpret_cast<const float *>(addresses[2])),
           factors(reinterpret_cast<const float *>(addresses[3])), inputs(inputs), outputs(outputs) {}
     int64_t words() const { return (inputs + 3) / 4; }
-    int64_t panels() const { return (outputs + kBytePanel - 1) / kBytePanel; }
-    const uint32_t *panel(int64_t number) const { return words_ + number * words() * kBytePanel; }
+    int64_t panels() const { return (outputs + kPanel - 1) / kPanel; }
+    const uint32_t *panel(int64_t number) const { return words_ + number * words() * kPanel; }
 };
 
 // Up to kMostRows rounded rows of inputs, and their scales.
@@ -47,12 +47,12 @@ struct RoundedRows {
     uint8_t *row(int64_t number) { return reinterpret_cast<uint8_t *>(words.data() + number * row_words); }
 
     template <typename Read> void set(int64_t number, int64_t dim, const Read &read) {
-        scales[number] = round_row(dim, largest_magnitude(dim, read), kMost, read, row(number));
+        scales[number] = round_row(dim, largest_magnitude(dim, read), kMostLeft, read, row(number));
     }
     // Sums of `count` rows from `first` on with a panel, dense.
     void multiply(int64_t first, int64_t count, const Weights &by, int64_t panel, int32_t *sums) const {
-        byte_rows<4>(count, words.data() + first * row_words, row_words, by.panel(panel), kBytePanel, row_words,
-                     by.begins + panel * kBytePanel, sums);
+        byte_rows<kByteTileRegisters>(count, kPanel, row_words, {words.data() + first * row_words, row_words},
+                                      {by.panel(panel), kPanel, by.begins + panel * kPanel}, sums, kPanel);
     }
 };
 
@@ -83,22 +83,20 @@ void round_inputs(const Weights &of, const Norm &norm, const Element *x, int64_t
     }
 }
 
-inline Lanes whole_lanes(const int32_t *sums) { return _mm512_cvtepi32_ps(_mm512_load_si512(sums)); }
-
 // Writes what the rows make, added to `addends` if they are given; these may be what is written.
 void write_outputs(const Weights &by, const RoundedRows &from, int64_t rows, const Element *addends, Element *out) {
-    alignas(64) int32_t sums[kByteTileRows * kBytePanel];
+    alignas(64) int32_t sums[kByteTileRows * kPanel];
     for (int64_t panel = 0; panel < by.panels(); ++panel)
         for (int64_t first = 0; first < rows; first += kByteTileRows) {
             const int64_t count = std::min<int64_t>(kByteTileRows, rows - first);
             from.multiply(first, count, by, panel, sums);
             for (int64_t row = 0; row < count; ++row)
-                for (int64_t part = 0; part < kBytePanel; part += kLanes) {
-                    const int64_t column = panel * kBytePanel + part;
+                for (int64_t part = 0; part < kPanel; part += kLanes) {
+                    const int64_t column = panel * kPanel + part;
                     const Mask here = first_lanes(by.outputs - column);
                     const int64_t at = (first + row) * by.outputs + column;
                     const Lanes scale = load_floats(by.scales + column, here) * splat(from.scales[first + row]);
-                    const Lanes value = whole_lanes(sums + row * kBytePanel + part) * scale;
+                    const Lanes value = in_floats(load_whole(sums + row * kPanel + part)) * scale;
                     store(out + at, here, addends ? load(addends + at, here) + value : value);
                 }
         }
@@ -106,7 +104,7 @@ void write_outputs(const Weights &by, const RoundedRows &from, int64_t rows, con
 
 // silu(gate) * up of rows: the gate's panels come first, and then as many of what it is multiplied with.
 void gate_rows(const Weights &by, const RoundedRows &from, int64_t rows, float *hidden) {
-    alignas(64) int32_t gates[kByteTileRows * kBytePanel], ups[kByteTileRows * kBytePanel];
+    alignas(64) int32_t gates[kByteTileRows * kPanel], ups[kByteTileRows * kPanel];
     const int64_t width = by.outputs / 2, panels = by.panels() / 2;
     for (int64_t panel = 0; panel < panels; ++panel)
         for (int64_t first = 0; first < rows; first += kByteTileRows) {
@@ -114,11 +112,11 @@ void gate_rows(const Weights &by, const RoundedRows &from, int64_t rows, float *
             from.multiply(first, count, by, panel, gates);
             from.multiply(first, count, by, panels + panel, ups);
             for (int64_t row = 0; row < count; ++row)
-                for (int64_t part = 0; part < kBytePanel; part += kLanes) {
-                    const int64_t column = panel * kBytePanel + part, at = row * kBytePanel + part;
+                for (int64_t part = 0; part < kPanel; part += kLanes) {
+                    const int64_t column = panel * kPanel + part, at = row * kPanel + part;
                     const Lanes scale = splat(from.scales[first + row]);
-                    const Lanes gate = whole_lanes(gates + at) * (load_floats(by.scales + column) * scale);
-                    const Lanes up = whole_lanes(ups + at) * (load_floats(by.scales + width + column) * scale);
+                    const Lanes gate = in_floats(load_whole(gates + at)) * (load_floats(by.scales + column) * scale);
+                    const Lanes up = in_floats(load_whole(ups + at)) * (load_floats(by.scales + width + column) * scale);
                     store_floats(hidden + (first + row) * width + column, gated(gate, up));
                 }
         }
@@ -141,6 +139,12 @@ template <typename Use> void by_blocks(int64_t rows, int threads, const Use &use
 
 extern "C" {
 
+// Outputs of a panel, and the largest magnitude of a rounded weight.
+void fkv_eight_bit_sizes(int64_t *sizes) {
+    sizes[0] = kPanel;
+    sizes[1] = kMostRight;
+}
+
 // x [rows, inputs] and out [rows, outputs], dense; weights as struct Weights has them; norm [inputs] or none.
 void fkv_eight_bit_linear(const Element *x, const int64_t *weights, const Element *norm, Element *out, int64_t rows,
                           int64_t inputs, int64_t outputs, float epsilon, int threads) {
@@ -157,7 +161,7 @@ void fkv_eight_bit_linear(const Element *x, const int64_t *weights, const Elemen
 }
 
 // x [rows, inputs] and out [rows, outputs], dense: down(silu(gate(x)) * up(x)). The weights of gate and up are one,
-// [inputs, 2 width]; width is a multiple of 64. sizes: rows, inputs, width, outputs, and those of a row of `attended`.
+// [inputs, 2 width]; width fills whole panels. sizes: rows, inputs, width, outputs, and those of a row of `attended`.
 // With attended, it is the second half of a decoder layer: h + the same of norm(h), with h = x + output(attended).
 void fkv_eight_bit_mlp(const Element *x, const int64_t *gate_up_weights, const int64_t *down_weights, Element *out,
                        const int64_t *sizes, const Element *attended, const int64_t *output_weights,
@@ -195,7 +199,8 @@ void fkv_eight_bit_mlp(const Element *x, const int64_t *gate_up_weights, const i
 
 #else
 
-// These instructions are not there, and fkv_eight_bit_attention_scratch says so.
+// Not for these instructions, and the sizes say so.
+extern "C" void fkv_eight_bit_sizes(int64_t *sizes) { sizes[0] = sizes[1] = 0; }
 extern "C" void fkv_eight_bit_linear(const void *, const int64_t *, const void *, void *, int64_t, int64_t, int64_t,
                                      float, int) {}
 extern "C" void fkv_eight_bit_mlp(const void *, const int64_t *, const int64_t *, void *, const int64_t *, const void *,

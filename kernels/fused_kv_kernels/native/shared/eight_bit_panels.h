@@ -1,17 +1,17 @@
 // Keys and values of a head in eight bits: panels of up to 64, packed for products of integers.
 #pragma once
 
-#include "eight_bit_tiles.h"
+#include "byte_powers.h"
 
-#if defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
+#if defined(FKV_HAS_BYTES)
 namespace fkv {
 
 constexpr int64_t kMeanKeys = 256; // the mean key is that of so many keys, evenly spaced
 constexpr float kLeast = 1e-30f;   // numbers that are all smaller are rounded to zero
 
 // The first key, an attention sink in most models, is a panel of its own.
-inline int64_t panel_of(int64_t key) { return (key + kBytePanel - 1) / kBytePanel; }
-inline int64_t first_of(int64_t panel) { return panel ? (panel - 1) * kBytePanel + 1 : 0; }
+inline int64_t panel_of(int64_t key) { return (key + kPanelKeys - 1) / kPanelKeys; }
+inline int64_t first_of(int64_t panel) { return panel ? (panel - 1) * kPanelKeys + 1 : 0; }
 
 // Words of four bytes that a key has, and columns of values in whole registers.
 struct Packing {
@@ -19,7 +19,7 @@ struct Packing {
 
     Packing(int64_t dim, int64_t value_dim)
         : dim(dim), value_dim(value_dim), words(round_up(dim, kLanes) / 4), padded(round_up(value_dim, kLanes)) {}
-    int64_t panel_floats() const { return kBytePanel * (words + 2) + padded * (kBytePanel / 4 + 1); }
+    int64_t panel_floats() const { return kPanelKeys * (words + 2) + padded * (kPanelKeys / 4 + 1); }
 };
 
 // Words [words][64] of keys, what products with them begin with, their scales; words [16][padded] of values, and the
@@ -32,10 +32,10 @@ struct Panel {
     float *value_scales;
 
     Panel(const Packing &p, float *memory)
-        : keys(reinterpret_cast<uint32_t *>(memory)), begin(reinterpret_cast<int32_t *>(keys + kBytePanel * p.words)),
-          key_scales(reinterpret_cast<float *>(begin + kBytePanel)),
-          values(reinterpret_cast<uint32_t *>(key_scales + kBytePanel)),
-          value_scales(reinterpret_cast<float *>(values + kBytePanel / 4 * p.padded)) {}
+        : keys(reinterpret_cast<uint32_t *>(memory)), begin(reinterpret_cast<int32_t *>(keys + kPanelKeys * p.words)),
+          key_scales(reinterpret_cast<float *>(begin + kPanelKeys)),
+          values(reinterpret_cast<uint32_t *>(key_scales + kPanelKeys)),
+          value_scales(reinterpret_cast<float *>(values + kPanelKeys / 4 * p.padded)) {}
 };
 
 // Rows of one head, `step` elements apart.
@@ -45,14 +45,14 @@ struct HeadRows {
     const Element *operator[](int64_t row) const { return from + row * step; }
 };
 
-// The largest magnitude of a row, which is divided into 127 steps.
+// The largest magnitude of a row.
 template <typename Read> inline float row_range(int64_t dim, const Read &read) {
     const float found = largest_magnitude(dim, read);
     return found < kLeast ? kLeast : found;
 }
 
-inline __m128i bytes_of(Lanes value, float factor) {
-    return _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(value, _mm512_set1_ps(factor))));
+inline WholeLanes nearest(Lanes value, Lanes factor) {
+    return whole_part(multiply_add(value, factor, splat(kRounding)));
 }
 
 // The mean of `count` keys, from some of them.
@@ -69,7 +69,7 @@ inline void mean_key(int64_t dim, HeadRows keys, int64_t count, float *mean) {
 // Packs `count` keys after their mean is subtracted; returns whether all are finite.
 inline bool pack_keys(const Packing &p, HeadRows keys, int64_t count, const float *mean, const Panel &to) {
     float check = 0.0f;
-    for (int64_t key = 0; key < kBytePanel; ++key) {
+    for (int64_t key = 0; key < kPanelKeys; ++key) {
         int32_t sum = 0;
         float range = 0.0f;
         const auto read = [&](int64_t column) {
@@ -78,14 +78,13 @@ inline bool pack_keys(const Packing &p, HeadRows keys, int64_t count, const floa
         };
         if (key < count) range = row_range(p.dim, read);
         for (int64_t column = 0; column < p.dim; column += kLanes) {
-            alignas(16) int8_t bytes[kLanes] = {};
-            if (key < count)
-                _mm_store_si128(reinterpret_cast<__m128i *>(bytes), bytes_of(read(column), 127.0f / range));
+            int8_t bytes[kLanes] = {};
+            if (key < count) store_bytes(bytes, nearest(read(column), splat(kMostRight / range)), kLanes);
             for (const int8_t byte : bytes) sum += byte;
             for (int64_t word = 0; word < kLanes / 4; ++word)
-                std::memcpy(to.keys + (column / 4 + word) * kBytePanel + key, bytes + 4 * word, 4);
+                std::memcpy(to.keys + (column / 4 + word) * kPanelKeys + key, bytes + 4 * word, 4);
         }
-        to.key_scales[key] = range / 127.0f;
+        to.key_scales[key] = range / kMostRight;
         to.begin[key] = -128 * sum; // queries are stored with 128 added
         check += range - range;
     }
@@ -102,17 +101,14 @@ inline void pack_values(const Packing &p, HeadRows values, int64_t count, bool f
             most = larger(most, absolute(value));
             check += value - value;
         }
-        const Lanes factor = splat(127.0f) / most;
-        const Lanes scale = multiply_add(most, splat(1.0f / 127.0f), check);
+        const Lanes factor = splat(kMostRight) / most;
+        const Lanes scale = multiply_add(most, splat(1.0f / kMostRight), check);
         store_floats(to.value_scales + column, finite ? scale : splat(std::numeric_limits<float>::quiet_NaN()));
-        for (int64_t four = 0; four < kBytePanel / 4; ++four) {
-            __m512i words = _mm512_setzero_si512();
-            for (int64_t i = 0; i < 4 && 4 * four + i < count; ++i) {
-                const Lanes value = load(values[4 * four + i] + column, here) * factor;
-                const __m512i whole = _mm512_and_si512(_mm512_cvtps_epi32(value), _mm512_set1_epi32(255));
-                words = _mm512_or_si512(words, _mm512_sllv_epi32(whole, _mm512_set1_epi32(static_cast<int>(8 * i))));
-            }
-            _mm512_storeu_si512(to.values + word_of_keys(four) * p.padded + column, words);
+        for (int64_t four = 0; four < kPanelKeys / 4; ++four) {
+            WholeLanes words{};
+            for (int i = 0; i < 4 && 4 * four + i < count; ++i)
+                words |= (nearest(load(values[4 * four + i] + column, here), factor) & 255) << (8 * i);
+            store_whole(reinterpret_cast<int32_t *>(to.values) + word_of_keys(four) * p.padded + column, words);
         }
     }
 }

@@ -1,89 +1,111 @@
-// Products and powers of eight-bit integers in registers, with AVX512-VNNI and AVX512-VBMI.
+// Products of eight-bit integers in registers.
 //
-// VPDPBUSD multiplies four neighbouring unsigned bytes with four signed ones and adds the products to an int32. So a
-// left operand is a row of words of four unsigned bytes, and a right operand is packed as [inner words][columns].
+// A left operand is a row of words of four unsigned bytes, and a right operand is packed as [inner words][columns], of
+// signed bytes: the four products of two words are added to an int32. VPDPBUSD of AVX512-VNNI does that. With AVX2,
+// VPMADDUBSW adds two products up in sixteen bits, where two of 255 times 63 fit, and VPMADDWD adds up two such sums.
 #pragma once
 
-#if defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
 #include "element.h"
 
-#include <cmath>
+#if defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
+#define FKV_HAS_BYTES
+#elif !defined(__AVX512F__)
+#define FKV_HAS_BYTES
+#endif
 
+#if defined(FKV_HAS_BYTES)
 namespace fkv {
 
-constexpr int kBytePanel = 64;   // keys of a panel: four registers of scores, and one of weights
-constexpr int kByteTileRows = 6; // 6 x 4 sums, 4 right operands and a broadcast fill 29 of 32 registers
+constexpr int kByteTileRows = 6;
+constexpr int kMostLeft = 127; // the largest magnitude of an unsigned byte that stands for one above or below 128
+#if defined(__AVX512F__)
+constexpr int kMostRight = 127;       // the largest magnitude of a signed byte
+constexpr int kByteTileRegisters = 4; // 6 x 4 sums, 4 right operands and a broadcast fill 29 of 32 registers
 
-// C[Rows, 16 * Registers] = A[Rows, words] B[words, columns] + what `begin`, if given, has of a column. C is dense.
+inline WholeLanes add_products(WholeLanes sum, WholeLanes left, WholeLanes right) {
+    return (WholeLanes)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)left, (__m512i)right);
+}
+#else
+constexpr int kMostRight = 63;
+constexpr int kByteTileRegisters = 2; // 6 x 2 sums, a broadcast, ones and a product fill 15 of 16 registers
+
+inline WholeLanes add_products(WholeLanes sum, WholeLanes left, WholeLanes right) {
+    const __m256i pairs = _mm256_maddubs_epi16((__m256i)left, (__m256i)right);
+    return sum + (WholeLanes)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+}
+#endif
+
+// Rows of words, `step` words apart.
+struct ByteRows {
+    const uint32_t *from;
+    int64_t step;
+    ByteRows after(int64_t rows) const { return {from + rows * step, step}; }
+};
+
+// Columns of words, `step` words from one inner word to the next, and what sums of a column begin with, or nothing.
+struct ByteColumns {
+    const uint32_t *from;
+    int64_t step;
+    const int32_t *begin;
+    ByteColumns after(int64_t columns) const { return {from + columns, step, begin ? begin + columns : nullptr}; }
+};
+
+// C[Rows, columns] = A B + what sums begin with, for whole tiles of columns. Rows of C are `step` numbers apart.
 // Among other code, or with a constant number of words, the compiler runs out of registers.
 template <int Rows, int Registers>
-__attribute__((noinline)) void byte_tile(const uint32_t *a, int64_t lda, const uint32_t *b, int64_t ldb, int64_t words,
-                                         const int32_t *begin, int32_t *c) {
+__attribute__((noinline)) void byte_tiles(int64_t columns, int64_t words, ByteRows a, ByteColumns b, int32_t *c,
+                                          int64_t step) {
     asm("" : "+r"(words));
-    __m512i sum[Rows][Registers];
+    for (int64_t column = 0; column < columns; column += Registers * kLanes, b = b.after(Registers * kLanes)) {
+        WholeLanes sum[Rows][Registers];
 #pragma GCC unroll 8
-    for (int row = 0; row < Rows; ++row)
-#pragma GCC unroll 4
-        for (int part = 0; part < Registers; ++part)
-            sum[row][part] = begin ? _mm512_loadu_si512(begin + part * kLanes) : _mm512_setzero_si512();
-    for (int64_t word = 0; word < words; ++word) {
-        __m512i right[Registers];
-#pragma GCC unroll 4
-        for (int part = 0; part < Registers; ++part) right[part] = _mm512_loadu_si512(b + word * ldb + part * kLanes);
-#pragma GCC unroll 8
-        for (int row = 0; row < Rows; ++row) {
-            const __m512i left = _mm512_set1_epi32(static_cast<int>(a[row * lda + word]));
+        for (int row = 0; row < Rows; ++row)
 #pragma GCC unroll 4
             for (int part = 0; part < Registers; ++part)
-                sum[row][part] = _mm512_dpbusd_epi32(sum[row][part], left, right[part]);
-        }
-    }
-#pragma GCC unroll 8
-    for (int row = 0; row < Rows; ++row)
+                sum[row][part] = b.begin ? load_whole(b.begin + part * kLanes) : WholeLanes{};
+        for (int64_t word = 0; word < words; ++word) {
+            WholeLanes right[Registers];
 #pragma GCC unroll 4
-        for (int part = 0; part < Registers; ++part)
-            _mm512_storeu_si512(c + (row * Registers + part) * kLanes, sum[row][part]);
+            for (int part = 0; part < Registers; ++part)
+                right[part] = load_whole(reinterpret_cast<const int32_t *>(b.from + word * b.step) + part * kLanes);
+#pragma GCC unroll 8
+            for (int row = 0; row < Rows; ++row) {
+                const WholeLanes left = static_cast<int32_t>(a.from[row * a.step + word]) - WholeLanes{};
+#pragma GCC unroll 4
+                for (int part = 0; part < Registers; ++part)
+                    sum[row][part] = add_products(sum[row][part], left, right[part]);
+            }
+        }
+#pragma GCC unroll 8
+        for (int row = 0; row < Rows; ++row)
+#pragma GCC unroll 4
+            for (int part = 0; part < Registers; ++part)
+                store_whole(c + row * step + column + part * kLanes, sum[row][part]);
+    }
 }
 
 // The same for up to kByteTileRows rows.
 template <int Registers, int Rows = kByteTileRows>
-inline void byte_rows(int64_t rows, const uint32_t *a, int64_t lda, const uint32_t *b, int64_t ldb, int64_t words,
-                      const int32_t *begin, int32_t *c) {
+inline void byte_rows(int64_t rows, int64_t columns, int64_t words, ByteRows a, ByteColumns b, int32_t *c,
+                      int64_t step) {
     if constexpr (Rows > 0) {
         if (rows == Rows)
-            byte_tile<Rows, Registers>(a, lda, b, ldb, words, begin, c);
+            byte_tiles<Rows, Registers>(columns, words, a, b, c, step);
         else
-            byte_rows<Registers, Rows - 1>(rows, a, lda, b, ldb, words, begin, c);
+            byte_rows<Registers, Rows - 1>(rows, columns, words, a, b, c, step);
     }
 }
 
-// Powers of two as bytes, 255 * 2^(steps / kSteps), from a table. Whole steps: a byte is off by two hundredths at most.
-struct BytePowers {
-    static constexpr float kSteps = 16.0f;
-    __m512i low, high;
-
-    BytePowers() {
-        alignas(64) uint8_t table[128] = {}; // the first is for all numbers below the others
-        for (int i = 1; i < 128; ++i)
-            table[i] = static_cast<uint8_t>(std::lrint(255.0f * std::exp2(static_cast<float>(i - 127) / kSteps)));
-        low = _mm512_load_si512(table);
-        high = _mm512_load_si512(table + 64);
+// The same for any number of whole registers of columns.
+template <int Registers = kByteTileRegisters>
+inline void byte_product(int64_t rows, int64_t columns, int64_t words, ByteRows a, ByteColumns b, int32_t *c,
+                         int64_t step) {
+    if constexpr (Registers > 0) {
+        const int64_t whole = columns / (Registers * kLanes) * Registers * kLanes;
+        if (whole) byte_rows<Registers>(rows, whole, words, a, b, c, step);
+        byte_product<Registers - 1>(rows, columns - whole, words, a, b.after(whole), c + whole, step);
     }
-
-    // Of four registers of steps - 1, with steps <= 0. What is not a number has the power zero. The words of four bytes
-    // come in the order that word_of_keys() gives.
-    __m512i operator()(const __m512 (&before)[4]) const {
-        __m512i numbers[4];
-        // What is not a number, or too low, becomes the lowest integer, and that the lowest byte.
-        for (int i = 0; i < 4; ++i) numbers[i] = _mm512_cvtps_epi32(before[i]);
-        const __m512i first = _mm512_packs_epi32(numbers[0], numbers[1]);
-        const __m512i second = _mm512_packs_epi32(numbers[2], numbers[3]);
-        return _mm512_permutex2var_epi8(low, _mm512_packs_epi16(first, second), high);
-    }
-};
-
-// Which word of a panel's weights holds those of the keys [4 * four, 4 * four + 4).
-inline int64_t word_of_keys(int64_t four) { return four % 4 * 4 + four / 4; }
+}
 
 } // namespace fkv
 #endif

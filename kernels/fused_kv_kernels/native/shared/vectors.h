@@ -28,6 +28,8 @@ inline Lanes splat(float value) { return value - Lanes{}; }
 inline Lanes load_floats(const float *from) { return *reinterpret_cast<const LooseLanes *>(from); }
 inline WholeLanes load_whole(const int32_t *from) { return *reinterpret_cast<const LooseWholeLanes *>(from); }
 inline void store_floats(float *to, Lanes value) { *reinterpret_cast<LooseLanes *>(to) = value; }
+inline void store_whole(int32_t *to, WholeLanes value) { *reinterpret_cast<LooseWholeLanes *>(to) = value; }
+inline Lanes in_floats(WholeLanes whole) { return __builtin_convertvector(whole, Lanes); }
 
 // The first `count` lanes, all of them from kLanes on: what is loaded is zero elsewhere, what is stored leaves the
 // rest as it is. Of numbers that cannot be compared, `larger` and `smaller` return the second. `multiply_add` rounds
@@ -43,6 +45,8 @@ inline Mask first_lanes(int64_t count) {
 }
 inline Lanes load_floats(const float *from, Mask here) { return _mm512_maskz_loadu_ps(here, from); }
 inline void store_floats(float *to, Mask here, Lanes value) { _mm512_mask_storeu_ps(to, here, value); }
+inline Lanes chosen(Mask where, Lanes value, Lanes otherwise) { return _mm512_mask_mov_ps(otherwise, where, value); }
+inline float largest_lane(Lanes value) { return _mm512_reduce_max_ps(value); }
 #else
 inline Lanes larger(Lanes a, Lanes b) { return _mm256_max_ps(a, b); }
 inline Lanes smaller(Lanes a, Lanes b) { return _mm256_min_ps(a, b); }
@@ -54,6 +58,12 @@ inline Mask first_lanes(int64_t count) {
 }
 inline Lanes load_floats(const float *from, Mask here) { return _mm256_maskload_ps(from, (__m256i)here); }
 inline void store_floats(float *to, Mask here, Lanes value) { _mm256_maskstore_ps(to, (__m256i)here, value); }
+inline Lanes chosen(Mask where, Lanes value, Lanes otherwise) { return where ? value : otherwise; }
+inline float largest_lane(Lanes value) {
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(value), _mm256_extractf128_ps(value, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
 #endif
 
 // Memory that is wanted soon, brought nearer part by part while something else is computed.
