@@ -53,6 +53,18 @@ def test_native_products() -> None:
         assert f"{words} runs{more.format(runs[0], runs[-1])}" in text
 
 
+def test_native_products_with_avx2() -> None:
+    text = prose(PAGE)
+    for name, words in (
+        ("avx2", "times as long as the first with one and two prompts (medians of three runs, {} to {} with two; 96"),
+        ("avx2_before", "times in the version before ({} to {};"),
+    ):
+        of = record(f"second_pass_{name}_cpu.json")["total_over_first"]["float32"]
+        runs = [f"{ratio:.2f}" for ratio in second_passes(name, prompts=2)]
+        assert len(runs) == 3
+        assert f"{of['1']:.2f} and {of['2']:.2f} {words.format(runs[0], runs[-1])}" in text
+
+
 def test_the_second_pass_beside_the_first() -> None:
     of = record("second_pass_cpu.json")
     factors = {
