@@ -62,11 +62,8 @@ def recompute_rows(
     values: Tensor,
     kind: Tensor | None = None,
     transfer: float = 0.0,
-    computed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Recompute `rows` over stored keys and values ``[L, 1, Hkv, N, D]``, transferring their chunks' deviation.
-
-    Those that were `computed` before stay as they are.
 
     Returns
     -------
@@ -79,11 +76,8 @@ def recompute_rows(
     rotary = decoder.rotary_emb(hidden, rows[None])
     for index, layer in enumerate(decoder.layers):
         q, k, v = project(layer, hidden, rotary)
-        before = keys[index].clone(), values[index].clone()
         if transfer:
             _transfer(keys[index, 0], values[index, 0], k[0], v[0], rows, kind, transfer, decoder.rotary_emb.inv_freq)
-        for row in [] if computed is None else computed.tolist():
-            keys[index, :, :, row], values[index, :, :, row] = (part[:, :, row] for part in before)
         for number, row in enumerate(rows.tolist()):
             keys[index, :, :, row] = k[:, :, number]
             values[index, :, :, row] = v[:, :, number]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -16,7 +15,8 @@ from torch import Tensor
 from fused_kv_kernels.reference import row_attention_reference, token_scores_reference
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.errors import ConfigError
-from fused_kv_llm.online import Fusion, Recipe, Request
+from fused_kv_llm.online import Request
+from fused_kv_llm.online.context import Recipe
 from fused_kv_llm.online.selection import describe_chunks
 from fused_kv_llm.report import FusionReport
 from fused_kv_llm.selectors import Anchors, SinkAttention, View
@@ -86,9 +86,7 @@ def test_both_steps_equal_a_plain_computation(engine: FusedKVEngine) -> None:
     selected = TWO.second_step().select(known, budget)
     assert set(first.tolist()) < set(selected.tolist())
     left = request.rows(selected)
-    logits, keys, values = recompute_rows(
-        engine.model, request.ids, left[~torch.isin(left, rows)], keys, values, request.kind, TWO.transfer, first
-    )
+    logits, keys, values = recompute_rows(engine.model, request.ids, left[~torch.isin(left, rows)], keys, values)
     fused, report = engine.prefill(PROMPT, recompute_ratio=RATIO)
     assert fused.selected.tolist() == selected.tolist()
     assert report.recomputed_tokens == budget
@@ -109,21 +107,6 @@ def test_no_more_is_read_before_recomputation_than_by_anchors_alone(engine: Fuse
     assert two.selection_bytes < 0.4 * sum(two.bytes_loaded.values())
 
 
-@pytest.mark.parametrize(("max_rows", "pauses"), [(None, True), (9, True), (9, False)])
-@torch.inference_mode()
-def test_slices_and_pauses_change_nothing(engine: FusedKVEngine, max_rows: int | None, pauses: bool) -> None:
-    want, _ = engine.prefill(PROMPT, recompute_ratio=RATIO)
-    request, report = plan(engine), FusionReport()
-    prompt, calls = None, 0
-    with closing(Fusion(engine.requests.context, request, Recipe(TWO, RATIO), request.num_tokens, report)) as fusion:
-        fusion.begin()
-        while prompt is None:
-            prompt, calls = fusion.advance(0.0 if pauses else float("inf"), max_rows), calls + 1
-    assert calls >= 4
-    assert prompt.selected.tolist() == want.selected.tolist()
-    torch.testing.assert_close(prompt.logits, want.logits, atol=1e-4, rtol=1e-4)
-
-
 @pytest.mark.parametrize("budget_ratio", [0.0, 1e-6, 1.0])
 def test_budgets_that_leave_nothing_to_a_second_step(engine: FusedKVEngine, budget_ratio: float) -> None:
     fused, _ = engine.prefill(PROMPT, recompute_ratio=budget_ratio)
@@ -140,7 +123,7 @@ def test_an_adaptive_request_has_one_step_of_anchors_and_rounds_then(engine: Fus
 
 
 def test_a_served_answer_is_that_of_a_prompt_alone(engine: FusedKVEngine) -> None:
-    """Beside others."""
+    """In slices, beside others, and with a pause between the steps."""
     alone = engine.generate(PROMPT, max_tokens=6, recompute_ratio=RATIO)
     prompts = [PROMPT, rag_prompt(SHORT[1:4]), rag_prompt(SHORT[2:5])]
     wanted = [engine.generate(prompt, max_tokens=6, recompute_ratio=RATIO).token_ids for prompt in prompts]

@@ -77,10 +77,10 @@ class Fusion:
         self._rounds: Rounds | None = None
         self._room = capacity - request.num_tokens
         selector = recipe.selector
-        self._strength = selector.transfer if isinstance(selector, TransferringSelector) and self._reuses else 0.0
+        strength = selector.transfer if isinstance(selector, TransferringSelector) and self._reuses else 0.0
         with timed(report, "load"), torch.inference_mode():
             self._kv = RequestKV(context, request, capacity)
-        self._passes = Passes(request, self._kv, context.loaded.geometry, self._strength)
+        self._passes = Passes(request, self._kv, context.loaded.geometry, strength)
 
     @property
     def _reuses(self) -> bool:
@@ -253,7 +253,8 @@ class Fusion:
         view = view_of(second.selector, context.loaded, context.shift_name, report)
         if isinstance(view, View):
             self._selection = Selection(context, request, kv, recipe, view, self._budget, report, self._selected)
-        self._passes = Passes(request, kv, context.loaded.geometry, self._strength, self._selected)
+        # Deviations would be added to what the first step has computed, too.
+        self._passes = Passes(request, kv, context.loaded.geometry, 0.0)
 
     @property
     def _drafts(self) -> bool:

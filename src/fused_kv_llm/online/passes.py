@@ -26,21 +26,16 @@ class Passes:
     geometry : Geometry
     strength : float
         Share of recomputed tokens' mean deviation that is transferred to the others of their chunk, in [0, 1].
-    computed : Tensor or None
-        int64: positions of chunks that were computed before, and are not corrected.
     """
 
-    def __init__(
-        self, request: Request, kv: RequestKV, geometry: Geometry, strength: float, computed: Tensor | None = None
-    ) -> None:
+    def __init__(self, request: Request, kv: RequestKV, geometry: Geometry, strength: float) -> None:
         self._request, self._kv, self._geometry, self._strength = request, kv, geometry, strength
-        self._computed = computed
 
     def of_rows(self, rows: Tensor) -> RaggedPart:
         """Return the forward of some rows of the prompt, int64 positions, ascending."""
         kv, geometry = self._kv, self._geometry
         if self._strength and (known := teaching(self._request, rows)).numel():
-            return self.part(TransferPass(self._request, rows, known, kv, geometry, self._strength, self._computed))
+            return self.part(TransferPass(self._request, rows, known, kv, geometry, self._strength))
         on_device = rows.to(kv.cache.keys.device)
         return self.part(ForwardPass(on_device, int(rows[-1]) + 1, kv.fillers, geometry.last_layer))
 

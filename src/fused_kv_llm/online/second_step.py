@@ -61,7 +61,7 @@ class SecondStep:
         """Return those of a request's rows, int64 ``[R]``, ascending, that a step computes; asked once in each step.
 
         Rows behind the last chunk, the question's among them, are of the second step. It computes no row of the first
-        one again.
+        one again: what these have taught about their chunks is in the KV already.
         """
         if self._first is None:
             self._first, self.is_due = all_rows[all_rows <= self._end], True

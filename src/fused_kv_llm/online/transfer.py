@@ -52,8 +52,6 @@ class TransferPass(ForwardPass):
     geometry : Geometry
     strength : float
         Share of the mean deviation that is transferred, in [0, 1].
-    computed : Tensor or None
-        int64: positions of chunks that an earlier pass has computed; they keep what it gave them.
 
     Attributes
     ----------
@@ -70,14 +68,13 @@ class TransferPass(ForwardPass):
         kv: RequestKV,
         geometry: Geometry,
         strength: float,
-        computed: Tensor | None = None,
     ) -> None:
         device = kv.cache.keys.device
         super().__init__(rows.to(device), int(rows[-1]) + 1, kv.fillers, geometry.last_layer)
         counts = torch.bincount(request.kind[selected], minlength=len(request.chunks))
         spans = torch.tensor([(chunk.segment.start, chunk.segment.stop) for chunk in request.chunks])
         self._tables = geometry.tables(torch.arange(request.num_tokens), device)
-        self._kv, self._computed = kv, None if computed is None else computed.to(device)
+        self._kv = kv
         self.num_teaching = int(selected.shape[0])
         self.meter = DeviationMeter(geometry.num_layers)
         self._plan = TransferPlan(
@@ -99,8 +96,4 @@ class TransferPass(ForwardPass):
         plan = self._plan
         self.meter.measure(layer_idx, fresh[1][:, plan.fresh_rows], layer[1][:, plan.selected])
         totals = None if self._kv.changes is None else self._kv.changes.vector_totals(layer_idx)
-        at = self._computed
-        computed = () if at is None else tuple((part, part[:, at]) for part in layer)
         transfer_deviation(self._plan, self._tables[layer_idx], *fresh, *layer, totals)
-        for part, as_it_was in computed:
-            part[:, at] = as_it_was
