@@ -1,14 +1,12 @@
 """Fusion: from a planned request to a cache that is ready to generate, and the first logits.
 
-load -> probe -> select -> recompute the selected and the fresh tokens by true position, in one pass or in slices. A
-selector with two steps probes and selects once more in between.
+load -> probe -> select -> recompute the selected and the fresh tokens by true position, in one pass or in slices.
 """
 
 from __future__ import annotations
 
 import time
 from contextlib import closing
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,14 +14,7 @@ from torch import Tensor
 from fused_kv_llm.decoding import end_token_ids
 from fused_kv_llm.model import FusedCache, PausedError, RaggedPart, forward_rows, pause_at
 from fused_kv_llm.report import FusionReport, SelectionTrace
-from fused_kv_llm.selectors import (
-    FirstLayersView,
-    Probe,
-    TransferringSelector,
-    TwoStepSelector,
-    View,
-    budget_tokens,
-)
+from fused_kv_llm.selectors import FirstLayersView, Probe, TransferringSelector, View, budget_tokens
 
 from .accounting import count_tokens, count_uses, trace_of
 from .adaptive import Rounds
@@ -36,7 +27,6 @@ from .kept_prompt import KeptPrompt, fused_recipe, fused_runs
 from .passes import Passes
 from .request import Request
 from .request_kv import RequestKV
-from .second_step import SecondStep, first_budget
 from .selection import Selection, describe_chunks, timed, view_of
 from .sharing import Sharing
 from .slices import first_slice
@@ -69,7 +59,6 @@ class Fusion:
         self._rows = request.fresh_positions[:0]
         self._slice: RaggedPart | None = None
         self._selection: Selection | None = None
-        self._second: SecondStep | None = None
         self._trace: SelectionTrace | None = None
         self._released = self._narrows = False
         self._uncovered: float | None = None
@@ -108,10 +97,7 @@ class Fusion:
             narrowing = FirstLayersPass(request, kv, view, recipe.selector, known, self._budget)
             self._rows, self._slice = narrowing.rows.cpu(), self._passes.part(narrowing)
         else:
-            budget = first_budget(recipe, view, self._budget)
-            if budget < self._budget and isinstance(recipe.selector, TwoStepSelector):
-                self._second = SecondStep(request, recipe.selector)
-            self._selection = Selection(context, request, kv, recipe, view, budget, report)
+            self._selection = Selection(context, request, kv, recipe, view, report)
 
     def select(self, pause_at_s: float = float("inf")) -> None:
         """Choose what is recomputed, unless that was done.
@@ -138,11 +124,8 @@ class Fusion:
             if self._request.seen_tokens < self._request.prefix_tokens:
                 # A probe may write where it does not look.
                 self._kv.write_prefix()
-            is_first = self._second is None or not self._second.is_due
-            self._report.selection_bytes += self._kv.bytes_read if is_first else 0
+            self._report.selection_bytes += self._kv.bytes_read
             self._rows = self._request.rows(self._selected)
-            if self._second is not None:
-                self._rows = self._second.rows(self._rows)
 
     def advance(self, pause_at_s: float = float("inf"), max_rows: int | None = None) -> FusedPrompt | None:
         """Select and recompute for some time, this request alone.
@@ -239,22 +222,9 @@ class Fusion:
             self._deviations.append((deviation, done.forward_pass.num_teaching))
         if self._rows.shape[0]:
             return None
-        if self._second is not None and self._second.is_due:
-            self._look_again(self._second)
-            return None
         if self._rounds is not None and self._rounds.goes_on():
             return self._judged(self._rounds, logits)
         return self._finished(logits)
-
-    def _look_again(self, second: SecondStep) -> None:
-        """Prepare the second step: its view needs nothing that was not read."""
-        context, request, kv, report = self._context, self._request, self._kv, self._report
-        recipe = replace(self._recipe, selector=second.selector)
-        view = view_of(second.selector, context.loaded, context.shift_name, report)
-        if isinstance(view, View):
-            self._selection = Selection(context, request, kv, recipe, view, self._budget, report, self._selected)
-        # Deviations would be added to what the first step has computed, too.
-        self._passes = Passes(request, kv, context.loaded.geometry, 0.0)
 
     @property
     def _drafts(self) -> bool:

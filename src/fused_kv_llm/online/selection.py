@@ -19,6 +19,7 @@ from fused_kv_llm.selectors import (
     Selector,
     View,
     anchors_of,
+    budget_tokens,
     checked_selection,
     critical_layers,
     variant_selector,
@@ -131,12 +132,8 @@ class Selection:
     recipe : Recipe
     view : View
         What the recipe's selector wants to see.
-    budget : int
-        Tokens that may be chosen.
     report : FusionReport
         Gets the seconds of probe and select, and what the anchors cost.
-    chosen : Tensor or None
-        What an earlier step chose, see :class:`.Probe`.
 
     Attributes
     ----------
@@ -149,11 +146,10 @@ class Selection:
     """
 
     def __init__(
-        self, context: FusionContext, request: Request, kv: RequestKV, recipe: Recipe, view: View, budget: int,
-        report: FusionReport, chosen: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        self._context, self._request, self._kv, self._chosen = context, request, kv, chosen
-        self._recipe, self._view, self._budget, self._report = recipe, view, budget, report
+        self, context: FusionContext, request: Request, kv: RequestKV, recipe: Recipe, view: View, report: FusionReport
+    ) -> None:
+        self._context, self._request, self._kv = context, request, kv
+        self._recipe, self._view, self._report = recipe, view, report
         self._probe: QuestionProbe | None = None
         self.trace: SelectionTrace | None = None
         self.uncovered: float | None = None
@@ -167,12 +163,13 @@ class Selection:
         PausedError
             If the probe was left when its time was over; called again, it goes on.
         """
-        request, recipe, report, budget = self._request, self._recipe, self._report, self._budget
+        request, recipe, report = self._request, self._recipe, self._report
         chunk = request.chunk_positions
+        budget = budget_tokens(recipe.ratio, chunk.shape[0])
         # Ratio 0 and ratio 1 leave nothing to decide, whatever the selector.
         if budget in (0, chunk.shape[0]):
             return chunk[:budget]
-        known, by_layer = replace(describe_chunks(request, recipe), chosen=self._chosen), None
+        known, by_layer = describe_chunks(request, recipe), None
         if self._view.layers:
             with timed(report, "probe"):
                 by_layer = self._question_probe().scores(pause_at_s)

@@ -6,7 +6,7 @@ from fused_kv_llm.errors import ConfigError
 from fused_kv_llm.selectors.anchors import anchor_positions, knorm_scores, sidecar_name, sink_scores
 from fused_kv_llm.selectors.profiles import save_anchors, save_profile
 
-from .base import Probe, ScoringSelector, Selector, TransferringSelector, TwoStepSelector, checked_selection
+from .base import Probe, ScoringSelector, Selector, TransferringSelector, checked_selection
 from .boundary import Boundary
 from .budget import budget_tokens
 from .cache_craft import (
@@ -44,7 +44,6 @@ __all__ = [
     "Selector",
     "SinkAttention",
     "TransferringSelector",
-    "TwoStepSelector",
     "VariantSelector",
     "View",
     "anchor_positions",

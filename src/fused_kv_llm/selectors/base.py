@@ -12,15 +12,7 @@ from fused_kv_llm.errors import ConfigError, FusedKVError
 
 from .views import FirstLayersView, View
 
-__all__ = [
-    "Probe",
-    "ScoringSelector",
-    "Selector",
-    "TransferringSelector",
-    "TwoStepSelector",
-    "checked_selection",
-    "required",
-]
+__all__ = ["Probe", "ScoringSelector", "Selector", "TransferringSelector", "checked_selection", "required"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +50,6 @@ class Probe:
     numbers : Tensor or None
         int64 ``[C]``, which number in the prompt's text each token belongs to: the same for those of one number in one
         chunk, and -1 for none. None where it is not known which characters the tokens stand for.
-    chosen : Tensor or None
-        int64, ascending: what the first step of a :class:`TwoStepSelector` chose, in its second one; None elsewhere.
     """
 
     positions: Tensor
@@ -74,7 +64,6 @@ class Probe:
     overhead: Tensor | None = None
     recorded: Tensor | None = None
     numbers: Tensor | None = None
-    chosen: Tensor | None = None
 
 
 @runtime_checkable
@@ -99,18 +88,6 @@ class TransferringSelector(Selector, Protocol):
     @property
     def transfer(self) -> float:
         """Share of a chunk's mean KV deviation that is transferred, in [0, 1]."""
-
-
-@runtime_checkable
-class TwoStepSelector(Selector, Protocol):
-    """A selector that may choose a share of the budget before the chunks' KV is read, and the rest afterwards."""
-
-    @property
-    def first_share(self) -> float:
-        """Share of the budget that it chooses first, in (0, 1]; 1 leaves nothing to a second step."""
-
-    def second_step(self) -> Selector:
-        """Return what chooses the rest once the first share is recomputed; its probe says what was `chosen`."""
 
 
 @runtime_checkable

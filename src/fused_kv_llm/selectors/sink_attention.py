@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -53,9 +53,6 @@ class SinkAttention:
     anchors : Anchors or None
         What the question sees instead of the chunks, so that far less is read before recomputation begins (QCFuse,
         section 3.3).
-    first_share : float
-        With anchors: share of the budget that is chosen by them, in (0, 1]. The rest is chosen by the chunks'
-        attention, once the first share is recomputed and all KV has been read. 1 chooses all by the anchors.
     """
 
     weight: float = 8.0
@@ -67,13 +64,10 @@ class SinkAttention:
     takes_variants: bool = False
     alpha: float = 1.0
     anchors: Anchors | None = None
-    first_share: float = 1.0
 
     def __post_init__(self) -> None:
         if not 0.0 < self.coverage <= 1.0:
             raise ConfigError(f"coverage={self.coverage!r} is outside (0, 1]: 1 spends the whole budget")
-        if not 0.0 < self.first_share <= 1.0:
-            raise ConfigError(f"first_share={self.first_share!r} is outside (0, 1]: 1 chooses all by the anchors")
 
     def view(self, num_layers: int) -> View:
         """Return the layers from a quarter to four fifths of the depth, in two groups.
@@ -85,14 +79,8 @@ class SinkAttention:
         both, sees_all = tuple(sorted({*early, *late})), self.full_context and self.anchors is None
         return View(both, sees_all, self.anchors, groups=(early, late), plain_layers=early)
 
-    def second_step(self) -> SinkAttention:
-        """Return the same rule without anchors."""
-        return replace(self, anchors=None, first_share=1.0)
-
     def select(self, probe: Probe, budget: int) -> Tensor:
         """Return the `budget` positions with the highest scores, or as many of them as cover the attention.
-
-        What was chosen before is among them.
 
         Raises
         ------
@@ -104,8 +92,6 @@ class SinkAttention:
             ranked = torch.sort(weighted, descending=True, stable=True).indices
             covered = scores[ranked].cumsum(0) / scores.sum()
             budget = min(budget, 1 + int((covered < self.coverage).sum()))
-        if probe.chosen is not None:
-            weighted = torch.where(torch.isin(probe.positions, probe.chosen), torch.inf, weighted)
         return top_positions(probe.positions, weighted, budget)
 
     def score(self, probe: Probe) -> Tensor:
