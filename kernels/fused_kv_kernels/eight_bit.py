@@ -180,7 +180,9 @@ def _described(x: Tensor) -> str:
 def _native_mlp(gate_up: EightBitWeights, down: EightBitWeights, x: Tensor) -> tuple[ByteOperands, ByteOperands] | None:
     """Return the operands of an MLP that the native operator takes: gate and up begin with a panel of their own."""
     first, last = gate_up.operands(), down.operands()
-    if first is None or last is None or gate_up.biases != (None, None) or not _is_native(x, first):
+    if first is None or last is None or gate_up.biases != (None, None):
+        return None
+    if not _is_native(x, first) or not _is_native(x, last):
         return None
     return None if down.factors.shape[0] % first[0].shape[2] else (first, last)
 

@@ -62,6 +62,4 @@ def byte_instructions(request: pytest.FixtureRequest) -> Iterator[None]:
                 module, "loaded_library", lambda dtype, of=real: avx2 if dtype == torch.float32 else of(dtype)
             )
         patch.setattr(rounded_weights, "_largest_weight", lambda: 63)
-        attention._eight_bit_scratch_nbytes.cache_clear()
         yield
-    attention._eight_bit_scratch_nbytes.cache_clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -30,8 +31,9 @@ from fused_kv_kernels.native import byte_panels, byte_rows, byte_sizes, native_e
 
 needs_onednn = pytest.mark.skipif(not has_eight_bit_linears(), reason="torch has no eight-bit products here")
 pytestmark = pytest.mark.usefixtures("byte_instructions")
+SIZES = byte_sizes(torch.float32)
 needs_bytes = pytest.mark.skipif(
-    not has_eight_bit_linears() or byte_sizes(torch.float32) is None, reason="no native eight-bit products here"
+    SIZES is None or SIZES.largest != rounded_weights._largest_weight(), reason="no native eight-bit products here"
 )
 
 
@@ -243,6 +245,30 @@ def test_weights_of_other_bits_are_multiplied_in_onednn(largest: int, monkeypatc
     assert sizes is not None
     monkeypatch.setattr(rounded_weights, "_largest_weight", lambda: largest)
     assert (weights_of(8, 64).begins is None) == (largest != sizes.largest)
+
+
+@needs_bytes
+@pytest.mark.parametrize("which", [(0,), (1,), (2,), (0, 1, 2)])
+def test_panels_of_another_size_are_multiplied_in_torch(which: tuple[int, ...]) -> None:
+    sizes = byte_sizes(torch.float32)
+    assert sizes is not None
+    gate_up, _ = mlp_of(64, 128)
+    weights = [weights_of(64, 36), gate_up, weights_of(64, 128)]
+    x, attended, norm = random(5, 64), random(5, 36, seed=1), (random(64), 1e-5)
+
+    def both() -> list[Tensor]:
+        output, gate_up, down = weights
+        whole = eight_bit_attended_mlp(x, attended, output, norm, gate_up, down)
+        return [whole, eight_bit_gated_mlp(x, gate_up, down), *eight_bit_linears(attended, output)]
+
+    want = both()
+    for number in which:
+        one = weights[number]
+        rows = byte_rows(one.packed, sum(one.sizes), one.factors.shape[0])
+        packed, begins = byte_panels(rows.contiguous(), 80 - sizes.panel)
+        weights[number] = replace(one, packed=packed, begins=begins)
+    for got, of_usual in zip(both(), want, strict=True):
+        assert error(got, of_usual) < 0.01
 
 
 @needs_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from typing import TYPE_CHECKING
 
@@ -82,12 +83,12 @@ def _address(tensor: Tensor | None) -> int | None:
 
 def row_attention_scratch(q: Tensor, k: Tensor, v: Tensor) -> int:
     """Return the bytes of working memory that :func:`native_row_attention` needs."""
-    return _scratch_nbytes(q.dtype, _attention_shape(q, k, v), num_threads())
+    return _scratch_nbytes(loaded_library(q.dtype), _attention_shape(q, k, v), num_threads())
 
 
 @functools.lru_cache(maxsize=64)
-def _scratch_nbytes(dtype: torch.dtype, shape: tuple[int, ...], threads: int) -> int:
-    return int(loaded_library(dtype).fkv_row_attention_scratch(kept_array(shape), threads))
+def _scratch_nbytes(library: ctypes.CDLL, shape: tuple[int, ...], threads: int) -> int:
+    return int(library.fkv_row_attention_scratch(kept_array(shape), threads))
 
 
 def _attention_shape(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
@@ -128,12 +129,12 @@ def native_eight_bit_attention(q: Tensor, k: Tensor, v: Tensor, plan: RowPlan, s
 
 def eight_bit_attention_scratch(q: Tensor, k: Tensor, v: Tensor) -> int:
     """Return the bytes of working memory that :func:`native_eight_bit_attention` needs, or -1 where it cannot run."""
-    return _eight_bit_scratch_nbytes(q.dtype, _attention_shape(q, k, v))
+    return _eight_bit_scratch_nbytes(loaded_library(q.dtype), _attention_shape(q, k, v))
 
 
 @functools.lru_cache(maxsize=64)
-def _eight_bit_scratch_nbytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    return int(loaded_library(dtype).fkv_eight_bit_attention_scratch(kept_array(shape)))
+def _eight_bit_scratch_nbytes(library: ctypes.CDLL, shape: tuple[int, ...]) -> int:
+    return int(library.fkv_eight_bit_attention_scratch(kept_array(shape)))
 
 
 def native_token_scores(

@@ -115,8 +115,9 @@ void gate_rows(const Weights &by, const RoundedRows &from, int64_t rows, float *
                 for (int64_t part = 0; part < kPanel; part += kLanes) {
                     const int64_t column = panel * kPanel + part, at = row * kPanel + part;
                     const Lanes scale = splat(from.scales[first + row]);
-                    const Lanes gate = in_floats(load_whole(gates + at)) * (load_floats(by.scales + column) * scale);
-                    const Lanes up = in_floats(load_whole(ups + at)) * (load_floats(by.scales + width + column) * scale);
+                    const float *const scales = by.scales + column;
+                    const Lanes gate = in_floats(load_whole(gates + at)) * (load_floats(scales) * scale);
+                    const Lanes up = in_floats(load_whole(ups + at)) * (load_floats(scales + width) * scale);
                     store_floats(hidden + (first + row) * width + column, gated(gate, up));
                 }
         }

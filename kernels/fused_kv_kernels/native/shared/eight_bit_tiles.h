@@ -17,7 +17,7 @@
 namespace fkv {
 
 constexpr int kByteTileRows = 6;
-constexpr int kMostLeft = 127; // the largest magnitude of an unsigned byte that stands for one above or below 128
+constexpr int kMostLeft = 127; // unsigned bytes stand for numbers of at most this magnitude, with 128 added
 #if defined(__AVX512F__)
 constexpr int kMostRight = 127;       // the largest magnitude of a signed byte
 constexpr int kByteTileRegisters = 4; // 6 x 4 sums, 4 right operands and a broadcast fill 29 of 32 registers
@@ -27,7 +27,7 @@ inline WholeLanes add_products(WholeLanes sum, WholeLanes left, WholeLanes right
 }
 #else
 constexpr int kMostRight = 63;
-constexpr int kByteTileRegisters = 2; // 6 x 2 sums, a broadcast, ones and a product fill 15 of 16 registers
+constexpr int kByteTileRegisters = 2; // 6 x 2 sums, a broadcast, ones, a product and right operands fill 16 registers
 
 inline WholeLanes add_products(WholeLanes sum, WholeLanes left, WholeLanes right) {
     const __m256i pairs = _mm256_maddubs_epi16((__m256i)left, (__m256i)right);
