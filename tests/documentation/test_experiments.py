@@ -173,7 +173,7 @@ def test_half_of_the_chunks_again() -> None:
 
 
 def test_five_eighths_of_the_chunks_again() -> None:
-    single = list(kl_rows("_float32_five_eighths", "_float32", questions=36))
+    single = list(kl_rows("_float32_five_eighths", "_float32_earlier_layers", questions=36))
     assert table(PAGE, "wording and ratio, five eighths again, float32") == single
     kinds = "_five_eighths", "_gated"
     assert table(PAGE, "wording and ratio, five eighths again, bfloat16") == list(kl_rows(*kinds))

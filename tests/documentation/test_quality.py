@@ -48,7 +48,7 @@ def test_ten_passages() -> None:
 
 def test_ten_passages_in_float32() -> None:
     reuse, default = ("full_reuse", "similar", 0.0), ("sink_attention", "similar", 0.15)
-    want = []
+    anchors, want, lost = ("sink_attention_anchors", "similar", 0.15), [], []
     for frame in ("plain", "short"):
         now = quality(f"quality_ten_{frame}_float32_cpu.json")
         records = records_of(f"quality_ten_{frame}_float32_cpu.records.jsonl")
@@ -58,7 +58,11 @@ def test_ten_passages_in_float32() -> None:
             cells = [f"{100 * of[method]['recovered']:.0f} %" for method in (reuse, default) for of in (rows, held)]
             cells[2] += f" ({100 * low:.0f} to {100 * high:.0f})"
             want.append([f"{name}, `{frame}`", *cells])
+            lost.append(f"{100 * (rows[default]['recovered'] - rows[anchors]['recovered']):.1f}")
+            assert f"{100 * rows[anchors]['selection_share']:.0f}" == "12"
     assert table(PAGE, "set and wording, float32") == want
+    words = "recovers {}, {} and {} points less in `plain` there, and {}, {} and {} in `short`, and reads 12 %"
+    assert words.format(*lost) in prose(PAGE)
     at = {column: sorted(int(row[column].split()[0]) for row in want) for column in (1, 3)}
     readme = prose("README.md")
     assert f"in float32 {at[3][0]} to {at[3][-1]} % and {at[1][0]} to {at[1][-1]} %" in readme

@@ -32,7 +32,7 @@ def test_the_second_pass_in_eight_bits(dtype: str, kinds: tuple[str, str]) -> No
 
 
 def test_attention_in_eight_bits() -> None:
-    want = list(kl_rows("_float32", "_float32_attention_in_full", questions=40))
+    want = list(kl_rows("_float32_earlier_layers", "_float32_attention_in_full", questions=40))
     assert table(PAGE, "wording and ratio, attention in eight bits, float32") == want
     want = list(kl_rows("_gated", "_linears"))
     assert table(PAGE, "wording and ratio, attention in eight bits, bfloat16") == want
