@@ -63,6 +63,11 @@ def test_native_products_with_avx2() -> None:
         runs = [f"{ratio:.2f}" for ratio in second_passes(name, prompts=2)]
         assert len(runs) == 3
         assert f"{of['1']:.2f} and {of['2']:.2f} {words.format(runs[0], runs[-1])}" in text
+    (_, plain, within, _), _, (_, short, within_short, _), _ = kl_rows(
+        "_float32", "_float32_earlier_layers", questions=120
+    )
+    assert f"was {plain} times that with shifts made with VNNI in `plain` ({within}) and {short} times" in text
+    assert f"in `short` ({within_short}; 120 questions" in text
 
 
 def test_the_second_pass_beside_the_first() -> None:
