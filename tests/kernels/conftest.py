@@ -47,10 +47,10 @@ def float32_without_avx512(tmp_path_factory: pytest.TempPathFactory) -> CDLL:
 
 
 @pytest.fixture(scope="module", params=["own", "avx2"])
-def byte_instructions(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Multiply bytes with the processor's best instructions, and with those of one without AVX-512."""
+def byte_instructions(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Multiply bytes of float32 models with the processor's best instructions, and with AVX2 alone; give which."""
     if request.param == "own":
-        yield
+        yield request.param
         return
     if "avx512f" not in processor_features():
         pytest.skip("these are the processor's own")
@@ -62,4 +62,4 @@ def byte_instructions(request: pytest.FixtureRequest) -> Iterator[None]:
                 module, "loaded_library", lambda dtype, of=real: avx2 if dtype == torch.float32 else of(dtype)
             )
         patch.setattr(rounded_weights, "_largest_weight", lambda: 63)
-        yield
+        yield request.param

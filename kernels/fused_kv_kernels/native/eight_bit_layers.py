@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from .elementwise import Norm
-from .library import int64_array, loaded_library, num_threads
-from .operands import supports
+from .library import int64_array, loaded_library, num_threads, why_not_native
 from .processor import processor_features
 
 __all__ = [
@@ -37,7 +36,7 @@ class ByteSizes(NamedTuple):
 
 def byte_sizes(dtype: torch.dtype) -> ByteSizes | None:
     """Return what the operators expect for inputs of a dtype; None where there are none, or AMX is faster."""
-    if "amx_int8" in processor_features() or not supports(torch.empty(1, 1, 1, 2, dtype=dtype)):
+    if "amx_int8" in processor_features() or why_not_native(dtype) is not None:
         return None
     found = int64_array(0, 0)
     loaded_library(dtype).fkv_eight_bit_sizes(found)

@@ -7,9 +7,7 @@
 
 #include "element.h"
 
-#if defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
-#define FKV_HAS_BYTES
-#elif !defined(__AVX512F__)
+#if (defined(__AVX512VNNI__) && defined(__AVX512VBMI__)) || !defined(__AVX512F__)
 #define FKV_HAS_BYTES
 #endif
 
@@ -27,7 +25,7 @@ inline WholeLanes add_products(WholeLanes sum, WholeLanes left, WholeLanes right
 }
 #else
 constexpr int kMostRight = 63;
-constexpr int kByteTileRegisters = 2; // 6 x 2 sums, a broadcast, ones, a product and right operands fill 16 registers
+constexpr int kByteTileRegisters = 2; // 6 x 2 sums leave 4 of 16 registers for operands and a product
 
 inline WholeLanes add_products(WholeLanes sum, WholeLanes left, WholeLanes right) {
     const __m256i pairs = _mm256_maddubs_epi16((__m256i)left, (__m256i)right);
