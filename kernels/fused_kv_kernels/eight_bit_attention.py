@@ -65,7 +65,7 @@ def has_eight_bit_attention(dtype: torch.dtype) -> bool:
     """Return whether :func:`eight_bit_row_attention` has an operator of its own for a dtype here.
 
     The processor has to have AVX512-VNNI and AVX512-VBMI, and no AMX for the dtype, whose matrix products take less
-    time than VNNI's; or AVX2 and no AVX-512. Without VNNI, keys and values have seven bits.
+    time than VNNI's; or AVX2 and no AVX-512, where keys and values are rounded to somewhat fewer steps.
     """
     if dtype == torch.bfloat16 and "amx_bf16" in processor_features():
         return False

@@ -90,8 +90,8 @@ void begin_rows(const Shape &s, const Operands &x, const Scoring &scoring, Folde
         const float range = row_range(dim, read);
         auto *const bytes = reinterpret_cast<uint8_t *>(space.queries.data() + row * words);
         for (int64_t column = 0; column < dim; column += kLanes)
-            store_bytes(bytes + column, nearest(read(column), splat(kMostLeft / range)) + 128, kLanes);
-        space.scales[row] = range / kMostLeft * scoring.after_cap();
+            store_bytes(bytes + column, nearest(read(column), splat(kMost / range)) + 128, kLanes);
+        space.scales[row] = range / kMost * scoring.after_cap();
         space.firsts[row] = scoring.first(at.row);
         space.limits[row] = scoring.limit(at.row);
     }

@@ -47,7 +47,7 @@ struct RoundedRows {
     uint8_t *row(int64_t number) { return reinterpret_cast<uint8_t *>(words.data() + number * row_words); }
 
     template <typename Read> void set(int64_t number, int64_t dim, const Read &read) {
-        scales[number] = round_row(dim, largest_magnitude(dim, read), kMostLeft, read, row(number));
+        scales[number] = round_row(dim, largest_magnitude(dim, read), kMost, read, row(number));
     }
     // Sums of `count` rows from `first` on with a panel, dense.
     void multiply(int64_t first, int64_t count, const Weights &by, int64_t panel, int32_t *sums) const {
@@ -143,7 +143,7 @@ extern "C" {
 // Outputs of a panel, and the largest magnitude of a rounded weight.
 void fkv_eight_bit_sizes(int64_t *sizes) {
     sizes[0] = kPanel;
-    sizes[1] = kMostRight;
+    sizes[1] = kMostWeight;
 }
 
 // x [rows, inputs] and out [rows, outputs], dense; weights as struct Weights has them; norm [inputs] or none.

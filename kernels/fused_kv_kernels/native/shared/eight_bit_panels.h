@@ -55,6 +55,12 @@ inline WholeLanes nearest(Lanes value, Lanes factor) {
     return whole_part(multiply_add(value, factor, splat(kRounding)));
 }
 
+// Magnitudes of numbers and, where neighbours are added up, of their sums: what is rounded so that the largest becomes
+// kMost stays in range, since rounding adds at most one to a sum.
+inline Lanes with_sums(Lanes value, Lanes neighbour) {
+    return kAddsPairs ? larger(absolute(value), absolute(value + neighbour)) : absolute(value);
+}
+
 // The mean of `count` keys, from some of them.
 inline void mean_key(int64_t dim, HeadRows keys, int64_t count, float *mean) {
     const int64_t every = (count + kMeanKeys - 1) / kMeanKeys, taken = (count + every - 1) / every;
@@ -76,15 +82,16 @@ inline bool pack_keys(const Packing &p, HeadRows keys, int64_t count, const floa
             const Mask here = first_lanes(p.dim - column);
             return load(keys[key] + column, here) - load_floats(mean + column, here);
         };
-        if (key < count) range = row_range(p.dim, read);
+        const auto room = [&](int64_t column) { return with_sums(read(column), neighbours(read(column))); };
+        if (key < count) range = row_range(p.dim, room);
         for (int64_t column = 0; column < p.dim; column += kLanes) {
             int8_t bytes[kLanes] = {};
-            if (key < count) store_bytes(bytes, nearest(read(column), splat(kMostRight / range)), kLanes);
+            if (key < count) store_bytes(bytes, nearest(read(column), splat(kMost / range)), kLanes);
             for (const int8_t byte : bytes) sum += byte;
             for (int64_t word = 0; word < kLanes / 4; ++word)
                 std::memcpy(to.keys + (column / 4 + word) * kPanelKeys + key, bytes + 4 * word, 4);
         }
-        to.key_scales[key] = range / kMostRight;
+        to.key_scales[key] = range / kMost;
         to.begin[key] = -128 * sum; // queries are stored with 128 added
         check += range - range;
     }
@@ -95,14 +102,15 @@ inline bool pack_keys(const Packing &p, HeadRows keys, int64_t count, const floa
 inline void pack_values(const Packing &p, HeadRows values, int64_t count, bool finite, const Panel &to) {
     for (int64_t column = 0; column < p.padded; column += kLanes) {
         const Mask here = first_lanes(p.value_dim - column);
-        Lanes most = splat(kLeast), check{};
+        Lanes most = splat(kLeast), check{}, before{};
         for (int64_t key = 0; key < count; ++key) {
             const Lanes value = load(values[key] + column, here);
-            most = larger(most, absolute(value));
+            most = larger(most, with_sums(value, key % 2 ? before : Lanes{}));
             check += value - value;
+            before = value;
         }
-        const Lanes factor = splat(kMostRight) / most;
-        const Lanes scale = multiply_add(most, splat(1.0f / kMostRight), check);
+        const Lanes factor = splat(kMost) / most;
+        const Lanes scale = multiply_add(most, splat(1.0f / kMost), check);
         store_floats(to.value_scales + column, finite ? scale : splat(std::numeric_limits<float>::quiet_NaN()));
         for (int64_t four = 0; four < kPanelKeys / 4; ++four) {
             WholeLanes words{};

@@ -2,7 +2,8 @@
 //
 // A left operand is a row of words of four unsigned bytes, and a right operand is packed as [inner words][columns], of
 // signed bytes: the four products of two words are added to an int32. VPDPBUSD of AVX512-VNNI does that. With AVX2,
-// VPMADDUBSW adds two products up in sixteen bits, where two of 255 times 63 fit, and VPMADDWD adds up two such sums.
+// VPMADDUBSW adds the first two products of a word up in sixteen bits, and the last two, and VPMADDWD adds up both sums.
+// So two such neighbours of one sign may have a magnitude of 128 together: 128 times 255 fits.
 #pragma once
 
 #include "element.h"
@@ -15,16 +16,18 @@
 namespace fkv {
 
 constexpr int kByteTileRows = 6;
-constexpr int kMostLeft = 127; // unsigned bytes stand for numbers of at most this magnitude, with 128 added
+constexpr int kMost = 127; // the largest magnitude of a number; unsigned bytes have 128 added
 #if defined(__AVX512F__)
-constexpr int kMostRight = 127;       // the largest magnitude of a signed byte
+constexpr bool kAddsPairs = false; // whether neighbours are added up in sixteen bits
+constexpr int kMostWeight = 127;   // a magnitude of all signed bytes that never is too large
 constexpr int kByteTileRegisters = 4; // 6 x 4 sums, 4 right operands and a broadcast fill 29 of 32 registers
 
 inline WholeLanes add_products(WholeLanes sum, WholeLanes left, WholeLanes right) {
     return (WholeLanes)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)left, (__m512i)right);
 }
 #else
-constexpr int kMostRight = 63;
+constexpr bool kAddsPairs = true;
+constexpr int kMostWeight = 63;
 constexpr int kByteTileRegisters = 2; // 6 x 2 sums leave 4 of 16 registers for operands and a product
 
 inline WholeLanes add_products(WholeLanes sum, WholeLanes left, WholeLanes right) {
