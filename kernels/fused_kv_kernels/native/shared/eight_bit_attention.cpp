@@ -201,8 +201,8 @@ int64_t fkv_eight_bit_attention_scratch(const int64_t *shape) {
 
 // q [B, Hq, R, D], k [B, Hkv, N, D], v [B, Hkv, N, Dv] and out [B, Hq, R, Dv], each by three strides (batch, head, row;
 // elements; the last dimension is dense). positions int64 [R], ascending; first_keys int64 [R], not descending, or
-// none. Keys behind the last row, and panels before all windows, are not read. Products are multiplied by `scale`, which is
-// positive.
+// none. Keys behind the last row, and panels before all windows, are not read. Products are multiplied by `scale`,
+// which is positive.
 void fkv_eight_bit_attention(const Element *q, const Element *k, const Element *v, Element *out,
                              const int64_t *positions, const int64_t *first_keys, float *scratch, const int64_t *shape,
                              const int64_t *strides, float scale, int threads) {

@@ -2,8 +2,8 @@
 //
 // A left operand is a row of words of four unsigned bytes, and a right operand is packed as [inner words][columns], of
 // signed bytes: the four products of two words are added to an int32. VPDPBUSD of AVX512-VNNI does that. With AVX2,
-// VPMADDUBSW adds the first two products of a word up in sixteen bits, and the last two, and VPMADDWD adds up both sums.
-// So two such neighbours of one sign may have a magnitude of 128 together: 128 times 255 fits.
+// VPMADDUBSW adds up the first two products of a word in sixteen bits, and the last two, and VPMADDWD adds up both
+// sums. So two such neighbours of one sign may have a magnitude of 128 together: 128 times 255 fits.
 #pragma once
 
 #include "element.h"
