@@ -277,10 +277,10 @@ def test_other_tenants_are_told_to_operators_only(tmp_path: Path) -> None:
 def test_hostile_texts_take_no_seconds(engine: FusedKVEngine) -> None:
     prompt = rag_prompt(STORED[:1])
     for text in ("a" * 10**6, "\n" * 10**6 + "x", "ab " * 350_000, STORED[1] * 4000):
-        began = time.process_time()
+        began = time.thread_time()
         assert not engine.explain_text(text).is_reused
         assert not engine.explain(prompt, [text])[0].is_reused
-        assert time.process_time() - began < 2
+        assert time.thread_time() - began < 2
 
 
 def test_one_string_is_refused(engine: FusedKVEngine) -> None:
