@@ -23,7 +23,7 @@ from .native import (
     native_scale_rows,
     takes_rows,
 )
-from .rounded_weights import LARGEST_INPUT, EightBitWeights, product_of, quantize_rows
+from .rounded_weights import EightBitWeights, product_of, quantize_rows
 
 __all__ = ["eight_bit_attended_mlp", "eight_bit_gated_mlp", "eight_bit_linears"]
 
@@ -90,7 +90,7 @@ def eight_bit_gated_mlp(x: Tensor, gate_up: EightBitWeights, down: EightBitWeigh
     rows, scales = quantize_rows(x, gate_up.factors)
     product = product_of(rows, gate_up, x.dtype)
     if _scales_natively(product, scales) and gate_up.biases == (None, None):
-        hidden, hidden_scales = native_quantize_gated(product, scales, down.factors.contiguous(), LARGEST_INPUT)
+        hidden, hidden_scales = native_quantize_gated(product, scales, down.factors.contiguous())
     else:
         hidden, hidden_scales = quantize_rows(gated_silu(*_outputs(product, scales, gate_up, x)), down.factors)
     return _outputs(product_of(hidden, down, x.dtype), hidden_scales, down, x)[0]

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from .dispatch import UnsupportedOperandsError
-from .native import ByteOperands, byte_panels, byte_rows, byte_sizes, native_quantize_rows, takes_rows
+from .native import ByteOperands, ByteSizes, byte_panels, byte_rows, byte_sizes, native_quantize_rows, takes_rows
 
 __all__ = [
-    "LARGEST_INPUT",
     "EightBitWeights",
     "eight_bit_weights",
     "has_eight_bit_linears",
@@ -26,12 +25,10 @@ __all__ = [
     "quantize_rows",
 ]
 
-LARGEST_INPUT = 127
-"""What the largest magnitude of a row of activations becomes."""
-
+_LARGEST = 127
 _ZERO_INPUT = 128
-# Without VNNI, a processor adds two products up in sixteen bits, and two of 255 times 63 fit.
-_LARGEST_WEIGHTS = (127, 63)
+# Without VNNI, a processor adds two products up in sixteen bits, and two of 255 times 63 always fit.
+_LARGEST_WEIGHTS = (_LARGEST, 63)
 _SMALLEST = 1e-5
 
 
@@ -82,8 +79,7 @@ def eight_bit_weights(layers: Sequence[tuple[Tensor, Tensor | None]], largest: T
     UnsupportedOperandsError
         If there are no eight-bit products here, see :func:`has_eight_bit_linears`.
     """
-    largest_weight = _largest_weight()
-    if not largest_weight:
+    if not _largest_weight():
         msg = "eight-bit weights need torch's oneDNN operators for integers; compute these layers in their dtype"
         raise UnsupportedOperandsError(msg)
     # Under an autocast to float16, torch.cat refuses bfloat16.
@@ -94,20 +90,40 @@ def eight_bit_weights(layers: Sequence[tuple[Tensor, Tensor | None]], largest: T
     ratios = weight.abs().amax(0).float().clamp_min(_SMALLEST) / usual
     # Multiplying by powers of two is exact: where `largest` differs in the last bits, what is rounded does not.
     factors = torch.exp2((0.5 * torch.log2(ratios)).round())
-    rows, scales = quantize_rows(weight, 1.0 / factors, largest_weight)
+    sizes = _native_sizes(weight.dtype)
+    rows, scales = quantize_rows(weight, 1.0 / factors, _ranges(weight, factors, sizes))
     # With its first bit turned, a byte means as much with a sign as it meant without one above 128.
-    signed, begins, sizes = rows.bitwise_xor_(_ZERO_INPUT).view(torch.int8), None, byte_sizes(weight.dtype)
-    # Where oneDNN sums larger weights exactly, it has instructions that the native operators do not use.
-    if sizes is not None and sizes.largest == largest_weight:
-        packed, begins = byte_panels(signed, sizes.panel)
+    signed = rows.bitwise_xor_(_ZERO_INPUT).view(torch.int8)
+    if sizes is None:
+        packed, begins = torch.ops.onednn.qlinear_prepack(signed, None), None
     else:
-        packed = torch.ops.onednn.qlinear_prepack(signed, None)
+        packed, begins = byte_panels(signed, sizes.panel)
     return EightBitWeights(
         packed, begins, scales, factors, tuple(bias for _, bias in layers), tuple(one.shape[0] for one, _ in layers)
     )
 
 
-def quantize_rows(x: Tensor, factors: Tensor, most: int = LARGEST_INPUT) -> tuple[Tensor, Tensor]:
+def _native_sizes(dtype: torch.dtype) -> ByteSizes | None:
+    """Return what the native operators expect, or None where oneDNN multiplies."""
+    sizes = byte_sizes(dtype)
+    # There are processors whose instructions for whole bytes only oneDNN uses.
+    return None if sizes is not None and sizes.adds_pairs and _largest_weight() == _LARGEST else sizes
+
+
+def _ranges(weight: Tensor, factors: Tensor, sizes: ByteSizes | None) -> Tensor | None:
+    """Return ``[O]``, what of each output becomes 127 so that sums are exact; None for its largest weight."""
+    if _largest_weight() == _LARGEST if sizes is None else not sizes.adds_pairs:
+        return None
+    scaled = weight.float() / factors
+    largest = scaled.abs().amax(1)
+    if sizes is None:
+        return largest * (_LARGEST / _largest_weight())
+    # Rounding adds at most one to two weights of a pair together, and 255 times 128 fits in sixteen bits.
+    even = torch.nn.functional.pad(scaled, (0, scaled.shape[1] % 2))
+    return torch.maximum(largest, (even[:, ::2] + even[:, 1::2]).abs().amax(1))
+
+
+def quantize_rows(x: Tensor, factors: Tensor, ranges: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return ``x * factors`` in eight bits, row by row.
 
     Parameters
@@ -116,8 +132,8 @@ def quantize_rows(x: Tensor, factors: Tensor, most: int = LARGEST_INPUT) -> tupl
         float32 or bfloat16 ``[..., I]``.
     factors : Tensor
         float32 ``[I]``.
-    most : int
-        What the largest magnitude of a row becomes, up to 127.
+    ranges : Tensor or None
+        float32 ``[R]``: which magnitude of a row becomes 127, no smaller than its largest one, which it is without.
 
     Returns
     -------
@@ -129,19 +145,19 @@ def quantize_rows(x: Tensor, factors: Tensor, most: int = LARGEST_INPUT) -> tupl
     Raises
     ------
     ValueError
-        If there is not one factor for each column, or `most` is too large.
+        If there is not one factor for each column, or not one range for each row.
     """
-    if not 0 < most <= LARGEST_INPUT:
-        msg = f"most={most} does not fit in eight bits: take 1 to {LARGEST_INPUT}"
-        raise ValueError(msg)
     if factors.shape != x.shape[-1:]:
         msg = f"rows of {x.shape[-1]} elements and factors {list(factors.shape)} do not fit together"
         raise ValueError(msg)
     dense, factors = x.flatten(0, -2).contiguous(), factors.contiguous()
-    if dense.numel() and takes_rows(dense) and takes_rows(factors):
-        return native_quantize_rows(dense, factors, most)
+    if ranges is not None and ranges.shape != dense.shape[:1]:
+        msg = f"{dense.shape[0]} rows and ranges {list(ranges.shape)} do not fit together"
+        raise ValueError(msg)
+    if dense.numel() and takes_rows(dense) and takes_rows(factors) and (ranges is None or takes_rows(ranges)):
+        return native_quantize_rows(dense, factors, ranges)
     scaled = dense.float() * factors
-    scales = scaled.abs().amax(1).clamp_min(1e-30) / most
+    scales = (scaled.abs().amax(1) if ranges is None else ranges).clamp_min(1e-30) / _LARGEST
     whole = (scaled / scales[:, None]).nan_to_num(0.0).round() + _ZERO_INPUT
     return whole.to(torch.uint8), scales
 

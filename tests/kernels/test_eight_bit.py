@@ -43,28 +43,31 @@ def in_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @settings(max_examples=40)
-@given(rows=st.integers(0, 40), dim=SIZES, most=st.sampled_from([63, 127]), seed=st.integers(0, 99))
-def test_rows_are_rounded_by_their_own_largest_element(rows: int, dim: int, most: int, seed: int) -> None:
+@given(rows=st.integers(0, 40), dim=SIZES, times=st.sampled_from([1.0, 2.0]), seed=st.integers(0, 99))
+def test_rows_are_rounded_by_their_largest_element_or_a_range(rows: int, dim: int, times: float, seed: int) -> None:
     x, factors = random(2, rows, dim, seed=seed), random(dim, seed=seed + 1).abs() + 0.1
     x[:, : rows // 2] *= 100
-    got, scales = quantize_rows(x, factors, most)
-    assert (got.dtype, got.shape, scales.shape) == (torch.uint8, (2 * rows, dim), (2 * rows,))
     want = (x * factors).flatten(0, 1)
-    torch.testing.assert_close(scales, want.abs().amax(1) / most, rtol=1e-6, atol=0)
+    largest = want.abs().amax(1)
+    got, scales = quantize_rows(x, factors, None if times == 1 else times * largest)
+    assert (got.dtype, got.shape, scales.shape) == (torch.uint8, (2 * rows, dim), (2 * rows,))
+    torch.testing.assert_close(scales, times * largest / 127, rtol=1e-6, atol=0)
     whole = got.int() - 128
-    assert rows == 0 or int(whole.abs().amax()) == most
+    assert rows == 0 or int(whole.abs().amax()) in ({127} if times == 1 else {63, 64})
     # Half a step, and what rounding of the quotient adds.
     assert rows == 0 or float(((whole * scales[:, None] - want).abs() / scales[:, None]).max()) <= 0.5001
 
 
-@pytest.mark.parametrize("most", [63, 127])
+@pytest.mark.parametrize("ranges", [None, torch.full((5,), 9.0)], ids=["own", "given"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_native_rows_are_those_of_torch(dtype: torch.dtype, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_rows_are_those_of_torch(
+    dtype: torch.dtype, ranges: Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x, factors = random(5, 33).to(dtype), random(33, seed=1).abs()
     x[2] = 0
-    got = quantize_rows(x, factors, most)
+    got = quantize_rows(x, factors, ranges)
     monkeypatch.setenv("FUSED_KV_KERNELS", "torch")
-    want = quantize_rows(x, factors, most)
+    want = quantize_rows(x, factors, ranges)
     torch.testing.assert_close(got[1], want[1])
     assert int((got[0].int() - want[0].int()).abs().max()) <= 1, "one where the quotient is half way"
     assert got[0][2].tolist() == [128] * 33
@@ -115,7 +118,7 @@ def test_gated_rows_are_rounded_as_torch_rounds_them(dtype: torch.dtype, rows: i
     products, scales = random(rows, 2 * width, seed=seed).to(dtype), random(rows, seed=1).abs() + 0.5
     products[0] *= 30
     factors = random(width, seed=2).abs() + 0.1
-    got, got_scales = native_quantize_gated(products, scales, factors, 127)
+    got, got_scales = native_quantize_gated(products, scales, factors)
     gated = gated_silu(*(products.float() * scales[:, None]).chunk(2, dim=1))
     want, want_scales = quantize_rows(gated, factors)
     torch.testing.assert_close(got_scales, want_scales, rtol=1e-5, atol=0)
@@ -175,8 +178,6 @@ def test_layers_that_make_no_mlp_are_refused() -> None:
     for gates, last in ((gate_up, mlp_of(64, 32)[1]), (down, down), (gate_up, gate_up)):
         with pytest.raises(ValueError, match="MLP with a gate"):
             eight_bit_gated_mlp(random(3, gates.factors.shape[0]), gates, last)
-    with pytest.raises(ValueError, match="most=200"):
-        quantize_rows(random(3, 8), torch.ones(8), 200)
 
 
 @needs_onednn
@@ -196,7 +197,7 @@ def test_bytes_are_those_of_torch_without_avx512(float32_without_avx512: CDLL, d
     x, factors = random(3, dim), random(dim, seed=1).abs()
     got, scales = torch.full((4, dim), 7, dtype=torch.uint8), torch.empty(3)
     float32_without_avx512.fkv_quantize_rows(
-        *(part.data_ptr() for part in (x, factors, got, scales)), 3, dim, 127, torch.get_num_threads()
+        x.data_ptr(), factors.data_ptr(), None, got.data_ptr(), scales.data_ptr(), 3, dim, torch.get_num_threads()
     )
     want = ((x * factors) / scales[:, None]).round() + 128
     assert int((got[:3].int() - want.int()).abs().max()) <= 1, "one where the quotient is half way"
@@ -241,6 +242,7 @@ def test_weights_are_as_large_as_sums_stay_exact(monkeypatch: pytest.MonkeyPatch
 
 @needs_onednn
 @pytest.mark.parametrize("largest", [127, 63])
+@pytest.mark.usefixtures("in_onednn")
 def test_weights_take_all_of_the_range(largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounded_weights, "_largest_weight", lambda: largest)
     weight = random(8, 64)
@@ -292,6 +294,8 @@ def test_no_rows_and_factors_that_do_not_fit() -> None:
     assert eight_bit_linears(torch.empty(2, 0, 64), weights)[0].shape == (2, 0, 8)
     with pytest.raises(ValueError, match="64 elements and factors"):
         quantize_rows(random(3, 64), torch.ones(63))
+    with pytest.raises(ValueError, match=r"3 rows and ranges \[2\]"):
+        quantize_rows(random(3, 64), torch.ones(64), torch.ones(2))
     x, factors = random(3, 64), random(64, 2).abs()[:, 0]
     assert torch.equal(quantize_rows(x, factors)[0], quantize_rows(x, factors.clone())[0])
 

@@ -31,9 +31,8 @@ from fused_kv_kernels.native import byte_panels, byte_rows, byte_sizes, native_e
 
 needs_onednn = pytest.mark.skipif(not has_eight_bit_linears(), reason="torch has no eight-bit products here")
 pytestmark = pytest.mark.usefixtures("byte_instructions")
-SIZES = byte_sizes(torch.float32)
 needs_bytes = pytest.mark.skipif(
-    SIZES is None or SIZES.largest != rounded_weights._largest_weight(), reason="no native eight-bit products here"
+    rounded_weights._native_sizes(torch.float32) is None, reason="no native eight-bit products here"
 )
 
 
@@ -244,11 +243,13 @@ def test_numbers_behind_a_norm_are_not_read() -> None:
 
 @needs_bytes
 @pytest.mark.parametrize("largest", [63, 127])
-def test_weights_of_other_bits_are_multiplied_in_onednn(largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_onednn_multiplies_where_only_it_has_instructions_for_whole_bytes(
+    largest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes = byte_sizes(torch.float32)
     assert sizes is not None
     monkeypatch.setattr(rounded_weights, "_largest_weight", lambda: largest)
-    assert (weights_of(8, 64).begins is None) == (largest != sizes.largest)
+    assert (weights_of(8, 64).begins is None) == (sizes.adds_pairs and largest == 127)
 
 
 @needs_bytes
@@ -282,10 +283,36 @@ def test_sums_of_the_largest_numbers_are_exact() -> None:
     assert sizes is not None
     weight = torch.ones(48, 576)
     weight[::2] = -1
+    weight[16:32, ::2] = 0
     weights = eight_bit_weights([(weight, None)], torch.ones(576))
     (got,) = eight_bit_linears(torch.ones(7, 576), weights)
-    assert int(byte_rows(weights.packed, 48, 576).abs().min()) == sizes.largest
-    torch.testing.assert_close(got, weight.sum(1).expand(7, 48))
+    rows = byte_rows(weights.packed, 48, 576).int()
+    pairs = rows.unflatten(1, (-1, 2)).sum(2).abs()
+    assert pairs[16:32].eq(127).all()
+    assert pairs[:16].eq(128 if sizes.adds_pairs else 254).all()
+    torch.testing.assert_close(got, (rows.sum(1) * weights.scales).expand(7, 48))
+
+
+@needs_bytes
+@given(outputs=st.integers(1, 70), inputs=st.integers(1, 70), seed=st.integers(0, 99))
+@settings(max_examples=60)
+def test_weights_are_as_large_as_their_sums_stay_exact(outputs: int, inputs: int, seed: int) -> None:
+    """With inputs of one sign, which are the largest bytes there are."""
+    sizes = byte_sizes(torch.float32)
+    assert sizes is not None
+    weight = random(outputs, inputs, seed=seed).pow(3)
+    weights = eight_bit_weights([(weight, None)], torch.ones(inputs))
+    rows = byte_rows(weights.packed, outputs, inputs).int()
+    pairs = torch.nn.functional.pad(rows, (0, inputs % 2)).unflatten(1, (-1, 2)).sum(2).abs().amax(1)
+    largest = rows.abs().amax(1)
+    if sizes.adds_pairs:
+        assert (torch.maximum(pairs, largest) >= 126).all()
+        assert (pairs <= 128).all()
+    else:
+        assert (largest == 127).all()
+    # Whatever the factors, these inputs are all as large once they are multiplied.
+    (got,) = eight_bit_linears(1.0 / weights.factors.expand(6, -1), weights)
+    torch.testing.assert_close(got, (rows.sum(1) * weights.scales).expand(6, -1), rtol=1e-5, atol=1e-4)
 
 
 @needs_bytes

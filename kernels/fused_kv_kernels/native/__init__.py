@@ -13,6 +13,7 @@ from .decoder_stack import native_decode_layers
 from .decoding import cache_table, decode_attention_scratch, native_decode_attention
 from .eight_bit_layers import (
     ByteOperands,
+    ByteSizes,
     byte_panels,
     byte_rows,
     byte_sizes,
@@ -55,6 +56,7 @@ from .views import ViewTables, native_decode_views, view_tables
 
 __all__ = [
     "ByteOperands",
+    "ByteSizes",
     "Norm",
     "Table",
     "ViewTables",

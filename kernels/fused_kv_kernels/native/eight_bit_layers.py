@@ -28,10 +28,19 @@ _NO_NORM = None, 0.0
 
 
 class ByteSizes(NamedTuple):
-    """What the operators expect of weights: outputs of a panel, and the largest magnitude of a rounded one."""
+    """What the operators expect of weights.
+
+    Parameters
+    ----------
+    panel : int
+        Outputs of a panel.
+    adds_pairs : bool
+        Whether products of two neighbouring inputs, the first of them even, are added up in sixteen bits: then two such
+        weights of one sign may have a magnitude of 128 together.
+    """
 
     panel: int
-    largest: int
+    adds_pairs: bool
 
 
 def byte_sizes(dtype: torch.dtype) -> ByteSizes | None:
@@ -40,7 +49,7 @@ def byte_sizes(dtype: torch.dtype) -> ByteSizes | None:
         return None
     found = int64_array(0, 0)
     loaded_library(dtype).fkv_eight_bit_sizes(found)
-    return ByteSizes(*found) if found[0] else None
+    return ByteSizes(found[0], bool(found[1])) if found[0] else None
 
 
 def byte_panels(rows: Tensor, panel: int) -> tuple[Tensor, Tensor]:

@@ -50,22 +50,29 @@ def native_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return out
 
 
-def native_quantize_rows(x: Tensor, factors: Tensor, most: int) -> tuple[Tensor, Tensor]:
+def native_quantize_rows(x: Tensor, factors: Tensor, ranges: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return :func:`fused_kv_kernels.quantize_rows` of a dense matrix ``[R, I]``."""
     rows, dim = x.shape
     out, scales = torch.empty(rows, dim, dtype=torch.uint8), torch.empty(rows)
     loaded_library(x.dtype).fkv_quantize_rows(
-        x.data_ptr(), factors.data_ptr(), out.data_ptr(), scales.data_ptr(), rows, dim, most, num_threads()
+        x.data_ptr(),
+        factors.data_ptr(),
+        None if ranges is None else ranges.data_ptr(),
+        out.data_ptr(),
+        scales.data_ptr(),
+        rows,
+        dim,
+        num_threads(),
     )
     return out, scales
 
 
-def native_quantize_gated(products: Tensor, scales: Tensor, factors: Tensor, most: int) -> tuple[Tensor, Tensor]:
+def native_quantize_gated(products: Tensor, scales: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
     """Return :func:`native_quantize_rows` of ``silu(gate) * up``, which are dense ``[R, 2 W]`` times `scales`."""
     rows, width = products.shape[0], products.shape[1] // 2
     out, out_scales = torch.empty(rows, width, dtype=torch.uint8), torch.empty(rows)
     pointers = (part.data_ptr() for part in (products, scales, factors, out, out_scales))
-    loaded_library(products.dtype).fkv_quantize_gated(*pointers, rows, width, most, num_threads())
+    loaded_library(products.dtype).fkv_quantize_gated(*pointers, rows, width, num_threads())
     return out, out_scales
 
 

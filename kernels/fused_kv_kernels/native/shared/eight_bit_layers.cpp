@@ -1,7 +1,6 @@
 // Linear layers and MLPs with a gate in eight bits: a block of rows is rounded, multiplied and scaled back while it is
 // in a core's cache.
 #include "eight_bit_tiles.h"
-#include "rounded_rows.h"
 #include "row_norm.h"
 
 #if defined(FKV_HAS_BYTES)
@@ -47,7 +46,7 @@ struct RoundedRows {
     uint8_t *row(int64_t number) { return reinterpret_cast<uint8_t *>(words.data() + number * row_words); }
 
     template <typename Read> void set(int64_t number, int64_t dim, const Read &read) {
-        scales[number] = round_row(dim, largest_magnitude(dim, read), kMost, read, row(number));
+        scales[number] = round_row(dim, largest_magnitude(dim, read), read, row(number));
     }
     // Sums of `count` rows from `first` on with a panel, dense.
     void multiply(int64_t first, int64_t count, const Weights &by, int64_t panel, int32_t *sums) const {
@@ -140,10 +139,10 @@ template <typename Use> void by_blocks(int64_t rows, int threads, const Use &use
 
 extern "C" {
 
-// Outputs of a panel, and the largest magnitude of a rounded weight.
+// Outputs of a panel, and whether products of two neighbours are added up in sixteen bits.
 void fkv_eight_bit_sizes(int64_t *sizes) {
     sizes[0] = kPanel;
-    sizes[1] = kMostWeight;
+    sizes[1] = kAddsPairs;
 }
 
 // x [rows, inputs] and out [rows, outputs], dense; weights as struct Weights has them; norm [inputs] or none.

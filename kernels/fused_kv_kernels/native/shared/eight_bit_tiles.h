@@ -6,7 +6,7 @@
 // sums. So two such neighbours of one sign may have a magnitude of 128 together: 128 times 255 fits.
 #pragma once
 
-#include "element.h"
+#include "rounded_rows.h"
 
 #if (defined(__AVX512VNNI__) && defined(__AVX512VBMI__)) || !defined(__AVX512F__)
 #define FKV_HAS_BYTES
@@ -16,10 +16,8 @@
 namespace fkv {
 
 constexpr int kByteTileRows = 6;
-constexpr int kMost = 127; // the largest magnitude of a number; unsigned bytes have 128 added
 #if defined(__AVX512F__)
 constexpr bool kAddsPairs = false; // whether neighbours are added up in sixteen bits
-constexpr int kMostWeight = 127;   // a magnitude of all signed bytes that never is too large
 constexpr int kByteTileRegisters = 4; // 6 x 4 sums, 4 right operands and a broadcast fill 29 of 32 registers
 
 inline WholeLanes add_products(WholeLanes sum, WholeLanes left, WholeLanes right) {
@@ -27,7 +25,6 @@ inline WholeLanes add_products(WholeLanes sum, WholeLanes left, WholeLanes right
 }
 #else
 constexpr bool kAddsPairs = true;
-constexpr int kMostWeight = 63;
 constexpr int kByteTileRegisters = 2; // 6 x 2 sums leave 4 of 16 registers for operands and a product
 
 inline WholeLanes add_products(WholeLanes sum, WholeLanes left, WholeLanes right) {

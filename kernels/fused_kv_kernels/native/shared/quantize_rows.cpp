@@ -1,5 +1,4 @@
-// Rows of activations or weights in eight bits, each scaled by its own largest element, for products of integers, and
-// scaling the products back.
+// Rows of activations or weights in eight bits, for products of integers, and scaling the products back.
 #include "rounded_rows.h"
 
 #include <vector>
@@ -8,22 +7,24 @@ using namespace fkv;
 
 extern "C" {
 
-// x [rows, dim], factors [dim], out [rows, dim] and scales [rows], all dense: scales = max |x factors| / most of a row,
-// out = 128 + round(x factors / scales). A row that is not finite has a scale that is not either.
-void fkv_quantize_rows(const Element *x, const float *factors, uint8_t *out, float *scales, int64_t rows, int64_t dim,
-                       float most, int threads) {
+// x [rows, dim], factors [dim], out [rows, dim], scales and ranges [rows], all dense: scales = ranges / 127, and
+// out = 128 + round(x factors / scales). Without ranges, that of a row is max |x factors|. A row that is not finite has
+// a scale that is not either.
+void fkv_quantize_rows(const Element *x, const float *factors, const float *ranges, uint8_t *out, float *scales,
+                       int64_t rows, int64_t dim, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t row = 0; row < rows; ++row) {
         const Element *source = x + row * dim;
         const auto read = [&](int64_t column) { return scaled(source, factors, column, dim); };
-        scales[row] = round_row(dim, largest_magnitude(dim, read), most, read, out + row * dim);
+        const float range = ranges ? ranges[row] : largest_magnitude(dim, read);
+        scales[row] = round_row(dim, range, read, out + row * dim);
     }
 }
 
 // products [rows, 2 width], dense, each row times its scale: gate and up. out [rows, width] and scales [rows] are those
 // of silu(gate) * up, as fkv_quantize_rows makes them.
 void fkv_quantize_gated(const Element *products, const float *product_scales, const float *factors, uint8_t *out,
-                        float *scales, int64_t rows, int64_t width, float most, int threads) {
+                        float *scales, int64_t rows, int64_t width, int threads) {
 #pragma omp parallel num_threads(threads)
     {
         std::vector<float> hidden(round_up(width, kLanes));
@@ -38,7 +39,7 @@ void fkv_quantize_gated(const Element *products, const float *product_scales, co
                 return load_floats(hidden.data() + column);
             });
             const auto read = [&](int64_t column) { return load_floats(hidden.data() + column); };
-            scales[row] = round_row(width, largest, most, read, out + row * width);
+            scales[row] = round_row(width, largest, read, out + row * width);
         }
     }
 }
