@@ -20,10 +20,13 @@ from torch import Tensor
 
 from fused_kv_kernels import RotationTable, add_change, compress_rows
 
-__all__ = ["CONTEXT_SHIFT", "ShiftFit", "context_shift", "place_weight", "shift_name"]
+__all__ = ["CONTEXT_SHIFT", "USUAL_WEIGHT", "ShiftFit", "context_shift", "place_weight", "shift_name"]
 
 CONTEXT_SHIFT = "shift-int8"
 """How the names of all context shifts begin."""
+
+USUAL_WEIGHT = 0.8
+"""Of a chunk's place: the mean over the second to the tenth of ten equal chunks."""
 
 _PULL = 0.15
 """Weight of the assumption that nothing changes, in squared weights of places; measured in docs/experiments.md."""

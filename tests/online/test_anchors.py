@@ -14,12 +14,13 @@ from models import smollm2_tokenizer, tiny_model
 
 from fused_kv_kernels.reference import token_scores_reference
 from fused_kv_llm import FusedKVEngine
+from fused_kv_llm.context_shift import shift_name
 from fused_kv_llm.kv import PlacedChunk
 from fused_kv_llm.online import Request
 from fused_kv_llm.online.anchors import read_anchors
 from fused_kv_llm.report import FusionReport
 from fused_kv_llm.selectors import Anchors, QueryAttention, View
-from fused_kv_llm.selectors.anchors import anchor_positions, knorm_scores, sidecar_name, sink_scores
+from fused_kv_llm.selectors.anchors import anchor_positions, knorm_scores, sidecar_names, sink_scores
 from fused_kv_llm.selectors.profiles import critical_layers, save_profile
 from fused_kv_llm.selectors.views import AnchorRule
 
@@ -28,6 +29,7 @@ from .reference_fusion import finish, project, recompute_rows, stitched_kv
 LAYERS = (1, 3)
 ANCHORS = Anchors("kvzip", 0.2)
 MINE = QueryAttention("mine", layers=LAYERS, anchors=ANCHORS)
+(NAME,) = sidecar_names(View(LAYERS, anchors=ANCHORS))
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +50,7 @@ def plan(engine: FusedKVEngine) -> Request:
 def stored_anchors(engine: FusedKVEngine, request: Request) -> list[int]:
     found = []
     for chunk in request.chunks:
-        side = engine.store.sidecars.read(chunk.stored.key, sidecar_name(ANCHORS, LAYERS))
+        side = engine.store.sidecars.read(chunk.stored.key, NAME)
         assert side is not None
         places = side["positions"].long() - chunk.segment.chunk_start + chunk.segment.start
         found += [p for p in places.tolist() if chunk.segment.start <= p < chunk.segment.stop]
@@ -61,9 +63,16 @@ def sidecar_path(engine: FusedKVEngine, key: str, name: str) -> Path:
 
 
 def test_a_file_is_named_after_rule_ratio_and_layers() -> None:
-    assert sidecar_name(Anchors("kvzip", 0.1), (21, 22, 23)) == "anchors-kvzip-0.1-21-22-23"
-    names = {sidecar_name(Anchors("knorm_high", 0.05), range(count)) for count in (40, 80, 81)}
-    assert len(names) == 3, "whatever the number of layers"
+    view = View((21, 22, 23), anchors=Anchors("kvzip", 0.1))
+    assert sidecar_names(view) == ("anchor-kv-kvzip-0.1-21-22-23",)
+    assert sidecar_names(replace(view, anchor_shift="shift-2")) == (
+        "anchor-kv-kvzip-0.1-21-22-23-shift-2", "anchor-kv-kvzip-0.1-21-22-23",
+    )  # fmt: skip
+    assert sidecar_names(View((1,))) == ()
+    anchors, shift = Anchors("knorm_high", 0.05, "int8"), shift_name(10, 4)
+    views = [View(tuple(range(count)), anchors=anchors, anchor_shift=shift) for count in (40, 80, 81)]
+    names = {name for one in views for name in sidecar_names(one)}
+    assert len(names) == 6, "whatever the number of layers"
     assert max(map(len, names)) <= 100, "the longest name of a sidecar"
 
 
@@ -88,7 +97,7 @@ def test_kvzip_equals_a_plain_repetition(engine: FusedKVEngine) -> None:
     with engine.store.open(key, chunk) as stored:
         got = engine.corpus._anchors.scores(stored, chunk, ANCHORS)
     torch.testing.assert_close(got, total, atol=1e-5, rtol=1e-4)
-    side = engine.store.sidecars.read(key, sidecar_name(ANCHORS, LAYERS))
+    side = engine.store.sidecars.read(key, NAME)
     assert side is not None
     assert side["positions"].tolist() == sorted(total.topk(math.ceil(0.2 * len(chunk))).indices.tolist())
 
@@ -150,7 +159,9 @@ def test_anchors_stand_side_by_side_between_the_rows_of_the_prompt(engine: Fused
     request = Request(planned.ids, planned.prefix_tokens, chunks)
     rows, _ = request.question_rows()
     assert int(rows[0]) < request.chunks[0].segment.start
-    anchors = read_anchors(request, ANCHORS, LAYERS, engine.store.sidecars, engine.loaded.geometry)
+    anchors = read_anchors(
+        request, View(LAYERS, anchors=ANCHORS), ANCHORS, engine.store.sidecars, engine.loaded.geometry
+    )
     positions = torch.cat(anchors.positions)
     assert positions.tolist() == stored_anchors(engine, request)
     header = torch.arange(request.prefix_tokens)
@@ -171,12 +182,12 @@ def test_anchors_stand_side_by_side_between_the_rows_of_the_prompt(engine: Fused
 def test_the_probe_reads_the_side_files_only(engine: FusedKVEngine) -> None:
     engine.store.drop_memory()
     _, report = engine.prefill(rag_prompt(SHORT[:5]), recompute_ratio=0.3)
-    sides = [engine.store.sidecars.read(p.stored.key, sidecar_name(ANCHORS, LAYERS)) for p in plan(engine).chunks]
+    sides = [engine.store.sidecars.read(p.stored.key, NAME) for p in plan(engine).chunks]
     assert report.selection_bytes == sum(part.nbytes for side in sides for part in side.values())
     assert report.sidecar_bytes_loaded == {"anchors": report.selection_bytes}
-    # 3 of 5 layers for a fifth of the tokens, and the keys of two layers.
-    share = report.selection_bytes / sum(report.bytes_loaded.values())
-    assert 0.2 * 3 / 5 + 0.5 * 2 / 5 <= share < 0.2 * 3 / 5 + 0.5 * 2 / 5 + 0.03
+    # The keys of two of 5 layers; for a fifth of the tokens values of three layers, and keys of the other two of these.
+    share, want = report.selection_bytes / sum(report.bytes_loaded.values()), (0.5 * 2 + 0.2 * (0.5 * 3 + 0.5 * 2)) / 5
+    assert want <= share < want + 0.03
     assert report.warnings == []
 
 
@@ -188,7 +199,9 @@ def test_anchors_in_eight_bits_score_nearly_alike_from_fewer_bytes(engine: Fused
     _, want = engine.requests.attention_by_layer(prompt, View(LAYERS, anchors=ANCHORS))
     _, got = engine.requests.attention_by_layer(prompt, View(LAYERS, anchors=eight_bit))
     assert not torch.equal(got, want), "they are other numbers"
-    read = read_anchors(plan(engine), eight_bit, LAYERS, engine.store.sidecars, engine.loaded.geometry)
+    read = read_anchors(
+        plan(engine), View(LAYERS, anchors=eight_bit), eight_bit, engine.store.sidecars, engine.loaded.geometry
+    )
     tensors = [*read.scored_keys, *(part for pair in read.anchors for part in pair)]
     assert {part.dtype for part in tensors} == {engine.loaded.dtype}
     torch.testing.assert_close(got, want, atol=1e-4, rtol=0.05)
@@ -218,10 +231,9 @@ def test_other_selectors_read_whole_layers(engine: FusedKVEngine) -> None:
 def test_a_chunk_without_anchors_is_read_and_reported(engine: FusedKVEngine) -> None:
     key = engine.chunk_id(SHORT[2])
     assert key is not None
-    name = sidecar_name(ANCHORS, LAYERS)
     before = engine.prefill(rag_prompt(SHORT[:5]), recompute_ratio=0.3)[1].selection_bytes
-    path = sidecar_path(engine, key, name)
-    side = engine.store.sidecars.read(key, name)
+    path = sidecar_path(engine, key, NAME)
+    side = engine.store.sidecars.read(key, NAME)
     path.unlink()
     _, report = engine.prefill(rag_prompt(SHORT[:5]), recompute_ratio=0.3)
     # Layers up to the deepest critical one are read, whatever of them is used.
@@ -271,25 +283,24 @@ def test_chunks_met_in_prompts_get_the_anchors_of_the_engines_selector(tmp_path:
 def test_a_damaged_side_file_is_a_miss(engine: FusedKVEngine) -> None:
     key = engine.chunk_id(SHORT[3])
     assert key is not None
-    name = sidecar_name(ANCHORS, LAYERS)
-    path = sidecar_path(engine, key, name)
+    path = sidecar_path(engine, key, NAME)
     whole = bytearray(path.read_bytes())
     for broken in (bytes(whole[: len(whole) // 2]), bytes(whole[:-3]) + b"\x7f\x7f\x7f"):
         path.write_bytes(broken)
         with pytest.warns(UserWarning, match="cannot be used"):
-            assert engine.store.sidecars.read(key, name) is None
+            assert engine.store.sidecars.read(key, NAME) is None
         assert not path.exists()
     path.write_bytes(bytes(whole))
-    assert engine.store.sidecars.read(key, name) is not None
+    assert engine.store.sidecars.read(key, NAME) is not None
 
 
 def test_deleted_chunks_leave_no_anchors(engine: FusedKVEngine) -> None:
     key = engine.chunk_id(SHORT[4])
     assert key is not None
     engine.delete_chunks([SHORT[4]])
-    assert not engine.store.sidecars.has(key, sidecar_name(ANCHORS, LAYERS))
+    assert not engine.store.sidecars.has(key, NAME)
     engine.build_kv_cache([SHORT[4]], progress=False)
-    assert engine.store.sidecars.has(key, sidecar_name(ANCHORS, LAYERS))
+    assert engine.store.sidecars.has(key, NAME)
 
 
 def test_rules_rank_by_place_and_by_norm() -> None:
@@ -318,7 +329,7 @@ def test_norms_rank_by_either_sign(engine: FusedKVEngine, rule: AnchorRule, sign
     engine.build_anchors(SHORT[:1], selector=QueryAttention(f"by_{rule}", layers=LAYERS, anchors=anchors))
     key = engine.chunk_id(SHORT[0])
     assert key is not None
-    side = engine.store.sidecars.read(key, sidecar_name(anchors, LAYERS))
+    side = engine.store.sidecars.read(key, *sidecar_names(View(LAYERS, anchors=anchors)))
     stored = engine.store.open(key, engine.token_ids(SHORT[0]), counted=False)
     assert side is not None
     assert stored is not None

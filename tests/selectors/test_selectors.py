@@ -33,7 +33,7 @@ from fused_kv_llm.selectors import (
         (lambda: Anchors("best"), "ranks no anchors"),
         (lambda: Anchors("sink", 0.0), "outside"),
         (lambda: Anchors("sink", 1.5), "outside"),
-        (lambda: Anchors("sink", 0.5, "int4"), "use 'auto' or 'int8'"),
+        (lambda: Anchors("sink", 0.5, "int2"), "use 'auto', 'int8' or 'int4'"),
         (lambda: QueryAttention("x", layers="upper"), "use one of last, all"),
         (lambda: QueryAttention("x", layers=()), "use one of last, all"),
         (lambda: QueryAttention("x", layers="all", floor=1.5), "outside"),
@@ -203,7 +203,7 @@ def test_scores_of_groups_are_averaged_by_hand() -> None:
 
 
 def test_the_default_with_anchors_is_what_the_docs_say() -> None:
-    early, late, anchors = tuple(range(7, 18)), tuple(range(16, 24)), Anchors("kvzip", 0.25, "int8")
+    early, late, anchors = tuple(range(7, 18)), tuple(range(16, 24)), Anchors("sink", 1.0, "int4", shifted=True)
     view = View(tuple(range(7, 24)), False, anchors, groups=(early, late), plain_layers=early)
     assert SELECTORS["sink_attention_anchors"].view(30) == view
 

@@ -27,7 +27,7 @@ from fused_kv_llm.offline import (
 )
 from fused_kv_llm.prompt import Segment
 from fused_kv_llm.report import IngestReport
-from fused_kv_llm.selectors import View, sidecar_name
+from fused_kv_llm.selectors import View, sidecar_names
 from fused_kv_llm.serving import loop_of
 from fused_kv_llm.store import Variants
 from fused_kv_llm.thread_pool import release_openmp_workers
@@ -115,6 +115,7 @@ class EngineCorpus:
             self._preprocessor,
             self._builder,
             lambda text: self.build_anchors([text], view, progress=False),
+            lambda key: self._renew_anchors(key, view),
         )
 
     def adopt_from(self, prefixes: PrefixTree, parts: EngineParts) -> None:
@@ -152,7 +153,12 @@ class EngineCorpus:
         if not isinstance(view, View) or view.anchors is None:
             return 0
         keys = self.keys_of(chunk_texts(texts))
-        return self._anchors.run((key for key in keys if key), view.anchors, view.layers, progress=progress)
+        return self._anchors.run((key for key in keys if key), view, progress=progress)
+
+    def _renew_anchors(self, key: str, view: object) -> None:
+        """Store anchors with a context shift that is new."""
+        if isinstance(view, View) and view.anchor_shift is not None:
+            self._anchors.run([key], view, refreshed=True, progress=False)
 
     def delete(self, texts: Iterable[str]) -> int:
         """Delete the stored KV of chunks, and return how many were stored."""
@@ -171,8 +177,8 @@ class EngineCorpus:
             pairs = zip(retrieved, lacked, keys, strict=True)
             self._background.complete(text for text, before, now in pairs if before is None and now is not None)
         sidecars = [] if self._preprocessed is None else [self._preprocessed]
-        if isinstance(view, View) and view.anchors is not None:
-            sidecars.append(sidecar_name(view.anchors, view.layers))
+        if isinstance(view, View):
+            sidecars += sidecar_names(view)
         self._store.prefetch([key for key in keys if key is not None], sidecars)
         self.expect(text for text, key in zip(retrieved, keys, strict=True) if key is None)
         return keys

@@ -2,16 +2,18 @@
 
 For every stored chunk the rule ranks its tokens, and a sidecar keeps what the probe will need: the keys and values
 of the anchors in the layers below the last one that scores, and the keys of all tokens in the layers that score. The
-probe then never reads the chunk's KV itself.
+probe then never reads the chunk's KV itself. Anchors that are to be shifted are stored twice: as the chunk's own KV has
+them, and with most of the chunk's context shift.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from fused_kv_llm.context_shift import USUAL_WEIGHT
 from fused_kv_llm.model import (
     AttentionRule,
     CachePool,
@@ -24,7 +26,7 @@ from fused_kv_llm.model import (
     attention_weights,
     forward_kv,
 )
-from fused_kv_llm.selectors import Anchors, anchor_positions, knorm_scores, sidecar_name, sink_scores
+from fused_kv_llm.selectors import Anchors, View, anchor_positions, knorm_scores, sidecar_names, sink_scores
 from fused_kv_llm.store import AnchorKV, KVStore, StoredKV
 
 from .progress import PassCounts, progress_bar
@@ -126,21 +128,24 @@ class AnchorBuilder:
         self._sidecars = store.sidecars
         self._pool = CachePool(loaded.dtype, loaded.device)
 
-    def run(self, keys: Iterable[str], anchors: Anchors, layers: Sequence[int], *, progress: bool = True) -> int:
+    def run(self, keys: Iterable[str], view: View, *, refreshed: bool = False, progress: bool = True) -> int:
         """Rank and store the anchors of these chunks, and return how many were new; resumes where it was stopped.
 
         Parameters
         ----------
         keys : iterable of str
             Stored chunks; others are left out.
-        anchors : Anchors
-        layers : sequence of int
-            Those that score.
+        view : View
+            With the anchors, and the layers that score.
+        refreshed : bool
+            Whether their context shifts are new, so that anchors with these are stored anew.
         progress : bool
             Whether to show a progress bar.
         """
-        name = sidecar_name(anchors, layers)
-        rows = self._store.rows(key for key in dict.fromkeys(keys) if not self._sidecars.has(key, name))
+        if view.anchors is None:
+            return 0
+        lacking = {key: found for key in dict.fromkeys(keys) if (found := self._lacking(key, view, refreshed))}
+        rows = self._store.rows(lacking)
         counts = PassCounts(len(rows), sum(len(row.token_ids) for row in rows.values()))
         with progress_bar("Storing anchors", counts, enabled=progress) as show:
             for key, row in rows.items():
@@ -148,7 +153,7 @@ class AnchorBuilder:
                 if stored is None:
                     continue
                 with stored:
-                    nbytes = self._sidecars.put(key, name, self._derive(stored, row.token_ids, anchors, layers))
+                    nbytes = self._write(stored, row.token_ids, view.anchors, view.layers, lacking[key])
                 counts.add(len(row.token_ids), nbytes)
                 show()
         return len(rows)
@@ -169,11 +174,38 @@ class AnchorBuilder:
 
         return self._owner.run(compute)
 
-    def _derive(
-        self, stored: StoredKV, token_ids: Sequence[int], anchors: Anchors, layers: Sequence[int]
-    ) -> dict[str, Tensor]:
-        chosen = anchor_positions(self.scores(stored, token_ids, anchors), anchors.ratio)
-        keys, values = stored.read_layers(0, stored.num_layers)
-        below = max(layers)
-        kept = AnchorKV(chosen, keys[:below, :, chosen], values[:below, :, chosen], keys[sorted(layers)])
-        return kept.tensors(anchors.storage)
+    def _lacking(self, key: str, view: View, refreshed: bool) -> dict[str, str | None]:
+        """Return the sidecars that a chunk lacks, and the name of the context shift that each is to have."""
+        names, shift = sidecar_names(view), view.anchor_shift
+        lacking: dict[str, str | None] = {} if self._sidecars.has(key, names[-1]) else {names[-1]: None}
+        has_shift = shift is not None and self._sidecars.has(key, shift)
+        if has_shift and (refreshed or not self._sidecars.has(key, names[0])):
+            lacking[names[0]] = shift
+        return lacking
+
+    def _write(
+        self, stored: StoredKV, token_ids: Sequence[int], anchors: Anchors, layers: Sequence[int],
+        wanted: Mapping[str, str | None],
+    ) -> int:  # fmt: skip
+        """Write the sidecars that are wanted, and return their bytes."""
+        if anchors.ratio == 1.0:
+            positions = torch.arange(stored.num_tokens)
+        else:
+            positions = anchor_positions(self.scores(stored, token_ids, anchors), anchors.ratio)
+        plain, nbytes = stored.read_layers(0, max(layers) + 1), 0
+        for name, shift in wanted.items():
+            keys, values = plain if shift is None else self._shifted(stored.key, shift, plain)
+            kept = AnchorKV.chosen(positions, keys, values, layers)
+            nbytes += self._sidecars.put(stored.key, name, kept.tensors(layers, anchors.storage))
+        return nbytes
+
+    def _shifted(self, key: str, name: str, plain: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of a chunk's first layers with most of its context shift."""
+        shift = self._sidecars.read(key, name)
+        if shift is None:
+            return plain
+        keys, values = (
+            (part.float() + USUAL_WEIGHT * shift[f"{of}_scale"][: len(part)] * shift[of][: len(part)]).to(part.dtype)
+            for of, part in zip(("keys", "values"), plain, strict=True)
+        )
+        return keys, values

@@ -47,6 +47,8 @@ class BackgroundWork:
         Keeps chunks as they are in prompts.
     ingested : callable
         Called with the text of every chunk once it is stored, to add what a selector needs of it.
+    preprocessed : callable
+        Called with the key of every chunk once what preprocessing makes of it is stored, for the same.
     """
 
     def __init__(
@@ -55,8 +57,9 @@ class BackgroundWork:
         preprocessor: Preprocessor | None,
         variants: VariantBuilder | None = None,
         ingested: Callable[[str], object] = lambda text: None,
+        preprocessed: Callable[[str], object] = lambda key: None,
     ) -> None:
-        self._variants, self._ingested = variants, ingested
+        self._variants, self._ingested, self._preprocessed = variants, ingested, preprocessed
         self._prompts: deque[PromptChunks] = deque(maxlen=_REMEMBERED_PROMPTS)
         self._contexts = 0
         self._similar: Iterator[PromptChunks] = iter(())
@@ -231,6 +234,7 @@ class BackgroundWork:
             def written(chunk: PendingChunk, nbytes: int) -> None:
                 counts.add(len(chunk.token_ids), nbytes)
                 counts.refreshed += chunk.key in plan.refreshed
+                self._preprocessed(chunk.key)
 
             if contexts and self._variants is not None:
                 # Made when nothing else is to be done; also of what is left if this is interrupted.

@@ -15,7 +15,7 @@ from torch import Tensor
 from fused_kv_kernels import RotationTable, place_chunks
 from fused_kv_llm.kv import PlacedChunk
 from fused_kv_llm.model import FusedCache, Geometry
-from fused_kv_llm.selectors import Anchors, anchor_positions, sidecar_name, sink_scores
+from fused_kv_llm.selectors import Anchors, View, anchor_positions, sink_scores
 from fused_kv_llm.store import AnchorKV, Sidecars
 
 from .request import Request
@@ -107,7 +107,7 @@ class ChunkAnchors:
 
 
 def read_anchors(
-    request: Request, anchors: Anchors, layers: tuple[int, ...], sidecars: Sidecars, geometry: Geometry
+    request: Request, view: View, anchors: Anchors, sidecars: Sidecars, geometry: Geometry
 ) -> ChunkAnchors:
     """Read what is stored of the anchors of a request's chunks.
 
@@ -116,24 +116,26 @@ def read_anchors(
     Parameters
     ----------
     request : Request
+    view : View
     anchors : Anchors
-    layers : tuple of int
-        Those that score.
+        The view's.
     sidecars : Sidecars
     geometry : Geometry
     """
-    name, missing, bytes_read = sidecar_name(anchors, layers), 0, 0
+    layers, missing, bytes_read = view.layers, 0, 0
+    dims = geometry.room.key_dim, geometry.room.value_dim
     found: list[AnchorKV] = []
-    loaded: dict[str, int] = {}
+    loaded: dict[tuple[str, str], int] = {}
     for chunk in request.chunks:
         key = str(chunk.segment.key)
-        side = sidecars.read(key, name)
+        sides = ((name, sidecars.read(key, name)) for name in request.anchor_names(chunk, view))
+        name, side = next((found for found in sides if found[1] is not None), ("", None))
         if side is None:
             missing += 1
             stored, nbytes = _from_the_chunk(chunk, anchors, layers)
         else:
-            nbytes = loaded[key] = sum(part.nbytes for part in side.values())
-            stored = AnchorKV.of(side, chunk.stored.dtype)
+            nbytes = loaded[key, name] = sum(part.nbytes for part in side.values())
+            stored = AnchorKV.of(side, layers, chunk.stored.dtype, dims)
         bytes_read += nbytes
         found.append(_in_the_prompt(stored, chunk))
     deltas = torch.tensor([chunk.delta for chunk in request.chunks], dtype=torch.int64)
@@ -154,9 +156,7 @@ def _from_the_chunk(chunk: PlacedChunk, anchors: Anchors, layers: tuple[int, ...
     """Take from the chunk's KV what a missing sidecar would have; return it and the bytes that were read."""
     chosen = anchor_positions(sink_scores(chunk.stored.num_tokens), anchors.ratio)
     keys, values = chunk.stored.read_layers(0, max(layers) + 1)
-    below = max(layers)
-    kept = AnchorKV(chosen, keys[:below, :, chosen], values[:below, :, chosen], keys[list(layers)])
-    return kept, keys.nbytes + values.nbytes
+    return AnchorKV.chosen(chosen, keys, values, layers), keys.nbytes + values.nbytes
 
 
 def _in_the_prompt(side: AnchorKV, chunk: PlacedChunk) -> AnchorKV:

@@ -11,8 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fused_kv_llm.context_shift import USUAL_WEIGHT, place_weight
 from fused_kv_llm.kv import PlacedChunk, PrefixMatch, PrefixRun
 from fused_kv_llm.prompt import Segment
+from fused_kv_llm.selectors import View, sidecar_names
 from fused_kv_llm.store import StoredSidecar
 from fused_kv_llm.verdicts import JudgedPrompt
 
@@ -144,6 +146,19 @@ class Request:
     ) -> None:
         """Close the chunks."""
         self.close()
+
+    def shift_weight(self, chunk: PlacedChunk) -> float:
+        """Return how much of its context shift is added to a chunk: nothing to one right behind the header."""
+        # A variant has been computed behind other chunks already.
+        if chunk.variant is not None:
+            return 0.0
+        return place_weight(chunk.segment.start - self.header_tokens, chunk.stored.num_tokens)
+
+    def anchor_names(self, chunk: PlacedChunk, view: View) -> tuple[str, ...]:
+        """Return the names of the sidecars that a chunk's anchors may be in: that nearest to its place comes first."""
+        # A chunk that was stored without neighbours has none with a shift.
+        is_early = self.shift_weight(chunk) < USUAL_WEIGHT / 2
+        return sidecar_names(view)[-1 if is_early else 0 :]
 
     @property
     def num_tokens(self) -> int:

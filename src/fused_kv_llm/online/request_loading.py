@@ -6,9 +6,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from fused_kv_llm.kv import PlacedChunk
 from fused_kv_llm.report import FusionReport
-from fused_kv_llm.selectors import FirstLayersView, View, budget_tokens, sidecar_name
+from fused_kv_llm.selectors import FirstLayersView, View, budget_tokens
 from fused_kv_llm.store import Sidecars, StoredSidecar
 
 from .context import FusionContext, Recipe
@@ -46,11 +45,9 @@ class RequestLoading:
         self._reuses = budget < num_chunk_tokens
         self._teaches = recipe.adaptive is None
         self._rows = int(request.fresh_positions.shape[0]) + budget
-        view: View | FirstLayersView = View()
+        self._view: View | FirstLayersView = View()
         if budget and self._reuses:
-            view = view_of(recipe.selector, context.loaded, context.shift_name, FusionReport())
-        self._anchors = sidecar_name(view.anchors, view.layers) if isinstance(view, View) and view.anchors else None
-        self._first = view.read_first
+            self._view = view_of(recipe.selector, context.loaded, context.shift_name, FusionReport())
 
     def begin(self, *, ahead: bool, on_change: Callable[[], None]) -> LoadAhead | None:
         """Find out whether the request's chunks have to be loaded; any thread may do it.
@@ -72,7 +69,7 @@ class RequestLoading:
         # Context shifts are a part of what is in the computing thread's way, but alone it has nothing else to do.
         if not self._reuses or not (on_disk or ahead):
             return None
-        order = [layer for group in layer_groups(geometry.num_layers, self._first) for layer in group]
+        order = [layer for group in layer_groups(geometry.num_layers, self._view.read_first) for layer in group]
         self._keys = {stored.load_layers: stored.key for stored in on_disk}
         self._keys.update(self._sidecar_places())
         places = list(self._keys)
@@ -96,7 +93,7 @@ class RequestLoading:
         load, num_layers = self._request.loading, self._context.loaded.geometry.num_layers
         row_s = self._context.row_s.value
         compute_s = float("inf") if row_s is None else row_s * self._rows / num_layers
-        least = max(1, len(self._first))
+        least = max(1, len(self._view.read_first))
         return least if load is None else max(least, loading_depth(num_layers, load.seconds_per_layer, compute_s))
 
     def may_begin(self, *, alone: bool) -> bool:
@@ -159,23 +156,19 @@ class RequestLoading:
             self._context.row_s.add(max(0.0, compute_s) / self._rows)
 
     def _sidecar_places(self) -> dict[Callable[[int, int], None], str]:
-        chunks, header, sidecars = self._request.chunks, self._request.header_tokens, self._context.sidecars
+        chunks, sidecars = self._request.chunks, self._context.sidecars
         places: dict[Callable[[int, int], None], str] = {}
         if self._context.shift_name is not None:
-            shifted = dict.fromkeys(chunk.stored.key for chunk in chunks if _is_shifted(chunk, header))
+            shifted = dict.fromkeys(chunk.stored.key for chunk in chunks if self._request.shift_weight(chunk) > 0)
             num_layers = self._context.loaded.geometry.num_layers
             opened = self._request.shifts
             shift_name = self._context.shift_name
             places |= {_Shift(sidecars, key, shift_name, num_layers, opened).load: key for key in shifted}
-        if self._anchors is not None:
-            keys = dict.fromkeys(chunk.stored.key for chunk in chunks)
-            places |= {_Whole(sidecars, key, self._anchors).load: key for key in keys}
+        if isinstance(self._view, View) and self._view.anchors is not None:
+            names = [self._request.anchor_names(chunk, self._view)[0] for chunk in chunks]
+            used = dict.fromkeys(zip((chunk.stored.key for chunk in chunks), names, strict=True))
+            places |= {_Whole(sidecars, key, name).load: key for key, name in used}
         return places
-
-
-def _is_shifted(chunk: PlacedChunk, header_tokens: int) -> bool:
-    """Whether a context shift is added to a chunk: not to a prompt's first one, and not to a variant."""
-    return chunk.segment.start > header_tokens and chunk.variant is None
 
 
 class _Shift:

@@ -80,6 +80,8 @@ def view_of(
         view = replace(view, full_context=True, anchors=None, profiled=False)
     if view.profiled:
         view = replace(view, anchors=anchors_of(loaded.fingerprint) or view.anchors)
+    if view.anchors is not None and view.anchors.shifted:
+        view = replace(view, anchor_shift=shift_name)
     if not view.critical:
         groups = {global_layers(of, loaded.geometry.global_layers): None for of in view.groups or (view.layers,)}
         layers = tuple(sorted({layer for group in groups for layer in group}))
@@ -214,7 +216,7 @@ def describe_chunks(request: Request, recipe: Recipe) -> Probe:
 def _read_anchors(view: View, context: FusionContext, request: Request) -> ChunkAnchors | None:
     if view.anchors is None:
         return None
-    return read_anchors(request, view.anchors, view.layers, context.sidecars, context.loaded.geometry)
+    return read_anchors(request, view, view.anchors, context.sidecars, context.loaded.geometry)
 
 
 def _count_anchors(report: FusionReport, anchors: ChunkAnchors, view: View) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fused_kv_llm.errors import ConfigError
-from fused_kv_llm.selectors.anchors import anchor_positions, knorm_scores, sidecar_name, sink_scores
+from fused_kv_llm.selectors.anchors import anchor_positions, knorm_scores, sidecar_names, sink_scores
 from fused_kv_llm.selectors.profiles import save_anchors, save_profile
 
 from .base import Probe, ScoringSelector, Selector, TransferringSelector, checked_selection
@@ -59,7 +59,7 @@ __all__ = [
     "resolve_selector",
     "save_anchors",
     "save_profile",
-    "sidecar_name",
+    "sidecar_names",
     "sink_scores",
     "variant_selector",
 ]

@@ -13,21 +13,34 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .views import Anchors
+from .views import View
 
-__all__ = ["anchor_positions", "knorm_scores", "sidecar_name", "sink_scores"]
+__all__ = ["anchor_positions", "knorm_scores", "sidecar_names", "sink_scores"]
 
 _LONGEST_LIST = 60
 """Characters of a list of layers that a file's name has room for; of a longer one its digest stands there."""
 
 
-def sidecar_name(anchors: Anchors, layers: Sequence[int]) -> str:
-    """Return the name of the files that hold these anchors for these layers that score."""
-    listed = "-".join(map(str, layers))
-    if len(listed) > _LONGEST_LIST:
-        listed = hashlib.sha256(listed.encode()).hexdigest()[:32]
+def sidecar_names(view: View) -> tuple[str, ...]:
+    """Return the names of the files that hold a chunk's anchors for a view.
+
+    That for a prompt's first chunk comes last; if a context shift is added to anchors elsewhere, that with it is first.
+    Without anchors there are none.
+    """
+    anchors = view.anchors
+    if anchors is None:
+        return ()
     stored = "" if anchors.storage == "auto" else f"{anchors.storage}-"
-    return f"anchors-{anchors.rule}-{anchors.ratio:g}-{stored}{listed}"
+    shifts = [[]] if view.anchor_shift is None else [[view.anchor_shift], []]
+    return tuple(
+        f"anchor-kv-{anchors.rule}-{anchors.ratio:g}-{stored}{_listed([*map(str, view.layers), *shift])}"
+        for shift in shifts
+    )
+
+
+def _listed(parts: Sequence[str]) -> str:
+    listed = "-".join(parts)
+    return listed if len(listed) <= _LONGEST_LIST else hashlib.sha256(listed.encode()).hexdigest()[:32]
 
 
 def anchor_positions(scores: Tensor, ratio: float) -> Tensor:

@@ -117,6 +117,8 @@ def _one_at_least(first: int, stop: int) -> tuple[int, ...]:
 
 
 SINK_ATTENTION_VARIANTS = SinkAttention(name="sink_attention_variants", takes_variants=True)
-SINK_ATTENTION_ANCHORS = SinkAttention(name="sink_attention_anchors", anchors=Anchors("kvzip", 0.25, "int8"))
-"""The default, its probe seeing a quarter of every chunk in eight bits: about a quarter of KV in bfloat16 is read
-before recomputation begins."""
+SINK_ATTENTION_ANCHORS = SinkAttention(
+    name="sink_attention_anchors", anchors=Anchors("sink", 1.0, "int4", shifted=True)
+)
+"""The default, its probe seeing a copy of every chunk in four bits: less than a quarter of the bytes of KV in bfloat16
+are read before recomputation begins."""

@@ -26,10 +26,13 @@ class Anchors:
         How they are ranked, see :mod:`fused_kv_llm.offline.anchors`; ``knorm`` by the lowest key norms (Devoto et al.
         2024), ``knorm_high`` by the highest, as phase 1 of QCFuse's demonstration has it.
     ratio : float
-        Share of a chunk's tokens, rounded up, in (0, 1].
-    storage : {"auto", "int8"}
-        How their KV is stored beside that of the chunk: in the chunk's dtype or, with half of bfloat16's bytes to read,
-        in eight bits.
+        Share of a chunk's tokens, rounded up, in (0, 1]. 1 keeps them all, whatever the rule.
+    storage : {"auto", "int8", "int4"}
+        How their KV is stored beside that of the chunk: in the chunk's dtype or, with about half of bfloat16's bytes to
+        read, or a quarter, in eight bits or in four.
+    shifted : bool
+        Whether they are also stored as most places in a prompt change them, for chunks that do not come first: with 0.8
+        of their context shift, if the engine adds context shifts.
 
     Raises
     ------
@@ -39,15 +42,16 @@ class Anchors:
 
     rule: AnchorRule = "kvzip"
     ratio: float = 0.1
-    storage: Literal["auto", "int8"] = "auto"
+    storage: Literal["auto", "int8", "int4"] = "auto"
+    shifted: bool = False
 
     def __post_init__(self) -> None:
         if self.rule not in get_args(AnchorRule):
             raise ConfigError(f"rule={self.rule!r} ranks no anchors: use one of {', '.join(get_args(AnchorRule))}")
         if not 0.0 < self.ratio <= 1.0:
             raise ConfigError(f"ratio={self.ratio!r} of anchors is outside (0, 1]: 0.1 keeps a tenth of every chunk")
-        if self.storage not in ("auto", "int8"):
-            raise ConfigError(f"storage={self.storage!r} of anchors is unknown: use 'auto' or 'int8'")
+        if self.storage not in ("auto", "int8", "int4"):
+            raise ConfigError(f"storage={self.storage!r} of anchors is unknown: use 'auto', 'int8' or 'int4'")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,9 @@ class View:
         and the geometric mean of these averages counts. Empty for one average over all `layers`.
     plain_layers : tuple of int
         What the engine is to put in for `layers` if it adds no context shifts; empty leaves them as they are.
+    anchor_shift : str or None
+        Name of the context shifts that anchors are stored with, too; the engine puts in its own for anchors that are
+        to be `shifted`.
 
     Raises
     ------
@@ -86,6 +93,7 @@ class View:
     profiled: bool = False
     groups: tuple[tuple[int, ...], ...] = ()
     plain_layers: tuple[int, ...] = ()
+    anchor_shift: str | None = None
 
     def __post_init__(self) -> None:
         if self.groups and ({*chain(*self.groups)} != {*self.layers} or self.critical):

@@ -12,8 +12,10 @@ from fused_kv_llm.store.format.quantize import (
     check_kv_dtype,
     compress,
     expand,
+    from_int4,
     from_int8,
     stored_bytes_per_token,
+    to_int4,
     to_int8,
 )
 from fused_kv_llm.store.format.tensor_file import CHECKSUM_NBYTES
@@ -34,9 +36,11 @@ __all__ = [
     "compress",
     "expand",
     "file_name",
+    "from_int4",
     "from_int8",
     "open_cipher",
     "parse_name",
     "stored_bytes_per_token",
+    "to_int4",
     "to_int8",
 ]

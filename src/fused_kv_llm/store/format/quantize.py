@@ -19,8 +19,10 @@ __all__ = [
     "check_kv_dtype",
     "compress",
     "expand",
+    "from_int4",
     "from_int8",
     "stored_bytes_per_token",
+    "to_int4",
     "to_int8",
 ]
 
@@ -74,8 +76,8 @@ def compress(keys: Tensor, values: Tensor, storage: str) -> dict[str, Tensor]:
         _check_range(storage, k_scale, v_scale)
         return {"k": k, "k_scale": k_scale, "v": v, "v_scale": v_scale}
     # Groups of tokens for keys, of channels for values: 15 steps are too few for a whole chunk.
-    k, k_scale, k_least = _to_int4(keys.float().transpose(2, 3))
-    v, v_scale, v_least = _to_int4(values.float())
+    k, k_scale, k_least = to_int4(keys.float().transpose(2, 3))
+    v, v_scale, v_least = to_int4(values.float())
     _check_range(storage, k_scale, k_least, v_scale, v_least)
     return {"k": k, "k_scale": k_scale, "k_least": k_least, "v": v, "v_scale": v_scale, "v_least": v_least}
 
@@ -103,8 +105,8 @@ def expand(parts: Mapping[str, Tensor], storage: str, dtype: torch.dtype, value_
         return parts["k"].to(dtype), parts["v"].to(dtype)
     if storage == "int8":
         return from_int8(parts["k"], parts["k_scale"], dtype), from_int8(parts["v"], parts["v_scale"], dtype)
-    keys = _from_int4(parts["k"], parts["k_scale"], parts["k_least"], parts["v"].shape[2]).transpose(2, 3)
-    values = _from_int4(parts["v"], parts["v_scale"], parts["v_least"], value_dim)
+    keys = from_int4(parts["k"], parts["k_scale"], parts["k_least"], parts["v"].shape[2]).transpose(2, 3)
+    values = from_int4(parts["v"], parts["v_scale"], parts["v_least"], value_dim)
     return keys.to(dtype, memory_format=torch.contiguous_format), values.to(dtype)
 
 
@@ -131,6 +133,34 @@ def from_int8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return x.float().mul_(scale.float()).to(dtype)
 
 
+def to_int4(x: Tensor, group: int = _GROUP) -> tuple[Tensor, Tensor, Tensor]:
+    """Return groups of the last axis in four bits, two in a byte, and their scales and minima, float16.
+
+    A scale or a minimum is infinite or NaN where a number is too large, or is NaN.
+
+    Parameters
+    ----------
+    x : Tensor
+        float32.
+    group : int
+        Numbers that share a scale and a minimum; the last ones of an axis that is no multiple of it are padded.
+    """
+    # Padding with the last element changes no group's range.
+    x = torch.cat((x, x[..., -1:].expand(*x.shape[:-1], -x.shape[-1] % group)), dim=-1)
+    groups = x.view(*x.shape[:-1], x.shape[-1] // group, group)
+    least = groups.amin(dim=-1, keepdim=True).to(torch.float16)
+    scale = ((groups.amax(dim=-1, keepdim=True) - least.float()) / 15).clamp(min=2.0**-24).to(torch.float16)
+    q = ((groups - least.float()) / scale.float()).round_().clamp_(0, 15).to(torch.uint8).flatten(-2)
+    return q[..., 0::2] | q[..., 1::2] << 4, scale.squeeze(-1), least.squeeze(-1)
+
+
+def from_int4(packed: Tensor, scale: Tensor, least: Tensor, length: int) -> Tensor:
+    """Return in float32 what :func:`to_int4` made of an axis of this length."""
+    q = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+    groups = q.view(*scale.shape, q.shape[-1] // scale.shape[-1]).float()
+    return (groups * scale.float().unsqueeze(-1) + least.float().unsqueeze(-1)).flatten(-2)[..., :length]
+
+
 def stored_bytes_per_token(storage: str, layers: int, heads: int, key_dim: int, value_dim: int) -> int:
     """Return the bytes a token's keys and values take, scales per token included."""
     bits, width = {"int8": 8, "int4": 4}.get(storage), key_dim + value_dim
@@ -145,20 +175,3 @@ def _check_range(storage: str, *parts: Tensor) -> None:
         raise ConfigError(
             f"The chunk's keys or values are too large for kv_dtype={storage!r}, or NaN. Use 'bfloat16' or 'float32'."
         )
-
-
-def _to_int4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantise groups of the last axis to 4 bits, two in a byte; return bytes, scales and minima."""
-    # Padding with the last element changes no group's range.
-    x = torch.cat((x, x[..., -1:].expand(*x.shape[:-1], -x.shape[-1] % _GROUP)), dim=-1)
-    groups = x.reshape(*x.shape[:-1], -1, _GROUP)
-    least = groups.amin(dim=-1, keepdim=True).to(torch.float16)
-    scale = ((groups.amax(dim=-1, keepdim=True) - least.float()) / 15).clamp(min=2.0**-24).to(torch.float16)
-    q = ((groups - least.float()) / scale.float()).round_().clamp_(0, 15).to(torch.uint8).flatten(-2)
-    return q[..., 0::2] | q[..., 1::2] << 4, scale.squeeze(-1), least.squeeze(-1)
-
-
-def _from_int4(packed: Tensor, scale: Tensor, least: Tensor, length: int) -> Tensor:
-    q = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
-    groups = q.reshape(*scale.shape, _GROUP).float()
-    return (groups * scale.float().unsqueeze(-1) + least.float().unsqueeze(-1)).flatten(-2)[..., :length]
