@@ -1,0 +1,154 @@
+"""Anchors that are stored as most places in a prompt change them, too: what is seen of them, and when they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from corpus import SHORT, rag_prompt
+from models import smollm2_tokenizer, tiny_model
+
+from fused_kv_llm import FusedKVEngine
+from fused_kv_llm.config import DEFAULT_NEIGHBOURS, DEFAULT_PREPROCESSING_PROMPTS
+from fused_kv_llm.context_shift import USUAL_WEIGHT, place_weight, shift_name
+from fused_kv_llm.report import FusionReport
+from fused_kv_llm.selectors import Anchors, QueryAttention, View, sidecar_names
+
+LAYERS, TEXTS = (0, 2, 3), SHORT[:4]
+SHIFT = shift_name(DEFAULT_NEIGHBOURS, DEFAULT_PREPROCESSING_PROMPTS)
+COPY = Anchors("sink", 1.0, shifted=True)
+MINE = QueryAttention("mine", layers=LAYERS, anchors=COPY)
+SHIFTED, PLAIN = sidecar_names(View(LAYERS, anchors=COPY, anchor_shift=SHIFT))
+
+
+class Unused:
+    """An embedder that the given graph makes superfluous."""
+
+    name = "unused"
+
+    def encode(self, texts: list[str]) -> np.ndarray:
+        raise AssertionError(texts)
+
+
+def graph(step: int) -> dict[str, list[str]]:
+    return {text: [TEXTS[(number + step) % 4]] for number, text in enumerate(TEXTS)}
+
+
+def made(folder: Path, **options: object) -> FusedKVEngine:
+    return FusedKVEngine(
+        tiny_model(num_hidden_layers=5), tokenizer=smollm2_tokenizer(), kv_dir=folder, selector=MINE,
+        preprocessing="similar", embedder=Unused(), store_misses=False, **options,
+    )  # fmt: skip
+
+
+def names(engine: FusedKVEngine) -> list[list[str]]:
+    keys = [str(engine.chunk_id(text)) for text in TEXTS]
+    return [[name for name in engine.store.sidecars.names(key) if name.startswith("anchor")] for key in keys]
+
+
+def scores(engine: FusedKVEngine, anchors: Anchors | None) -> torch.Tensor:
+    shift = None if anchors is None else SHIFT
+    view = View(LAYERS, full_context=anchors is None, anchors=anchors, anchor_shift=shift)
+    return engine.requests.attention_by_layer(rag_prompt(TEXTS), view)[1]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FusedKVEngine]:
+    with made(tmp_path_factory.mktemp("shifted_anchors")) as engine:
+        engine.build_kv_cache(TEXTS, neighbours=graph(1), preprocess="wait", progress=False)
+        yield engine
+
+
+def test_the_question_sees_what_it_would_with_the_usual_shift(
+    engine: FusedKVEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the first chunk, which stands behind a few words of the prompt only, it sees the KV without a shift."""
+    got, true = scores(engine, COPY), scores(engine, None)
+    given = list[float]()
+
+    def weight(tokens_before: int, num_tokens: int) -> float:
+        given.append(place_weight(tokens_before, num_tokens))
+        return USUAL_WEIGHT if given[-1] >= USUAL_WEIGHT / 2 else 0.0
+
+    monkeypatch.setattr("fused_kv_llm.kv.shift_sink.place_weight", weight)
+    want = scores(engine, None)
+    assert 0 < given[0] < USUAL_WEIGHT / 2 < min(given[1:])
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-4)
+    assert not torch.allclose(true, want, atol=1e-6, rtol=1e-4), "their places are not all alike"
+
+
+def test_each_place_has_its_file_and_no_other_is_read(engine: FusedKVEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, real = list[tuple[str, str]](), engine.store.sidecars.read
+
+    def noting(key: str, name: str) -> dict[str, torch.Tensor] | None:
+        read.append((key, name))
+        return real(key, name)
+
+    monkeypatch.setattr(engine.store.sidecars, "read", noting)
+    _, report = engine.prefill(rag_prompt(TEXTS), recompute_ratio=0.3)
+    keys = [str(engine.chunk_id(text)) for text in TEXTS]
+    assert read == [(key, SHIFTED if number else PLAIN) for number, key in enumerate(keys)]
+    assert report.warnings == []
+    sides = [real(*one) for one in read]
+    assert report.selection_bytes == sum(part.nbytes for side in sides if side for part in side.values())
+
+
+def test_all_tokens_are_ranked_by_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unexpected(*operands: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("fused_kv_llm.offline.anchors.kvzip_scores", unexpected)
+    with made(tmp_path) as engine:
+        engine.build_kv_cache(TEXTS, neighbours=graph(1), preprocess="later", progress=False)
+        everything = QueryAttention("everything", layers=LAYERS, anchors=replace(COPY, rule="kvzip"))
+        assert engine.build_anchors(TEXTS, selector=everything, progress=False) == 4
+
+
+@pytest.mark.parametrize("when", ["wait", "background"])
+def test_copies_with_shifts_follow_the_shifts(tmp_path: Path, when: str) -> None:
+    """Before, the question sees all chunks without, and nothing is missed."""
+    with made(tmp_path) as engine:
+        engine.build_kv_cache(TEXTS, neighbours=graph(1), preprocess="later", progress=False)
+        assert names(engine) == [[PLAIN]] * 4
+        assert engine.prefill(rag_prompt(TEXTS), recompute_ratio=0.3)[1].warnings == []
+        assert engine.build_anchors(TEXTS, progress=False) == 0
+        engine.build_kv_cache(TEXTS, preprocess=when, progress=False)  # type: ignore[arg-type]
+        engine.wait_for_background(progress=False)
+        assert names(engine) == [sorted([PLAIN, SHIFTED])] * 4
+        assert engine.build_anchors(TEXTS, progress=False) == 0
+
+
+def test_copies_are_made_again_with_new_shifts(tmp_path: Path) -> None:
+    with made(tmp_path) as engine:
+        engine.build_kv_cache(TEXTS, neighbours=graph(1), preprocess="wait", progress=False)
+        before, plain = scores(engine, COPY), names(engine)
+        engine.build_kv_cache(TEXTS, neighbours=graph(2), preprocess="wait", refresh=True, progress=False)
+        assert names(engine) == plain
+        after = scores(engine, COPY)
+        assert not torch.equal(before, after)
+        for text in TEXTS:
+            engine.store.sidecars.remove(str(engine.chunk_id(text)), SHIFTED)
+        assert engine.build_anchors(TEXTS, progress=False) == 4
+        assert torch.equal(scores(engine, COPY), after)
+
+
+def test_an_engine_without_shifts_keeps_no_copies_with_them(tmp_path: Path) -> None:
+    with FusedKVEngine(
+        tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, selector="sink_attention_anchors",
+        preprocessing="none", store_misses=False,
+    ) as engine:  # fmt: skip
+        engine.build_kv_cache(TEXTS, progress=False)
+        assert [len(of) for of in names(engine)] == [1] * 4
+        assert engine.prefill(rag_prompt(TEXTS), recompute_ratio=0.3)[1].warnings == []
+
+
+def test_a_chunk_twice_in_a_prompt_is_read_by_its_places(engine: FusedKVEngine) -> None:
+    request = engine.requests.planner.plan(rag_prompt([TEXTS[1], TEXTS[2], TEXTS[1]]), FusionReport())
+    view = View(LAYERS, anchors=COPY, anchor_shift=SHIFT)
+    with request:
+        found = [request.anchor_names(chunk, view) for chunk in request.chunks]
+    assert found == [(PLAIN,), (SHIFTED, PLAIN), (SHIFTED, PLAIN)]
