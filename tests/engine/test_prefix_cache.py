@@ -16,6 +16,7 @@ from torch import Tensor
 from waiting import wait_until
 
 from fused_kv_llm import FusedKVEngine
+from fused_kv_llm.context_shift import place_weight
 from fused_kv_llm.errors import ConfigError, ModelChangedError, RequestCancelledError
 from fused_kv_llm.kv import PrefixRun
 from fused_kv_llm.online import Generation, fusion
@@ -269,35 +270,27 @@ def test_a_system_prompt_is_computed_once(engine: FusedKVEngine) -> None:
     assert reports[1].reused_tokens == reports[0].reused_tokens
 
 
-def test_context_shifts_count_from_the_header(tmp_path: Path) -> None:
+def test_context_shifts_count_from_the_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not from the end of what earlier turns have left: a chunk stands as far back as it does."""
-    from fused_kv_llm.kv import shift_sink
-
-    first, weights, place_weight = (
-        rag_prompt(CHUNKS[:2], QUESTIONS[0]),
-        list[tuple[int, int]](),
-        shift_sink.place_weight,
-    )
+    # In their order, each once.
+    weights = dict[tuple[int, int], None]()
 
     def noted(before: int, count: int) -> float:
-        weights.append((before, count))
+        weights[before, count] = None
         return place_weight(before, count)
 
-    shift_sink.place_weight = noted  # type: ignore[assignment]
-    try:
-        with make_engine(tmp_path) as engine:
-            turn = conversation(first, "Yes.", f"{CHUNKS[2]}\n\n{QUESTIONS[1]}")
-            for prefix in (0, 100):
-                weights.clear()
-                report = ask(engine, turn)[0].report
-                if not prefix:
-                    whole = list(weights)
-                    engine.clear_prefix_cache()
-                    ask(engine, first)
-            assert report.prefix_cache_tokens > 100
-            assert weights == whole[-1:]
-    finally:
-        shift_sink.place_weight = place_weight
+    monkeypatch.setattr("fused_kv_llm.kv.placed_chunk.place_weight", noted)
+    first = rag_prompt(CHUNKS[:2], QUESTIONS[0])
+    with make_engine(tmp_path) as engine:
+        turn = conversation(first, "Yes.", f"{CHUNKS[2]}\n\n{QUESTIONS[1]}")
+        ask(engine, turn)
+        whole = list(weights)
+        assert len(whole) == 3
+        engine.clear_prefix_cache()
+        ask(engine, first)
+        weights.clear()
+        assert ask(engine, turn)[0].report.prefix_cache_tokens > 100
+        assert list(weights) == whole[-1:]
 
 
 def test_a_cancelled_request_leaves_what_is_complete(engine: FusedKVEngine, without: FusedKVEngine) -> None:

@@ -74,7 +74,7 @@ def test_the_question_sees_what_it_would_with_the_usual_shift(
         given.append(place_weight(tokens_before, num_tokens))
         return USUAL_WEIGHT if given[-1] >= USUAL_WEIGHT / 2 else 0.0
 
-    monkeypatch.setattr("fused_kv_llm.kv.shift_sink.place_weight", weight)
+    monkeypatch.setattr("fused_kv_llm.kv.placed_chunk.place_weight", weight)
     want = scores(engine, None)
     assert 0 < given[0] < USUAL_WEIGHT / 2 < min(given[1:])
     torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-4)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from fused_kv_llm.context_shift import place_weight
 from fused_kv_llm.prompt import Segment
 from fused_kv_llm.store import StoredKV
 
@@ -53,6 +54,13 @@ class PlacedChunk:
     def num_tokens(self) -> int:
         """Reusable tokens."""
         return self.segment.stop - self.segment.start
+
+    def shift_weight(self, header_tokens: int) -> float:
+        """Return how much of its context shift is added here: nothing right behind the header."""
+        # A variant has been computed behind other chunks already.
+        if self.variant is not None:
+            return 0.0
+        return place_weight(self.segment.start - header_tokens, self.stored.num_tokens)
 
     @property
     def inside(self) -> slice:

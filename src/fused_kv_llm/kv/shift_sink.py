@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from fused_kv_kernels import ChunkShift, ShiftStack
-from fused_kv_llm.context_shift import place_weight
 from fused_kv_llm.model import FusedCache, Geometry
 
 from .chunk_changes import ChunkChanges
@@ -44,12 +43,11 @@ class ShiftSink:
         geometry: Geometry,
         changes: ChunkChanges | None = None,
     ) -> None:
-        weights = [place_weight(chunk.segment.start - header_tokens, chunk.stored.num_tokens) for chunk in chunks]
+        weights = [chunk.shift_weight(header_tokens) for chunk in chunks]
         self._shifted = [
             (number, chunk, weight)
             for number, (chunk, weight) in enumerate(zip(chunks, weights, strict=True))
-            # A variant has been computed behind other chunks already.
-            if weight > 0 and chunk.variant is None
+            if weight > 0
         ]
         self._cache = cache
         self._geometry = geometry

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fused_kv_llm.context_shift import USUAL_WEIGHT, place_weight
+from fused_kv_llm.context_shift import USUAL_WEIGHT
 from fused_kv_llm.kv import PlacedChunk, PrefixMatch, PrefixRun
 from fused_kv_llm.prompt import Segment
 from fused_kv_llm.selectors import View, sidecar_names
@@ -147,17 +147,10 @@ class Request:
         """Close the chunks."""
         self.close()
 
-    def shift_weight(self, chunk: PlacedChunk) -> float:
-        """Return how much of its context shift is added to a chunk: nothing to one right behind the header."""
-        # A variant has been computed behind other chunks already.
-        if chunk.variant is not None:
-            return 0.0
-        return place_weight(chunk.segment.start - self.header_tokens, chunk.stored.num_tokens)
-
     def anchor_names(self, chunk: PlacedChunk, view: View) -> tuple[str, ...]:
         """Return the names of the sidecars that a chunk's anchors may be in: that nearest to its place comes first."""
         # A chunk that was stored without neighbours has none with a shift.
-        is_early = self.shift_weight(chunk) < USUAL_WEIGHT / 2
+        is_early = chunk.shift_weight(self.header_tokens) < USUAL_WEIGHT / 2
         return sidecar_names(view)[-1 if is_early else 0 :]
 
     @property

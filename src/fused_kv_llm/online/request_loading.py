@@ -156,10 +156,10 @@ class RequestLoading:
             self._context.row_s.add(max(0.0, compute_s) / self._rows)
 
     def _sidecar_places(self) -> dict[Callable[[int, int], None], str]:
-        chunks, sidecars = self._request.chunks, self._context.sidecars
+        chunks, header, sidecars = self._request.chunks, self._request.header_tokens, self._context.sidecars
         places: dict[Callable[[int, int], None], str] = {}
         if self._context.shift_name is not None:
-            shifted = dict.fromkeys(chunk.stored.key for chunk in chunks if self._request.shift_weight(chunk) > 0)
+            shifted = dict.fromkeys(chunk.stored.key for chunk in chunks if chunk.shift_weight(header) > 0)
             num_layers = self._context.loaded.geometry.num_layers
             opened = self._request.shifts
             shift_name = self._context.shift_name
