@@ -66,7 +66,7 @@ def test_a_file_is_named_after_rule_ratio_and_layers() -> None:
     view = View((21, 22, 23), anchors=Anchors("kvzip", 0.1))
     assert sidecar_names(view) == ("anchor-kv-kvzip-0.1-21-22-23",)
     assert sidecar_names(replace(view, anchor_shift="shift-2")) == (
-        "anchor-kv-kvzip-0.1-21-22-23-shift-2", "anchor-kv-kvzip-0.1-21-22-23",
+        "anchor-kv-kvzip-0.1-21-22-23-shift-2-shifted", "anchor-kv-kvzip-0.1-21-22-23",
     )  # fmt: skip
     assert sidecar_names(View((1,))) == ()
     anchors, shift = Anchors("knorm_high", 0.05, "int8"), shift_name(10, 4)

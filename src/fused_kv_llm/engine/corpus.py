@@ -156,9 +156,9 @@ class EngineCorpus:
         return self._anchors.run((key for key in keys if key), view, progress=progress)
 
     def _renew_anchors(self, key: str, view: object) -> None:
-        """Store anchors with a context shift that is new."""
+        """Store anchors with a context shift that is new; what was stored with the one before has been removed."""
         if isinstance(view, View) and view.anchor_shift is not None:
-            self._anchors.run([key], view, refreshed=True, progress=False)
+            self._anchors.run([key], view, progress=False)
 
     def delete(self, texts: Iterable[str]) -> int:
         """Delete the stored KV of chunks, and return how many were stored."""

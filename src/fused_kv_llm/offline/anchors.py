@@ -8,12 +8,13 @@ them, and with most of the chunk's context shift.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from fused_kv_llm.context_shift import USUAL_WEIGHT
+from fused_kv_llm.errors import ConfigError
 from fused_kv_llm.model import (
     AttentionRule,
     CachePool,
@@ -32,6 +33,9 @@ from fused_kv_llm.store import AnchorKV, KVStore, StoredKV
 from .progress import PassCounts, progress_bar
 
 __all__ = ["AnchorBuilder", "kvzip_scores"]
+
+_OLD = "anchors-"
+"""How names of version 0.1.0's anchors begin, which nobody reads any more."""
 
 _REPEAT = "\n\nRepeat the previous context exactly.\n\n"
 
@@ -128,7 +132,7 @@ class AnchorBuilder:
         self._sidecars = store.sidecars
         self._pool = CachePool(loaded.dtype, loaded.device)
 
-    def run(self, keys: Iterable[str], view: View, *, refreshed: bool = False, progress: bool = True) -> int:
+    def run(self, keys: Iterable[str], view: View, *, progress: bool = True) -> int:
         """Rank and store the anchors of these chunks, and return how many were new; resumes where it was stopped.
 
         Parameters
@@ -137,26 +141,18 @@ class AnchorBuilder:
             Stored chunks; others are left out.
         view : View
             With the anchors, and the layers that score.
-        refreshed : bool
-            Whether their context shifts are new, so that anchors with these are stored anew.
         progress : bool
             Whether to show a progress bar.
         """
-        if view.anchors is None:
-            return 0
-        lacking = {key: found for key in dict.fromkeys(keys) if (found := self._lacking(key, view, refreshed))}
-        rows = self._store.rows(lacking)
-        counts = PassCounts(len(rows), sum(len(row.token_ids) for row in rows.values()))
+        rows = self._store.rows(key for key in dict.fromkeys(keys) if self._lacking(key, view))
+        counts, written = PassCounts(len(rows), sum(len(row.token_ids) for row in rows.values())), 0
         with progress_bar("Storing anchors", counts, enabled=progress) as show:
             for key, row in rows.items():
-                stored = self._store.open(key, row.token_ids, counted=False)
-                if stored is None:
-                    continue
-                with stored:
-                    nbytes = self._write(stored, row.token_ids, view.anchors, view.layers, lacking[key])
+                nbytes = self._write(key, row.token_ids, view)
+                written += nbytes > 0
                 counts.add(len(row.token_ids), nbytes)
                 show()
-        return len(rows)
+        return written
 
     def scores(self, stored: StoredKV, token_ids: Sequence[int], anchors: Anchors) -> Tensor:
         """Return float32 ``[tokens]``: the rule's ranking of a chunk's tokens."""
@@ -174,38 +170,59 @@ class AnchorBuilder:
 
         return self._owner.run(compute)
 
-    def _lacking(self, key: str, view: View, refreshed: bool) -> dict[str, str | None]:
-        """Return the sidecars that a chunk lacks, and the name of the context shift that each is to have."""
-        names, shift = sidecar_names(view), view.anchor_shift
-        lacking: dict[str, str | None] = {} if self._sidecars.has(key, names[-1]) else {names[-1]: None}
-        has_shift = shift is not None and self._sidecars.has(key, shift)
-        if has_shift and (refreshed or not self._sidecars.has(key, names[0])):
-            lacking[names[0]] = shift
-        return lacking
+    def _lacking(self, key: str, view: View) -> list[str]:
+        """Return the names of the sidecars that a chunk lacks; that with a context shift only where it has one."""
+        names = list(sidecar_names(view))
+        if view.anchor_shift is not None and not self._sidecars.has(key, view.anchor_shift):
+            names = names[1:]
+        return [name for name in names if not self._sidecars.has(key, name)]
 
-    def _write(
-        self, stored: StoredKV, token_ids: Sequence[int], anchors: Anchors, layers: Sequence[int],
-        wanted: Mapping[str, str | None],
-    ) -> int:  # fmt: skip
-        """Write the sidecars that are wanted, and return their bytes."""
+    def _write(self, key: str, token_ids: Sequence[int], view: View) -> int:
+        """Write the sidecars that a chunk lacks, and return their bytes; nothing of a chunk that is there no more."""
+        stored = self._store.open(key, token_ids, counted=False)
+        if stored is None:
+            return 0
+        with stored:
+            sides = self._derived(stored, token_ids, view)
+        try:
+            for name in self._sidecars.names(key):
+                if name.startswith(_OLD):
+                    self._sidecars.remove(key, name)
+            return sum(self._sidecars.put(key, name, side) for name, side in sides.items())
+        except ConfigError:
+            if self._store.contains([key]):
+                raise
+            return 0
+
+    def _derived(self, stored: StoredKV, token_ids: Sequence[int], view: View) -> dict[str, dict[str, Tensor]]:
+        """Return the tensors of the sidecars that a chunk lacks."""
+        anchors, sides = view.anchors, dict[str, dict[str, Tensor]]()
+        if anchors is None:
+            return sides
+        own = sidecar_names(view)[-1]
         if anchors.ratio == 1.0:
             positions = torch.arange(stored.num_tokens)
+        elif known := self._sidecars.read(stored.key, own):
+            positions = known["positions"].long()
         else:
             positions = anchor_positions(self.scores(stored, token_ids, anchors), anchors.ratio)
-        plain, nbytes = stored.read_layers(0, max(layers) + 1), 0
-        for name, shift in wanted.items():
-            keys, values = plain if shift is None else self._shifted(stored.key, shift, plain)
-            kept = AnchorKV.chosen(positions, keys, values, layers)
-            nbytes += self._sidecars.put(stored.key, name, kept.tensors(layers, anchors.storage))
-        return nbytes
+        plain = stored.read_layers(0, max(view.layers) + 1)
+        for name in self._lacking(stored.key, view):
+            kv = plain if name == own else self._shifted(stored, view.anchor_shift or "", plain)
+            if kv is not None:
+                sides[name] = AnchorKV.chosen(positions, *kv, view.layers).tensors(view.layers, anchors.storage)
+        return sides
 
-    def _shifted(self, key: str, name: str, plain: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of a chunk's first layers with most of its context shift."""
-        shift = self._sidecars.read(key, name)
-        if shift is None:
-            return plain
-        keys, values = (
-            (part.float() + USUAL_WEIGHT * shift[f"{of}_scale"][: len(part)] * shift[of][: len(part)]).to(part.dtype)
-            for of, part in zip(("keys", "values"), plain, strict=True)
-        )
-        return keys, values
+    def _shifted(self, stored: StoredKV, name: str, plain: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
+        """Return keys and values of a chunk's first layers with most of its context shift; None if that does not fit.
+
+        Who adds the shift to a request's KV reports one that does not.
+        """
+        shift, shifted = self._sidecars.read(stored.key, name) or {}, list[Tensor]()
+        for of, part in zip(("keys", "values"), plain, strict=True):
+            change, scale = shift.get(of), shift.get(f"{of}_scale")
+            if change is None or scale is None or change.shape != (stored.num_layers, *part.shape[1:]):
+                return None
+            layers = slice(part.shape[0])
+            shifted.append((part.float() + USUAL_WEIGHT * scale[layers] * change[layers]).to(part.dtype))
+        return shifted[0], shifted[1]

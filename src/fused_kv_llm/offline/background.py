@@ -234,7 +234,7 @@ class BackgroundWork:
             def written(chunk: PendingChunk, nbytes: int) -> None:
                 counts.add(len(chunk.token_ids), nbytes)
                 counts.refreshed += chunk.key in plan.refreshed
-                self._preprocessed(chunk.key)
+                self._follow(chunk.key)
 
             if contexts and self._variants is not None:
                 # Made when nothing else is to be done; also of what is left if this is interrupted.
@@ -254,6 +254,12 @@ class BackgroundWork:
             else:
                 self._error = error
                 _log.warning("Preprocessing stopped; the next build_kv_cache goes on from there: %s", error)
+
+    def _follow(self, key: str) -> None:
+        try:
+            self._preprocessed(key)
+        except Exception as error:  # whatever it is, the chunk is preprocessed, and others are to be
+            _log.warning("What a selector needs of a preprocessed chunk was not stored: %s", error)
 
     def _is_interrupted(self) -> bool:
         # New chunks are similar to others, so what is left is planned again with them.

@@ -19,6 +19,7 @@ from fused_kv_llm.context_shift import ShiftFit
 from fused_kv_llm.errors import ConfigError
 from fused_kv_llm.model import EightBitLinears, LoadedModel, ModelOwner, PrefixKV, eight_bit_of
 from fused_kv_llm.prompt import Segment
+from fused_kv_llm.selectors import is_of_shift
 from fused_kv_llm.store import KVStore, replacement_tensors
 
 from .batches import PendingChunk
@@ -246,8 +247,13 @@ class Preprocessor:
         return str(self._loaded.dtype).removeprefix("torch.")
 
     def _write(self, key: str, side: dict[str, Tensor]) -> int | None:
+        sidecars = self._store.sidecars
+        # Before what they were made of, so that nothing that stops this leaves them behind.
+        for name in sidecars.names(key):
+            if is_of_shift(name):
+                sidecars.remove(key, name)
         try:
-            return self._store.sidecars.put(key, self._plans.name, side, by_rows=True)
+            return sidecars.put(key, self._plans.name, side, by_rows=True)
         except ConfigError:
             if self._store.contains([key]):
                 raise

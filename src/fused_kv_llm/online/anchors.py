@@ -49,6 +49,8 @@ class ChunkAnchors:
         Bytes of the sidecars, each counted once.
     num_missing : int
         Chunks without a sidecar.
+    num_unshifted : int
+        Chunks with a context shift, but without the sidecar that has it, whose own stands in.
     """
 
     positions: list[Tensor]
@@ -60,6 +62,7 @@ class ChunkAnchors:
     bytes_read: int = 0
     bytes_of_sidecars: int = 0
     num_missing: int = 0
+    num_unshifted: int = 0
 
     def place(self, cache: FusedCache, visible: Tensor, available: Tensor) -> Tensor:
         """Put the anchors into the cache and return the keys that are scored.
@@ -122,14 +125,17 @@ def read_anchors(
     sidecars : Sidecars
     geometry : Geometry
     """
-    layers, missing, bytes_read = view.layers, 0, 0
+    layers, shift = view.layers, view.anchor_shift
+    missing = unshifted = bytes_read = 0
     dims = geometry.room.key_dim, geometry.room.value_dim
     found: list[AnchorKV] = []
     loaded: dict[tuple[str, str], int] = {}
     for chunk in request.chunks:
         key = str(chunk.segment.key)
-        sides = ((name, sidecars.read(key, name)) for name in request.anchor_names(chunk, view))
+        names = request.anchor_names(chunk, view)
+        sides = ((name, sidecars.read(key, name)) for name in names)
         name, side = next((found for found in sides if found[1] is not None), ("", None))
+        unshifted += side is not None and name != names[0] and shift is not None and sidecars.has(key, shift)
         if side is None:
             missing += 1
             stored, nbytes = _from_the_chunk(chunk, anchors, layers)
@@ -149,6 +155,7 @@ def read_anchors(
         bytes_read,
         sum(loaded.values()),
         missing,
+        unshifted,
     )
 
 

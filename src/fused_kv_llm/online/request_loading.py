@@ -165,9 +165,8 @@ class RequestLoading:
             shift_name = self._context.shift_name
             places |= {_Shift(sidecars, key, shift_name, num_layers, opened).load: key for key in shifted}
         if isinstance(self._view, View) and self._view.anchors is not None:
-            names = [self._request.anchor_names(chunk, self._view)[0] for chunk in chunks]
-            used = dict.fromkeys(zip((chunk.stored.key for chunk in chunks), names, strict=True))
-            places |= {_Whole(sidecars, key, name).load: key for key, name in used}
+            used = dict.fromkeys((chunk.stored.key, self._request.anchor_names(chunk, self._view)) for chunk in chunks)
+            places |= {_Whole(sidecars, key, names).load: key for key, names in used}
         return places
 
 
@@ -192,15 +191,18 @@ class _Shift:
 
 
 class _Whole:
-    """A sidecar that is read as a whole when it is first needed; who needs it finds it in the memory tier."""
+    """A sidecar that is read as a whole when it is first needed; who needs it finds it in the memory tier.
 
-    def __init__(self, sidecars: Sidecars, key: str, name: str) -> None:
-        self._sidecars, self._key, self._name = sidecars, key, name
+    It is the first that there is of some names.
+    """
+
+    def __init__(self, sidecars: Sidecars, key: str, names: tuple[str, ...]) -> None:
+        self._sidecars, self._key, self._names = sidecars, key, names
         self._lock, self._is_read = threading.Lock(), False
 
     def load(self, start: int, stop: int) -> None:
         """Bring it into memory, whichever layers are asked for."""
         with self._lock:
             if not self._is_read:
-                self._sidecars.read(self._key, self._name)
+                any(self._sidecars.read(self._key, name) for name in self._names)
                 self._is_read = True

@@ -231,6 +231,11 @@ def _count_anchors(report: FusionReport, anchors: ChunkAnchors, view: View) -> N
             f"{anchors.num_missing} chunks have no stored anchors ({stored}): their first tokens stand in, read from "
             f"their KV.{used} FusedKVEngine.build_anchors(texts, selector=...) stores them."
         )
+    if anchors.num_unshifted:
+        report.warnings.append(
+            f"{anchors.num_unshifted} chunks have a context shift, but no stored anchors with it: the question sees "
+            "them without. FusedKVEngine.build_anchors(texts, selector=...) stores them."
+        )
 
 
 def layer_scores(context: FusionContext, request: Request, view: View) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fused_kv_llm.errors import ConfigError
-from fused_kv_llm.selectors.anchors import anchor_positions, knorm_scores, sidecar_names, sink_scores
+from fused_kv_llm.selectors.anchors import anchor_positions, is_of_shift, knorm_scores, sidecar_names, sink_scores
 from fused_kv_llm.selectors.profiles import save_anchors, save_profile
 
 from .base import Probe, ScoringSelector, Selector, TransferringSelector, checked_selection
@@ -54,6 +54,7 @@ __all__ = [
     "critical_layers",
     "fix_overhead",
     "focused_chunks",
+    "is_of_shift",
     "knorm_scores",
     "plain_overhead",
     "resolve_selector",

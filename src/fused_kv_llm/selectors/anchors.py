@@ -15,8 +15,9 @@ from torch import Tensor
 
 from .views import View
 
-__all__ = ["anchor_positions", "knorm_scores", "sidecar_names", "sink_scores"]
+__all__ = ["anchor_positions", "is_of_shift", "knorm_scores", "sidecar_names", "sink_scores"]
 
+_OF_SHIFT = "-shifted"
 _LONGEST_LIST = 60
 """Characters of a list of layers that a file's name has room for; of a longer one its digest stands there."""
 
@@ -31,11 +32,14 @@ def sidecar_names(view: View) -> tuple[str, ...]:
     if anchors is None:
         return ()
     stored = "" if anchors.storage == "auto" else f"{anchors.storage}-"
-    shifts = [[]] if view.anchor_shift is None else [[view.anchor_shift], []]
-    return tuple(
-        f"anchor-kv-{anchors.rule}-{anchors.ratio:g}-{stored}{_listed([*map(str, view.layers), *shift])}"
-        for shift in shifts
-    )
+    kept, layers = f"anchor-kv-{anchors.rule}-{anchors.ratio:g}-{stored}", [*map(str, view.layers)]
+    own = kept + _listed(layers)
+    return (own,) if view.anchor_shift is None else (kept + _listed([*layers, view.anchor_shift]) + _OF_SHIFT, own)
+
+
+def is_of_shift(name: str) -> bool:
+    """Return whether a sidecar holds anchors with a context shift, of which nothing is left when that is made anew."""
+    return name.startswith("anchor-kv-") and name.endswith(_OF_SHIFT)
 
 
 def _listed(parts: Sequence[str]) -> str:

@@ -13,8 +13,8 @@ from fused_kv_llm.store.format import from_int4, from_int8, to_int4, to_int8
 
 __all__ = ["AnchorKV"]
 
-_GROUP = 64
-"""Channels that share a scale and a minimum in four bits."""
+_LARGEST_GROUP = 64
+"""Channels that share a scale and a minimum in four bits, at most."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,7 +118,7 @@ def _stored(name: str, part: Tensor, storage: str) -> dict[str, Tensor]:
     else:
         # Keys have a mean, channel by channel, that is large beside what tells them apart.
         mean = torch.zeros(1) if is_values else part.float().mean(2, keepdim=True).to(torch.float16)
-        packed, scale, least = to_int4(part.float() - mean.float(), _GROUP)
+        packed, scale, least = to_int4(part.float() - mean.float(), _group(part.shape[-1]))
         side = {f"{name}_scale": scale, f"{name}_least": least}
         if not is_values:
             side[f"{name}_mean"] = mean
@@ -128,6 +128,12 @@ def _stored(name: str, part: Tensor, storage: str) -> dict[str, Tensor]:
             "storage='auto')."
         )
     return {name: packed, **side}
+
+
+def _group(dim: int) -> int:
+    """Return the size of even groups, all as large, that have the channels without much padding."""
+    group = -(-dim // -(-dim // _LARGEST_GROUP))
+    return group + group % 2
 
 
 def _restored(tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype, dim: int) -> Tensor:
