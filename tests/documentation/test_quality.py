@@ -59,9 +59,10 @@ def test_ten_passages_in_float32() -> None:
             cells[2] += f" ({100 * low:.0f} to {100 * high:.0f})"
             want.append([f"{name}, `{frame}`", *cells])
             lost.append(f"{100 * (rows[default]['recovered'] - rows[anchors]['recovered']):.1f}")
-            assert f"{100 * rows[anchors]['selection_share']:.0f}" == "12"
+            assert f"{100 * rows[anchors]['selection_share']:.0f}" == "11"
     assert table(PAGE, "set and wording, float32") == want
-    words = "recovers {}, {} and {} points less in `plain` there, and {}, {} and {} in `short`, and reads 12 %"
+    words = "{}, {} and {} points less in `plain`, and {}, {} and {} in `short`"
+    assert "has read 11 % of the KV in float32 before, 22 % of that in bfloat16. It recovers as much" in prose(PAGE)
     assert words.format(*lost) in prose(PAGE)
     at = {column: sorted(int(row[column].split()[0]) for row in want) for column in (1, 3)}
     readme = prose("README.md")
@@ -256,7 +257,7 @@ def test_the_fair_table_at_other_ratios() -> None:
 def test_reading_less_first() -> None:
     few, whole = "sink_attention_anchors", "sink_attention"
     plain, short = (quality(f"quality_read_first{frame}_cpu.json") for frame in ("", "_short"))
-    want, shares = [], list[float]()
+    want = []
     for name in plain:
         of_set = [rows[name] for rows in (plain, short)]
         assert {row["questions"] for rows in of_set for row in rows.values()} == {40}
@@ -264,27 +265,18 @@ def test_reading_less_first() -> None:
             rows = [found[rule, "similar", 0.15] for found in of_set]
             share = f"{100 * max(row['selection_share'] for row in rows):.0f} %"
             want.append([name, f"`{rule}`", *(with_interval(row) for row in rows), share])
-        shares += [found[whole, "similar", 0.15]["selection_share"] / found[few, "similar", 0.15]["selection_share"]
-                   for found in of_set]  # fmt: skip
     assert table(PAGE, "set, little first") == want
     text = prose(PAGE)
-    assert {round(share) for share in shares} == {5}
-    assert f"`{few}` reads a fifth of what the default reads first" in text
-    told = f"What it recovers less, set by set, is {_lost(plain, few)} in `plain` and {_lost(short, few)} in `short`."
-    assert f"{told} That is beyond chance on squad10 in `short` alone." in text
-    for sets, want_sure in ((plain, []), (short, ["squad10"])):
-        sure = [name for name, rows in sets.items() if rows[few, "similar", 0.15]["kl_p_holm"] < 0.05]
-        assert sure == want_sure
+    told = f"recovered less, set by set, by {_lost(plain, few)} in `plain` and {_lost(short, few)} in `short`"
     plain, short = (quality(f"quality_held_ten_{frame}_cpu.json") for frame in ("plain", "short"))
-    assert f"it is {_lost(plain, few)}, and {_lost(short, few)}." in text
-    usual = [_lost(sets, few, "recovered_typical") for sets in (plain, short)]
-    assert f"by the geometric mean, they are {usual[0]}, and {usual[1]}." in text
+    held = "and on the [held-back questions](#ten-passages-held-back-questions) by"
+    assert f"{told}, {held} {_lost(plain, few)}, and {_lost(short, few)}." in text
 
 
-def _lost(sets: dict[str, dict[tuple[str, str, float], dict[str, Any]]], rule: str, measure: str = "recovered") -> str:
+def _lost(sets: dict[str, dict[tuple[str, str, float], dict[str, Any]]], rule: str) -> str:
     """Return by how many points a rule recovers less than the default, set by set."""
     *some, last = (
-        f"{100 * (rows['sink_attention', 'similar', 0.15][measure] - rows[rule, 'similar', 0.15][measure]):.1f}"
+        f"{100 * (rows['sink_attention', 'similar', 0.15]['recovered'] - rows[rule, 'similar', 0.15]['recovered']):.1f}"
         for rows in sets.values()
     )
     return f"{', '.join(some)} and {last} points"

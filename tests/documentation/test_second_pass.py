@@ -63,11 +63,11 @@ def test_native_products_with_avx2() -> None:
         runs = [f"{ratio:.2f}" for ratio in second_passes(name, prompts=2)]
         assert len(runs) == 3
         assert f"{of['1']:.2f} and {of['2']:.2f} {words.format(runs[0], runs[-1])}" in text
-    (_, plain, within, _), _, (_, short, within_short, _), _ = kl_rows(
-        "_float32", "_float32_earlier_layers", questions=120
-    )
-    assert f"was {plain} times that with shifts made with VNNI in `plain` ({within}) and {short} times" in text
-    assert f"in `short` ({within_short}; 120 questions" in text
+    assert table(PAGE, "wording and ratio, eight bits with AVX2") == list(kl_rows("_float32", "_float32_seven_bits"))
+    (_, plain, _, _), _, (_, short, _, _), _ = kl_rows("_float32_seven_bits", "_float32_earlier_layers")
+    seven = f"had been {plain} times that with shifts made with VNNI in `plain` and {short} times in `short`."
+    (_, plain, within, _), _, (_, short, within_short, _), _ = kl_rows("_float32", "_float32_earlier_layers")
+    assert f"{seven} Now it is {plain} times ({within}) and {short} times ({within_short}; 120 questions" in text
 
 
 def test_the_second_pass_beside_the_first() -> None:
