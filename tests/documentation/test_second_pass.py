@@ -56,7 +56,8 @@ def test_native_products() -> None:
 def test_native_products_with_avx2() -> None:
     text = prose(PAGE)
     for name, words in (
-        ("avx2", "times as long as the first with one and two prompts (medians of three runs, {} to {} with two; 96"),
+        ("avx2_seven_bits", "times as long as the first with one and two prompts (medians of three runs, {} to {}"),
+        ("avx2", "times as long as the first (medians of three runs, {} to {} with two; on another day,"),
         ("avx2_before", "times in the version before ({} to {};"),
     ):
         of = record(f"second_pass_{name}_cpu.json")["total_over_first"]["float32"]
