@@ -168,18 +168,21 @@ def test_rules_on_questions_that_were_held_back() -> None:
     assert f"given transfer, {', '.join(most)} and {last} cannot be told from it" in text
 
 
-def test_held_back_questions_with_ten_passages() -> None:
+def _held_back_rows(frame: str, dtype: str) -> Iterator[list[str]]:
     reuse, default = ("full_reuse", "similar", 0.0), ("sink_attention", "similar", 0.15)
-    want = []
-    for frame in ("plain", "short"):
-        found = record(f"quality_held_ten_{frame}_cpu.json")
-        assert (found["part"], found["passages"], found["frame"]) == ("held", 10, frame)
-        for name, rows in quality(f"quality_held_ten_{frame}_cpu.json").items():
-            row = rows[default]
-            typical = f"{100 * row['recovered_typical']:.0f} %"
-            shares = with_interval(rows[reuse]), with_interval(row), typical
-            want.append([f"{name}, `{frame}`", str(row["questions"]), *shares])
+    found = record(f"quality_held_ten_{frame}{dtype}_cpu.json")
+    assert (found["part"], found["passages"], found["frame"]) == ("held", 10, frame)
+    for name, rows in quality(f"quality_held_ten_{frame}{dtype}_cpu.json").items():
+        row = rows[default]
+        typical = f"{100 * row['recovered_typical']:.0f} %"
+        yield [f"{name}, `{frame}`", str(row["questions"]), with_interval(rows[reuse]), with_interval(row), typical]
+
+
+def test_held_back_questions_with_ten_passages() -> None:
+    want = [cells for frame in ("plain", "short") for cells in _held_back_rows(frame, "")]
     assert table(PAGE, "set and wording, held back") == want
+    in_float32 = [cells for frame in ("short",) for cells in _held_back_rows(frame, "_float32")]
+    assert table(PAGE, "set and wording, held back, float32") == in_float32
     text = prose(PAGE)
     assert f"MuSiQue ({want[0][1]}) and HotpotQA ({want[1][1]}), and {want[2][1]} of SQuAD's" in text
     held, first = (
