@@ -181,7 +181,7 @@ def _held_back_rows(frame: str, dtype: str) -> Iterator[list[str]]:
 def test_held_back_questions_with_ten_passages() -> None:
     want = [cells for frame in ("plain", "short") for cells in _held_back_rows(frame, "")]
     assert table(PAGE, "set and wording, held back") == want
-    in_float32 = [cells for frame in ("short",) for cells in _held_back_rows(frame, "_float32")]
+    in_float32 = [cells for frame in ("plain", "short") for cells in _held_back_rows(frame, "_float32")]
     assert table(PAGE, "set and wording, held back, float32") == in_float32
     text = prose(PAGE)
     assert f"MuSiQue ({want[0][1]}) and HotpotQA ({want[1][1]}), and {want[2][1]} of SQuAD's" in text
