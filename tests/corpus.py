@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from fused_kv_llm.demo import handbook_passages
 
 PASSAGES = handbook_passages()
@@ -12,3 +14,13 @@ def rag_prompt(chunks: list[str], question: str = "How many passengers can the A
     """Return the prompt a typical chain would build."""
     context = "\n\n".join(chunks)
     return f"Answer the question from the context.\n\nContext:\n{context}\n\nQuestion: {question}\nAnswer briefly."
+
+
+class UnusedEmbedder:
+    """An embedder that a given graph of neighbours makes superfluous."""
+
+    name = "unused"
+
+    def encode(self, texts: list[str]) -> np.ndarray:
+        """Fail."""
+        raise AssertionError(texts)

@@ -5,24 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
-from corpus import SHORT, rag_prompt
+from corpus import SHORT, UnusedEmbedder, rag_prompt
 from models import smollm2_tokenizer, tiny_model
 from waiting import wait_until
 
 from fused_kv_llm import FusedKVEngine
 
 GRAPH = {text: [other for other in SHORT[:4] if other != text][:2] for text in SHORT[:4]}
-
-
-class Unused:
-    """An embedder that the given graph makes superfluous."""
-
-    name = "unused"
-
-    def encode(self, texts: list[str]) -> np.ndarray:
-        raise AssertionError(texts)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +26,7 @@ class Unused:
 def test_a_request_reads_nothing_after_a_prefetch(
     selector: str, sidecars: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = {"preprocessing": "similar", "embedder": Unused(), "store_misses": False, "selector": selector}
+    options = {"preprocessing": "similar", "embedder": UnusedEmbedder(), "store_misses": False, "selector": selector}
     with FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, **options) as engine:
         engine.build_kv_cache(SHORT[:4], neighbours=GRAPH, preprocess="wait", progress=False)
         store, prompt = engine.store, rag_prompt(SHORT[:4])

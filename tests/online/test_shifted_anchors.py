@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from corpus import SHORT, rag_prompt
+from corpus import SHORT, UnusedEmbedder, rag_prompt
 from models import smollm2_tokenizer, tiny_model
 
 from fused_kv_llm import FusedKVEngine
@@ -28,15 +27,6 @@ MINE = QueryAttention("mine", layers=LAYERS, anchors=COPY)
 SHIFTED, PLAIN = sidecar_names(View(LAYERS, anchors=COPY, anchor_shift=SHIFT))
 
 
-class Unused:
-    """An embedder that the given graph makes superfluous."""
-
-    name = "unused"
-
-    def encode(self, texts: list[str]) -> np.ndarray:
-        raise AssertionError(texts)
-
-
 def graph(step: int) -> dict[str, list[str]]:
     return {text: [TEXTS[(number + step) % 4]] for number, text in enumerate(TEXTS)}
 
@@ -44,7 +34,7 @@ def graph(step: int) -> dict[str, list[str]]:
 def made(folder: Path, selector: str | Selector = MINE) -> FusedKVEngine:
     return FusedKVEngine(
         tiny_model(num_hidden_layers=5), tokenizer=smollm2_tokenizer(), kv_dir=folder, selector=selector,
-        preprocessing="similar", embedder=Unused(), store_misses=False,
+        preprocessing="similar", embedder=UnusedEmbedder(), store_misses=False,
     )  # fmt: skip
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from corpus import SHORT, rag_prompt
+from corpus import SHORT, UnusedEmbedder, rag_prompt
 from models import smollm2_tokenizer, tiny_model
 
 from fused_kv_kernels.reference import rerotate_keys_reference
@@ -24,19 +23,10 @@ SHIFT = shift_name(DEFAULT_NEIGHBOURS, DEFAULT_PREPROCESSING_PROMPTS)
 GRAPH = {text: [other for other in SHORT[:4] if other != text][:2] for text in SHORT[:4]}
 
 
-class Unused:
-    """An embedder that the given graph makes superfluous."""
-
-    name = "unused"
-
-    def encode(self, texts: list[str]) -> np.ndarray:
-        raise AssertionError(texts)
-
-
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FusedKVEngine]:
     folder: Path = tmp_path_factory.mktemp("shifting")
-    options = {"preprocessing": "similar", "embedder": Unused(), "store_misses": False}
+    options = {"preprocessing": "similar", "embedder": UnusedEmbedder(), "store_misses": False}
     with FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=folder, **options) as engine:
         engine.build_kv_cache(SHORT[:4], neighbours=GRAPH, preprocess="wait", progress=False)
         yield engine
@@ -78,7 +68,12 @@ def test_chunks_are_shifted_by_their_place(engine: FusedKVEngine, texts: list[st
 
 
 def test_a_chunk_right_after_the_header_is_exact(tmp_path: Path) -> None:
-    options = {"preprocessing": "similar", "embedder": Unused(), "store_misses": False, "wrap_chat_template": False}
+    options = {
+        "preprocessing": "similar",
+        "embedder": UnusedEmbedder(),
+        "store_misses": False,
+        "wrap_chat_template": False,
+    }
     with FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, **options) as engine:
         engine.build_kv_cache(SHORT[:4], neighbours=GRAPH, preprocess="wait", progress=False)
         prompt = SHORT[0] + "\n\nWhat is it about, please?"
@@ -119,7 +114,12 @@ def test_shifts_read_by_layers_and_kept_ones_give_the_same(
     tmp_path: Path, memory_bytes: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fused_kv_llm.engine.requests.reader_threads", lambda device: threads)
-    options = {"preprocessing": "similar", "embedder": Unused(), "store_misses": False, "memory_bytes": memory_bytes}
+    options = {
+        "preprocessing": "similar",
+        "embedder": UnusedEmbedder(),
+        "store_misses": False,
+        "memory_bytes": memory_bytes,
+    }
     model = tiny_model(num_hidden_layers=6)
     with FusedKVEngine(model, tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, **options) as engine:
         engine.build_kv_cache(SHORT[:4], neighbours=GRAPH, preprocess="wait", progress=False)
@@ -131,7 +131,7 @@ def test_shifts_read_by_layers_and_kept_ones_give_the_same(
 
 
 def test_a_damaged_shift_costs_the_chunk_and_nothing_else(tmp_path: Path) -> None:
-    options = {"preprocessing": "similar", "embedder": Unused(), "store_misses": False}
+    options = {"preprocessing": "similar", "embedder": UnusedEmbedder(), "store_misses": False}
     with FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, **options) as engine:
         engine.build_kv_cache(SHORT[:4], neighbours=GRAPH, preprocess="wait", progress=False)
         key = str(engine.chunk_id(SHORT[2]))
@@ -150,7 +150,7 @@ def test_a_damaged_shift_costs_the_chunk_and_nothing_else(tmp_path: Path) -> Non
 
 def test_a_shift_of_a_model_with_other_layers_is_done_without(tmp_path: Path) -> None:
     """It is whole, so only its rows tell; the chunk's KV is used all the same, as it is stored."""
-    options = {"preprocessing": "similar", "embedder": Unused(), "store_misses": False}
+    options = {"preprocessing": "similar", "embedder": UnusedEmbedder(), "store_misses": False}
     with FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, **options) as engine:
         engine.build_kv_cache(SHORT[:4], neighbours=GRAPH, preprocess="wait", progress=False)
         prompt, key = rag_prompt(SHORT[:4]), str(engine.chunk_id(SHORT[2]))
