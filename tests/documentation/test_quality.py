@@ -278,6 +278,13 @@ def test_reading_less_first() -> None:
             share = f"{100 * max(row['selection_share'] for row in rows):.0f} %"
             want.append([name, f"`{rule}`", *(with_interval(row) for row in rows), share])
     assert table(PAGE, "set, little first") == want
+    apart = []
+    for method in ((whole, "similar", 0.15), ("full_reuse", "similar", 0.0)):
+        before = [quality(f"quality_ten_{frame}_cpu.json") for frame in names]
+        pairs = [(new[name][method], old[name][method]) for new, old in zip((plain, short), before, strict=True)
+                 for name in new]  # fmt: skip
+        apart.append(f"{100 * max(abs(new['recovered'] - old['recovered']) for new, old in pairs):.1f}")
+    assert "recovers up to {} points more or less at 0.15 and up to {} points at 0".format(*apart) in prose(PAGE)
 
 
 def test_reading_less_first_on_held_back_questions() -> None:
