@@ -13,7 +13,16 @@ from torch import Tensor
 
 from .products import dot
 
-__all__ = ["empty_results", "packed_rows", "softmax_step", "split_results", "store_rows"]
+__all__ = [
+    "empty_results",
+    "no_softmax",
+    "packed_rows",
+    "query_rows",
+    "result_rows",
+    "softmax_step",
+    "split_results",
+    "store_rows",
+]
 
 
 @triton.jit
@@ -23,6 +32,19 @@ def packed_rows(first, kv_heads, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
     kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
     packed = first + tl.arange(0, BLOCK_M)
     return batch, kv_head, packed // GROUP, kv_head * GROUP + packed % GROUP
+
+
+@triton.jit
+def query_rows(q, stride_qb, stride_qh, stride_qr, batch, head, row):
+    """Return where each packed row of queries begins."""
+    return q + batch * stride_qb + head[:, None] * stride_qh + row.to(tl.int64)[:, None] * stride_qr
+
+
+@triton.jit
+def no_softmax(BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """Return the sums, peaks and totals of a running softmax over nothing."""
+    peak = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+    return tl.zeros((BLOCK_M, BLOCK_DV), dtype=tl.float32), peak, tl.zeros((BLOCK_M,), dtype=tl.float32)
 
 
 @triton.jit
@@ -36,6 +58,18 @@ def softmax_step(acc, peak, total, scores, values, PRECISION: tl.constexpr, MASK
     total = total * shrink + tl.sum(weights, 1)
     acc = acc * shrink[:, None]
     return dot(weights.to(values.dtype), values, acc, PRECISION), new_peak, total
+
+
+@triton.jit
+def result_rows(
+    out, lse, stride_os, stride_ob, stride_oh, stride_or, batch, head, row, rows, kv_heads, GROUP: tl.constexpr
+):
+    """Return where the results of each packed row begin, and where its log-sum-exp lies, for this program's split."""
+    split = tl.program_id(2).to(tl.int64)
+    out_at = out + split * stride_os + batch * stride_ob + head[:, None] * stride_oh
+    sequences = tl.num_programs(1) // kv_heads
+    lse_at = lse + ((split * sequences + batch) * kv_heads * GROUP + head) * rows + row
+    return out_at + row.to(tl.int64)[:, None] * stride_or, lse_at
 
 
 @triton.jit

@@ -14,7 +14,17 @@ from torch import Tensor
 
 from .combine import combine
 from .configs import FEW_ROWS, block_dim, multiprocessors, page_blocks
-from .packed_rows import empty_results, packed_rows, softmax_step, split_results, store_rows
+from .kv_rows import turn
+from .packed_rows import (
+    empty_results,
+    no_softmax,
+    packed_rows,
+    query_rows,
+    result_rows,
+    softmax_step,
+    split_results,
+    store_rows,
+)
 from .products import dot, precision
 from .splits import choose_splits
 
@@ -24,6 +34,15 @@ if TYPE_CHECKING:
 __all__ = ["paged_rows"]
 
 _LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def _turned_pairs(k_at, pairs, inside, turn_x, turn_y, HALF: tl.constexpr):
+    """Return both halves of a page's rotary pairs, turned, in the page's dtype."""
+    x = tl.load(k_at + pairs[None, :], mask=inside, other=0.0)
+    y = tl.load(k_at + HALF + pairs[None, :], mask=inside, other=0.0)
+    turned_x, turned_y = turn(x.to(tl.float32), y.to(tl.float32), turn_x, turn_y)
+    return turned_x.to(x.dtype), turned_y.to(y.dtype)
 
 
 @triton.jit(do_not_specialize=["rows", "num_pages", "splits"])
@@ -38,27 +57,23 @@ def _paged_kernel(
 ):  # fmt: skip
     """Attend one block of packed rows of one request to one split of its pages."""
     batch, kv_head, row, head = packed_rows(tl.program_id(0) * BLOCK_M, kv_heads, GROUP, BLOCK_M)
-    split = tl.program_id(2)
     is_row = row < rows
     asking = tl.load(q_positions + batch * stride_pb + row, mask=is_row, other=-1)
     last = tl.max(asking)
 
-    q_at = q + batch * stride_qb + head[:, None] * stride_qh + row.to(tl.int64)[:, None] * stride_qr
-    pairs = tl.arange(0, BLOCK_HALF)
-    dims = tl.arange(0, BLOCK_D)
+    q_at = query_rows(q, stride_qb, stride_qh, stride_qr, batch, head, row)
+    pairs, dims, slots = tl.arange(0, BLOCK_HALF), tl.arange(0, BLOCK_D), tl.arange(0, PAGE)
     rest = 2 * HALF + tl.arange(0, BLOCK_REST)
     is_pair = (pairs < HALF)[None, :]
     query_x = tl.load(q_at + pairs[None, :], mask=is_row[:, None] & is_pair, other=0.0)
     query_y = tl.load(q_at + HALF + pairs[None, :], mask=is_row[:, None] & is_pair, other=0.0)
     query_rest = tl.load(q_at + rest[None, :], mask=is_row[:, None] & (rest < D)[None, :], other=0.0)
-    slots = tl.arange(0, PAGE)
-    acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
-    peak = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
-    total = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    acc, peak, total = no_softmax(BLOCK_M, BLOCK_D)
     nothing = tl.zeros((BLOCK_M, PAGE), dtype=tl.float32)
 
     share = tl.cdiv(num_pages, splits)
-    for at in range(split * share, tl.minimum(split * share + share, num_pages)):
+    begin = tl.program_id(2) * share
+    for at in range(begin, tl.minimum(begin + share, num_pages)):
         entry = batch * num_pages + at
         stands = tl.load(positions + entry * PAGE + slots)
         is_slot = (stands >= 0) & (stands <= last)
@@ -66,36 +81,24 @@ def _paged_kernel(
         needed = tl.max(is_slot.to(tl.int32)) > 0 if SKIP else True
         if needed:
             page = tl.load(pages + entry)
-            angle = entry * HALF + pairs
-            turn_x = tl.load(cos + angle, mask=pairs < HALF, other=1.0)[None, :]
-            turn_y = tl.load(sin + angle, mask=pairs < HALF, other=0.0)[None, :]
-            k_at = page_k + page * stride_kp + kv_head * stride_kh
-            k_row = slots[:, None] * stride_kn
-            inside = is_slot[:, None] & is_pair
-            key_x = tl.load(k_at + k_row + pairs[None, :], mask=inside, other=0.0)
-            key_y = tl.load(k_at + HALF + k_row + pairs[None, :], mask=inside, other=0.0)
-            wide_x, wide_y = key_x.to(tl.float32), key_y.to(tl.float32)
-            key_x = (wide_x * turn_x - wide_y * turn_y).to(key_x.dtype)
-            key_y = (wide_y * turn_x + wide_x * turn_y).to(key_y.dtype)
+            turn_x = tl.load(cos + entry * HALF + pairs, mask=pairs < HALF, other=1.0)[None, :]
+            turn_y = tl.load(sin + entry * HALF + pairs, mask=pairs < HALF, other=0.0)[None, :]
+            k_at = page_k + page * stride_kp + kv_head * stride_kh + slots[:, None] * stride_kn
+            key_x, key_y = _turned_pairs(k_at, pairs, is_slot[:, None] & is_pair, turn_x, turn_y, HALF)
             scores = dot(query_x, tl.trans(key_x), nothing, PRECISION)
             scores = dot(query_y, tl.trans(key_y), scores, PRECISION)
             if REST > 0:
-                in_rest = is_slot[:, None] & (rest < D)[None, :]
-                key_rest = tl.load(k_at + k_row + rest[None, :], mask=in_rest, other=0.0)
+                key_rest = tl.load(k_at + rest[None, :], mask=is_slot[:, None] & (rest < D)[None, :], other=0.0)
                 scores = dot(query_rest, tl.trans(key_rest), scores, PRECISION)
             seen = is_slot[None, :] & (stands[None, :] <= asking[:, None])
             scores = tl.where(seen, scores * scale_log2, float("-inf"))
-
-            v_at = page_v + page * stride_vp + kv_head * stride_vh
-            in_values = is_slot[:, None] & (dims < D)[None, :]
-            values = tl.load(v_at + slots[:, None] * stride_vn + dims[None, :], mask=in_values, other=0.0)
+            v_at = page_v + page * stride_vp + kv_head * stride_vh + slots[:, None] * stride_vn + dims[None, :]
+            values = tl.load(v_at, mask=is_slot[:, None] & (dims < D)[None, :], other=0.0)
             acc, peak, total = softmax_step(acc, peak, total, scores, values, PRECISION, True)
 
-    out_at = out + split.to(tl.int64) * stride_os + batch * stride_ob + head[:, None] * stride_oh
-    out_at += row.to(tl.int64)[:, None] * stride_or + dims[None, :]
-    requests = tl.num_programs(1) // kv_heads
-    lse_at = lse + ((split.to(tl.int64) * requests + batch) * kv_heads * GROUP + head) * rows + row
-    store_rows(out_at, lse_at, acc, peak, total, total, is_row, is_row, dims < D)
+    places = out, lse, stride_os, stride_ob, stride_oh, stride_or
+    out_at, lse_at = result_rows(*places, batch, head, row, rows, kv_heads, GROUP)
+    store_rows(out_at + dims[None, :], lse_at, acc, peak, total, total, is_row, is_row, dims < D)
 
 
 def paged_rows(

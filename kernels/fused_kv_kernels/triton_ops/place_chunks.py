@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .configs import key_value_blocks
+from .kv_rows import pair_columns, turn
 
 if TYPE_CHECKING:
     from fused_kv_kernels.rotate import RotationTable
@@ -26,9 +27,41 @@ _BLOCK_T = 32
 
 
 @triton.jit
-def _turn(x, y, cos, sin):
-    """Rotate pairs of dimensions."""
-    return x * cos[None, :] - y * sin[None, :], y * cos[None, :] + x * sin[None, :]
+def _source(entry, column, head, SOURCE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return where a head's rows of one chunk begin: keys in the table's first column, values in its second."""
+    source, stride = tl.load(entry + column).to(tl.pointer_type(SOURCE)), tl.load(entry + 6 + column)
+    if ALIGNED:
+        # What comes out of memory is aligned to nothing, as far as the compiler knows: loads would be narrow.
+        source, stride = tl.multiple_of(source, 16), tl.multiple_of(stride, 16)
+    return source + head * stride
+
+
+@triton.jit
+def _scales(entry, column, head):
+    """Return where the scales of a head's keys or values begin."""
+    return tl.load(entry + 2 + column).to(tl.pointer_type(tl.float16)) + head * tl.load(entry + 8 + column)
+
+
+@triton.jit
+def _place_values(
+    entry, source, rows, head, token, is_token, DV: tl.constexpr, BLOCK_DV: tl.constexpr, SCALED: tl.constexpr
+):
+    """Place values, whose scales are of tokens."""
+    dims = tl.arange(0, BLOCK_DV)[None, :]
+    inside = is_token & (dims < DV)
+    values = tl.load(source + token * DV + dims, mask=inside, other=0).to(tl.float32)
+    if SCALED:
+        values *= tl.load(_scales(entry, 1, head) + token, mask=is_token, other=0.0).to(tl.float32)
+    tl.store(rows + dims, values.to(rows.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _columns(source, scales, at, is_column, is_token, SCALED: tl.constexpr):
+    """Return some columns of keys, whose scales are of dimensions, in float32."""
+    keys = tl.load(source + at[None, :], mask=is_token & is_column[None, :], other=0).to(tl.float32)
+    if SCALED:
+        keys *= tl.load(scales + at, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    return keys
 
 
 @triton.jit(do_not_specialize=["chunks"])
@@ -43,59 +76,34 @@ def _place_kernel(
     chunk = tl.load(table + chunks * COLUMNS + tl.program_id(0))
     head = tl.program_id(1).to(tl.int64)
     entry = table + chunk * COLUMNS
-    source_k = tl.load(entry).to(tl.pointer_type(SOURCE))
-    source_v = tl.load(entry + 1).to(tl.pointer_type(SOURCE))
-    stride_k, stride_v = tl.load(entry + 6), tl.load(entry + 7)
-    if ALIGNED:
-        # What comes out of memory is aligned to nothing, as far as the compiler knows: loads would be narrow.
-        source_k, source_v = tl.multiple_of(source_k, 16), tl.multiple_of(source_v, 16)
-        stride_k, stride_v = tl.multiple_of(stride_k, 16), tl.multiple_of(stride_v, 16)
-    source_k += head * stride_k
-    source_v += head * stride_v
-    first_block = tl.load(entry + 10)
-    token = ((tl.program_id(0) - first_block) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
-    tokens = tl.load(entry + 4)
+    token = ((tl.program_id(0) - tl.load(entry + 10)) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
+    tokens, target = tl.load(entry + 4), tl.load(entry + 5) + token
     # The grid has as many heads as there are of keys or of values: the other may have fewer.
-    key_tokens, value_tokens = tl.where(head < KEY_HEADS, tokens, 0), tl.where(head < VALUE_HEADS, tokens, 0)
-    target = tl.load(entry + 5) + token
-    layer_k += head * stride_lkh
-    layer_v += head * stride_lvh
+    is_key, is_value = token < tl.where(head < KEY_HEADS, tokens, 0), token < tl.where(head < VALUE_HEADS, tokens, 0)
 
-    dims = tl.arange(0, BLOCK_DV)[None, :]
-    in_values = (token < value_tokens) & (dims < DV)
-    values = tl.load(source_v + token * DV + dims, mask=in_values, other=0).to(tl.float32)
-    if SCALED:
-        scale_v = tl.load(entry + 3).to(tl.pointer_type(tl.float16)) + head * tl.load(entry + 9)
-        values *= tl.load(scale_v + token, mask=token < value_tokens, other=0.0).to(tl.float32)
-    tl.store(layer_v + target * stride_lvn + dims, values.to(layer_v.dtype.element_ty), mask=in_values)
+    value_rows = layer_v + head * stride_lvh + target * stride_lvn
+    values = _source(entry, 1, head, SOURCE, ALIGNED)
+    _place_values(entry, values, value_rows, head, token, is_value, DV, BLOCK_DV, SCALED)
 
-    is_token = token < key_tokens
+    rows = layer_k + head * stride_lkh + target * stride_lkn
+    keys, scales = _source(entry, 0, head, SOURCE, ALIGNED) + token * D, _scales(entry, 0, head)
     pairs = tl.arange(0, BLOCK_HALF)
     is_pair = pairs < tl.where(head < KEY_HEADS, HALF, 0)
-    x_at = pairs * 2 if INTERLEAVED else pairs
-    y_at = x_at + 1 if INTERLEAVED else x_at + HALF
-    inside = is_token & is_pair[None, :]
-    x = tl.load(source_k + token * D + x_at[None, :], mask=inside, other=0).to(tl.float32)
-    y = tl.load(source_k + token * D + y_at[None, :], mask=inside, other=0).to(tl.float32)
-    if SCALED:
-        scale_k = tl.load(entry + 2).to(tl.pointer_type(tl.float16)) + head * tl.load(entry + 8)
-        x *= tl.load(scale_k + x_at, mask=is_pair, other=0.0).to(tl.float32)[None, :]
-        y *= tl.load(scale_k + y_at, mask=is_pair, other=0.0).to(tl.float32)[None, :]
-    turn_x = tl.load(cos + chunk * HALF + pairs, mask=is_pair, other=1.0)
-    turn_y = tl.load(sin + chunk * HALF + pairs, mask=is_pair, other=0.0)
-    x, y = _turn(x, y, turn_x, turn_y)
-    row = layer_k + target * stride_lkn
-    tl.store(row + x_at[None, :], x.to(layer_k.dtype.element_ty), mask=inside)
-    tl.store(row + y_at[None, :], y.to(layer_k.dtype.element_ty), mask=inside)
+    x_at, y_at = pair_columns(pairs, HALF, INTERLEAVED)
+    x, y = turn(
+        _columns(keys, scales, x_at, is_pair, is_key, SCALED),
+        _columns(keys, scales, y_at, is_pair, is_key, SCALED),
+        tl.load(cos + chunk * HALF + pairs, mask=is_pair, other=1.0)[None, :],
+        tl.load(sin + chunk * HALF + pairs, mask=is_pair, other=0.0)[None, :],
+    )
+    inside = is_key & is_pair[None, :]
+    tl.store(rows + x_at[None, :], x.to(layer_k.dtype.element_ty), mask=inside)
+    tl.store(rows + y_at[None, :], y.to(layer_k.dtype.element_ty), mask=inside)
     if REST > 0:
         rest = 2 * HALF + tl.arange(0, BLOCK_REST)
-        inside_rest = is_token & (rest < D)[None, :]
-        kept = tl.load(source_k + token * D + rest[None, :], mask=inside_rest, other=0).to(tl.float32)
-        if SCALED:
-            kept *= tl.load(scale_k + rest, mask=rest < tl.where(head < KEY_HEADS, D, 0), other=0.0).to(tl.float32)[
-                None, :
-            ]
-        tl.store(row + rest[None, :], kept.to(layer_k.dtype.element_ty), mask=inside_rest)
+        is_rest = rest < tl.where(head < KEY_HEADS, D, 0)
+        kept = _columns(keys, scales, rest, is_rest, is_key, SCALED)
+        tl.store(rows + rest[None, :], kept.to(layer_k.dtype.element_ty), mask=is_key & is_rest[None, :])
 
 
 _SOURCES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.int8: tl.int8}

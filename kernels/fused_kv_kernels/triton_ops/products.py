@@ -13,7 +13,7 @@ from .configs import is_interpreted
 if TYPE_CHECKING:
     from fused_kv_kernels.scoring import Scoring
 
-__all__ = ["dot", "precision", "scaled_scores", "sink_weight", "weight_factors"]
+__all__ = ["dot", "key_scores", "precision", "sink_weight", "weight_factors"]
 
 _LOG2_E = 1.4426950408889634
 
@@ -35,11 +35,18 @@ def _tanh(x):
 
 
 @triton.jit
-def scaled_scores(products, scale, cap, CAPPED: tl.constexpr):
+def _scaled_scores(products, scale, cap, CAPPED: tl.constexpr):
     """Return products times a scale or, capped, ``cap * tanh(products * scale)``."""
     if CAPPED:
         return cap * _tanh(products * scale)
     return products * scale
+
+
+@triton.jit
+def key_scores(queries, keys, scale, cap, CAPPED: tl.constexpr, PRECISION: tl.constexpr):
+    """Return the scores of a block of query rows and a block of keys."""
+    nothing = tl.zeros((queries.shape[0], keys.shape[0]), dtype=tl.float32)
+    return _scaled_scores(dot(queries, tl.trans(keys), nothing, PRECISION), scale, cap, CAPPED)
 
 
 @triton.jit

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .kv_rows import pair_columns, turn
+
 if TYPE_CHECKING:
     from fused_kv_kernels.rotate import RotationTable
 
@@ -29,16 +31,16 @@ def _rerotate_kernel(
     is_token = token < tokens
     pairs = tl.arange(0, BLOCK_HALF)[None, :]
     inside = is_token & (pairs < HALF)
-    x_at = pairs * 2 if INTERLEAVED else pairs
-    y_at = x_at + 1 if INTERLEAVED else x_at + HALF
+    x_at, y_at = pair_columns(pairs, HALF, INTERLEAVED)
     from_row = keys + head * stride_h + token * stride_t
     to_row = out + (head * tokens + token) * D
     x = tl.load(from_row + x_at, mask=inside, other=0.0).to(tl.float32)
     y = tl.load(from_row + y_at, mask=inside, other=0.0).to(tl.float32)
     turn_x = tl.load(cos + token * stride_angle + pairs, mask=inside, other=1.0)
     turn_y = tl.load(sin + token * stride_angle + pairs, mask=inside, other=0.0)
-    tl.store(to_row + x_at, x * turn_x - y * turn_y, mask=inside)
-    tl.store(to_row + y_at, y * turn_x + x * turn_y, mask=inside)
+    x, y = turn(x, y, turn_x, turn_y)
+    tl.store(to_row + x_at, x, mask=inside)
+    tl.store(to_row + y_at, y, mask=inside)
     if REST > 0:
         rest = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
         kept = tl.load(from_row + rest, mask=is_token & (rest < D), other=0.0)

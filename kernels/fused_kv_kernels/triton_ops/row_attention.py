@@ -16,8 +16,17 @@ from torch import Tensor
 
 from .combine import combine
 from .configs import FEW_ROWS, block_dim, few_rows, many_rows, multiprocessors, prune, row_block
-from .packed_rows import empty_results, packed_rows, softmax_step, split_results, store_rows
-from .products import dot, precision, scaled_scores, sink_weight, weight_factors
+from .packed_rows import (
+    empty_results,
+    no_softmax,
+    packed_rows,
+    query_rows,
+    result_rows,
+    softmax_step,
+    split_results,
+    store_rows,
+)
+from .products import key_scores, precision, sink_weight, weight_factors
 from .splits import choose_splits
 
 if TYPE_CHECKING:
@@ -51,6 +60,64 @@ def _key_range(begin, first, end, splits, IS_MASKED: tl.constexpr, BLOCK_N: tl.c
     return start, tl.maximum(tl.minimum(unmasked, end), start), end
 
 
+@triton.jit
+def _attend_whole(
+    queries, acc, peak, total, k_at, v_at, stride_kn, stride_vn, start, end, scale, cap,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attend rows to blocks of keys that they all see; return the running softmax and where the next keys lie."""
+    columns, dims, value_dims = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    k_inside = columns[:, None] * stride_kn + dims[None, :]
+    v_inside = columns[:, None] * stride_vn + value_dims[None, :]
+    for _ in range(start, end, BLOCK_N):
+        keys = _whole_rows(k_at + k_inside, dims, D, BLOCK_D)
+        values = _whole_rows(v_at + v_inside, value_dims, DV, BLOCK_DV)
+        scores = key_scores(queries, keys, scale, cap, CAPPED, PRECISION)
+        acc, peak, total = softmax_step(acc, peak, total, scores, values, PRECISION, False)
+        k_at += BLOCK_N * stride_kn
+        v_at += BLOCK_N * stride_vn
+    return acc, peak, total, k_at, v_at
+
+
+@triton.jit
+def _attend_masked(
+    queries, acc, peak, total, k_at, v_at, stride_kn, stride_vn, start, end, scale, cap,
+    positions, last, kv_positions, row_firsts, begin_key,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_KV_POSITIONS: tl.constexpr, HAS_WINDOWS: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attend rows to blocks of keys that some of them do not see; return the running softmax."""
+    columns, dims, value_dims = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    k_inside = columns[:, None] * stride_kn + dims[None, :]
+    v_inside = columns[:, None] * stride_vn + value_dims[None, :]
+    for begin in range(start, end, BLOCK_N):
+        column = begin + columns
+        inside = column < end
+        if HAS_KV_POSITIONS:
+            key_positions = tl.load(kv_positions + column, mask=inside, other=2147483647)
+            inside = key_positions <= last
+            needed = tl.min(key_positions) <= last
+        else:
+            key_positions = column
+            needed = True
+        if HAS_WINDOWS:
+            inside &= column >= begin_key
+        if needed:
+            # What no row of the block may see is not read: it may be anything, and zero times NaN is NaN.
+            keys = tl.load(k_at + k_inside, mask=inside[:, None] & (dims < D)[None, :], other=0.0)
+            values = tl.load(v_at + v_inside, mask=inside[:, None] & (value_dims < DV)[None, :], other=0.0)
+            scores = key_scores(queries, keys, scale, cap, CAPPED, PRECISION)
+            seen = (key_positions[None, :] <= positions[:, None]) & inside[None, :]
+            if HAS_WINDOWS:
+                seen &= column[None, :] >= row_firsts[:, None]
+            scores = tl.where(seen, scores, float("-inf"))
+            acc, peak, total = softmax_step(acc, peak, total, scores, values, PRECISION, True)
+        k_at += BLOCK_N * stride_kn
+        v_at += BLOCK_N * stride_vn
+    return acc, peak, total
+
+
 @triton.jit(do_not_specialize=["rows", "keys", "splits", "work"])
 def _row_attention_kernel(
     q, k, v, out, lse, q_positions, kv_positions, q_lengths, kv_lengths, first_keys, sinks,
@@ -66,21 +133,18 @@ def _row_attention_kernel(
     # The last rows see most keys: they start first.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     batch, kv_head, row, head = packed_rows(block * BLOCK_M, kv_heads, GROUP, BLOCK_M)
-    split = tl.program_id(2)
     num_rows = tl.load(q_lengths + batch).to(tl.int32) if HAS_Q_LENGTHS else rows
     num_keys = tl.load(kv_lengths + batch).to(tl.int32) if HAS_KV_LENGTHS else keys
 
-    dims = tl.arange(0, BLOCK_D)
-    value_dims = tl.arange(0, BLOCK_DV)
     is_row = row < num_rows
-    positions = _row_positions(tl.load(q_positions + batch * stride_pb + row, mask=is_row, other=-1))
+    asking = q_positions + batch * stride_pb
+    positions = _row_positions(tl.load(asking + row, mask=is_row, other=-1))
     first_row = block * BLOCK_M // GROUP
     last_row = tl.minimum((block * BLOCK_M + BLOCK_M - 1) // GROUP, num_rows - 1)
     has_rows = first_row < num_rows
-    first = _row_positions(tl.load(q_positions + batch * stride_pb + first_row, mask=has_rows, other=-1))
-    last = _row_positions(tl.load(q_positions + batch * stride_pb + last_row, mask=has_rows, other=-1))
-
-    begin_key = 0
+    first = _row_positions(tl.load(asking + first_row, mask=has_rows, other=-1))
+    last = _row_positions(tl.load(asking + last_row, mask=has_rows, other=-1))
+    row_firsts, begin_key = row, 0
     if HAS_WINDOWS:
         row_firsts = tl.load(first_keys + row, mask=is_row, other=0).to(tl.int32)
         begin_key = tl.load(first_keys + first_row, mask=has_rows, other=0).to(tl.int32)
@@ -90,64 +154,30 @@ def _row_attention_kernel(
         begin_key, first, tl.where(has_rows, end, 0), splits, HAS_KV_POSITIONS or HAS_WINDOWS, BLOCK_N
     )
 
-    q_at = q + batch * stride_qb + head[:, None] * stride_qh + row.to(tl.int64)[:, None] * stride_qr + dims[None, :]
+    dims = tl.arange(0, BLOCK_D)
+    q_at = query_rows(q, stride_qb, stride_qh, stride_qr, batch, head, row) + dims[None, :]
     queries = tl.load(q_at, mask=is_row[:, None] & (dims < D)[None, :], other=0.0)
-    columns = tl.arange(0, BLOCK_N)
+    acc, peak, total = no_softmax(BLOCK_M, BLOCK_DV)
     # A scalar moves along the keys: a block of moving pointers would take the registers that the sums need.
     k_at = k + batch * stride_kb + kv_head * stride_kh + start.to(tl.int64) * stride_kn
     v_at = v + batch * stride_vb + kv_head * stride_vh + start.to(tl.int64) * stride_vn
-    k_inside = columns[:, None] * stride_kn + dims[None, :]
-    v_inside = columns[:, None] * stride_vn + value_dims[None, :]
-    acc = tl.zeros((BLOCK_M, BLOCK_DV), dtype=tl.float32)
-    peak = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
-    total = tl.zeros((BLOCK_M,), dtype=tl.float32)
-
-    nothing = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-
-    for _ in range(start, unmasked, BLOCK_N):
-        keys_block = _whole_rows(k_at + k_inside, dims, D, BLOCK_D)
-        values_block = _whole_rows(v_at + v_inside, value_dims, DV, BLOCK_DV)
-        products = dot(queries, tl.trans(keys_block), nothing, PRECISION)
-        scores = scaled_scores(products, scale, cap, CAPPED)
-        acc, peak, total = softmax_step(acc, peak, total, scores, values_block, PRECISION, False)
-        k_at += BLOCK_N * stride_kn
-        v_at += BLOCK_N * stride_vn
-
-    for begin in range(unmasked, end, BLOCK_N):
-        column = begin + columns
-        inside = column < end
-        if HAS_KV_POSITIONS:
-            key_positions = tl.load(kv_positions + batch * stride_np + column, mask=inside, other=2147483647)
-            inside = key_positions <= last
-            needed = tl.min(key_positions) <= last
-        else:
-            key_positions = column
-            needed = True
-        if HAS_WINDOWS:
-            inside &= column >= begin_key
-        if needed:
-            # What no row of the block may see is not read: it may be anything, and zero times NaN is NaN.
-            readable = inside[:, None] & (dims < D)[None, :]
-            keys_block = tl.load(k_at + k_inside, mask=readable, other=0.0)
-            values_block = tl.load(v_at + v_inside, mask=inside[:, None] & (value_dims < DV)[None, :], other=0.0)
-            products = dot(queries, tl.trans(keys_block), nothing, PRECISION)
-            scores = scaled_scores(products, scale, cap, CAPPED)
-            seen = (key_positions[None, :] <= positions[:, None]) & inside[None, :]
-            if HAS_WINDOWS:
-                seen &= column[None, :] >= row_firsts[:, None]
-            scores = tl.where(seen, scores, float("-inf"))
-            acc, peak, total = softmax_step(acc, peak, total, scores, values_block, PRECISION, True)
-        k_at += BLOCK_N * stride_kn
-        v_at += BLOCK_N * stride_vn
+    acc, peak, total, k_at, v_at = _attend_whole(
+        queries, acc, peak, total, k_at, v_at, stride_kn, stride_vn, start, unmasked, scale, cap,
+        D, BLOCK_D, DV, BLOCK_DV, BLOCK_N, CAPPED, PRECISION,
+    )  # fmt: skip
+    acc, peak, total = _attend_masked(
+        queries, acc, peak, total, k_at, v_at, stride_kn, stride_vn, unmasked, end, scale, cap,
+        positions, last, kv_positions + batch * stride_np if HAS_KV_POSITIONS else kv_positions, row_firsts, begin_key,
+        D, BLOCK_D, DV, BLOCK_DV, BLOCK_N, HAS_KV_POSITIONS, HAS_WINDOWS, CAPPED, PRECISION,
+    )  # fmt: skip
 
     whole = total
     if HAS_SINKS:
         whole += sink_weight(tl.load(sinks + head), peak)
-    out_at = out + split.to(tl.int64) * stride_os + batch * stride_ob + head[:, None] * stride_oh
-    out_at += row.to(tl.int64)[:, None] * stride_or + value_dims[None, :]
-    sequences = tl.num_programs(1) // kv_heads
-    lse_at = lse + ((split.to(tl.int64) * sequences + batch) * kv_heads * GROUP + head) * rows + row
-    store_rows(out_at, lse_at, acc, peak, total, whole, is_row, row < rows, value_dims < DV)
+    places = out, lse, stride_os, stride_ob, stride_oh, stride_or
+    out_at, lse_at = result_rows(*places, batch, head, row, rows, kv_heads, GROUP)
+    value_dims = tl.arange(0, BLOCK_DV)
+    store_rows(out_at + value_dims[None, :], lse_at, acc, peak, total, whole, is_row, row < rows, value_dims < DV)
 
 
 _KEY = ["GROUP", "D", "DV", "BLOCK_M", "HAS_KV_POSITIONS", "HAS_WINDOWS", "CAPPED", "work"]

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .configs import key_value_blocks
+from .kv_rows import add_to, pair_columns, turn
 
 if TYPE_CHECKING:
     from fused_kv_kernels.shift_chunks import ShiftStack
@@ -54,29 +55,23 @@ def _shift_kernel(
     dims = tl.arange(0, BLOCK_DV)[None, :]
     in_values = of_values[:, None] & (dims < DV)
     value_at = layer_v + head * stride_lvh + target * stride_lvt + dims
-    value = tl.load(value_at, mask=in_values, other=0.0).to(tl.float32)
-    value += tl.load(change_v + dims, mask=in_values, other=0).to(tl.float32) * scale_v
-    tl.store(value_at, value.to(layer_v.dtype.element_ty), mask=in_values)
+    add_to(value_at, tl.load(change_v + dims, mask=in_values, other=0).to(tl.float32) * scale_v, in_values)
 
     pairs = tl.arange(0, BLOCK_HALF)[None, :]
-    x_at = pairs * 2 if INTERLEAVED else pairs
-    y_at = x_at + 1 if INTERLEAVED else x_at + HALF
+    x_at, y_at = pair_columns(pairs, HALF, INTERLEAVED)
     inside = of_keys & (pairs < HALF)
     key_at = layer_k + head * stride_lkh + target * stride_lkt
     x = tl.load(change_k + x_at, mask=inside, other=0).to(tl.float32) * scale_k
     y = tl.load(change_k + y_at, mask=inside, other=0).to(tl.float32) * scale_k
     turn_x = tl.load(cos + shift * HALF + pairs, mask=pairs < HALF, other=1.0)
     turn_y = tl.load(sin + shift * HALF + pairs, mask=pairs < HALF, other=0.0)
-    key_x = tl.load(key_at + x_at, mask=inside, other=0.0).to(tl.float32) + x * turn_x - y * turn_y
-    key_y = tl.load(key_at + y_at, mask=inside, other=0.0).to(tl.float32) + y * turn_x + x * turn_y
-    tl.store(key_at + x_at, key_x.to(layer_k.dtype.element_ty), mask=inside)
-    tl.store(key_at + y_at, key_y.to(layer_k.dtype.element_ty), mask=inside)
+    x, y = turn(x, y, turn_x, turn_y)
+    add_to(key_at + x_at, x, inside)
+    add_to(key_at + y_at, y, inside)
     if REST > 0:
         rest = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
         in_rest = of_keys & (rest < D)
-        kept = tl.load(key_at + rest, mask=in_rest, other=0.0).to(tl.float32)
-        kept += tl.load(change_k + rest, mask=in_rest, other=0).to(tl.float32) * scale_k
-        tl.store(key_at + rest, kept.to(layer_k.dtype.element_ty), mask=in_rest)
+        add_to(key_at + rest, tl.load(change_k + rest, mask=in_rest, other=0).to(tl.float32) * scale_k, in_rest)
 
 
 def shift_chunks(stack: ShiftStack, layer_idx: int, layer_keys: Tensor, layer_values: Tensor) -> None:

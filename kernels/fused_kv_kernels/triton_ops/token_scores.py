@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .configs import block_dim, multiprocessors, score_blocks
-from .packed_rows import packed_rows
-from .products import dot, precision, scaled_scores, sink_weight, weight_factors
+from .packed_rows import packed_rows, query_rows
+from .products import key_scores, precision, sink_weight, weight_factors
 from .splits import choose_splits
 
 if TYPE_CHECKING:
@@ -46,19 +46,18 @@ def _denominator_kernel(
     start = low + split * span
     end = tl.minimum(start + span, end)
 
-    q_at = q + layer * stride_ql + head[:, None] * stride_qh + row.to(tl.int64)[:, None] * stride_qr + dims[None, :]
+    q_at = query_rows(q, stride_ql, stride_qh, stride_qr, layer, head, row) + dims[None, :]
     queries = tl.load(q_at, mask=is_row[:, None] & (dims < D)[None, :], other=0.0)
     columns = tl.arange(0, BLOCK_N)
     k_at = k + layer * stride_kl + kv_head * stride_kh + start.to(tl.int64) * stride_kn
     k_inside = columns[:, None] * stride_kn + dims[None, :]
-    nothing = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     peak = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((BLOCK_M,), dtype=tl.float32)
     for begin in range(start, end, BLOCK_N):
         column = begin + columns
         readable = (column < end)[:, None] & (dims < D)[None, :]
         keys_block = tl.load(k_at + k_inside, mask=readable, other=0.0)
-        scores = scaled_scores(dot(queries, tl.trans(keys_block), nothing, PRECISION), scale, cap, CAPPED)
+        scores = key_scores(queries, keys_block, scale, cap, CAPPED, PRECISION)
         seen = (column[None, :] <= positions[:, None]) & (column < end)[None, :]
         if HAS_WINDOWS:
             seen &= column[None, :] >= firsts[:, None]
@@ -90,7 +89,6 @@ def _mass_kernel(
     readable = (column < keys)[:, None] & (dims < D)[None, :]
     k_at = k + layer * stride_kl + kv_head * stride_kh + column.to(tl.int64)[:, None] * stride_kn + dims[None, :]
     keys_block = tl.load(k_at, mask=readable, other=0.0)
-    nothing = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     shares = tl.zeros((BLOCK_N,), dtype=tl.float32)
     for begin in range(0, rows * GROUP, BLOCK_M):
         packed = begin + tl.arange(0, BLOCK_M)
@@ -98,7 +96,7 @@ def _mass_kernel(
         head = kv_head * GROUP + packed % GROUP
         is_row = row < rows
         positions = tl.load(q_positions + row, mask=is_row, other=-1).to(tl.int32)
-        q_at = q + layer * stride_ql + head[:, None] * stride_qh + row.to(tl.int64)[:, None] * stride_qr + dims[None, :]
+        q_at = query_rows(q, stride_ql, stride_qh, stride_qr, layer, head, row) + dims[None, :]
         queries = tl.load(q_at, mask=is_row[:, None] & (dims < D)[None, :], other=0.0)
         # Each split's share of the denominator: there are few, and reading them costs less than one more launch.
         at = (layer * kv_heads * GROUP + head) * rows + row
@@ -114,7 +112,7 @@ def _mass_kernel(
         if HAS_SINKS:
             whole += sink_weight(tl.load(sinks + head, mask=is_row, other=0.0), peak)
         level = tl.where(total != 0.0, peak + tl.log2(tl.where(total != 0.0, whole, 1.0)), 0.0)
-        scores = scaled_scores(dot(queries, tl.trans(keys_block), nothing, PRECISION), scale, cap, CAPPED)
+        scores = key_scores(queries, keys_block, scale, cap, CAPPED, PRECISION)
         seen = (column[None, :] <= positions[:, None]) & (column < keys)[None, :]
         if HAS_WINDOWS:
             seen &= column[None, :] >= tl.load(first_keys + row, mask=is_row, other=2147483647)[:, None]

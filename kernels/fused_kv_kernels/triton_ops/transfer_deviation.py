@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .configs import key_value_blocks
+from .kv_rows import add_to, pair_columns, turn, turn_back
 
 if TYPE_CHECKING:
     from fused_kv_kernels.rotate import RotationTable
@@ -47,8 +48,7 @@ def _sum_kernel(
     layer_v += head * stride_lvh
     pairs = tl.arange(0, BLOCK_HALF)
     dims = tl.arange(0, BLOCK_DV)
-    x_at = pairs * 2 if INTERLEAVED else pairs
-    y_at = x_at + 1 if INTERLEAVED else x_at + HALF
+    x_at, y_at = pair_columns(pairs, HALF, INTERLEAVED)
     rest = 2 * HALF + tl.arange(0, BLOCK_REST)
     sum_x = tl.zeros((BLOCK_HALF,), dtype=tl.float32)
     sum_y = tl.zeros((BLOCK_HALF,), dtype=tl.float32)
@@ -66,8 +66,9 @@ def _sum_kernel(
         y = _gap(fresh_k, layer_k, row * stride_fkt, at * stride_lkt, y_at[None, :], inside)
         turn_x = tl.load(cos + at * HALF + pairs[None, :], mask=inside, other=1.0)
         turn_y = tl.load(sin + at * HALF + pairs[None, :], mask=inside, other=0.0)
-        sum_x += tl.sum(x * turn_x + y * turn_y, 0)
-        sum_y += tl.sum(y * turn_x - x * turn_y, 0)
+        x, y = turn_back(x, y, turn_x, turn_y)
+        sum_x += tl.sum(x, 0)
+        sum_y += tl.sum(y, 0)
         if REST > 0:
             in_rest = of_keys[:, None] & (rest < D)[None, :]
             sum_rest += tl.sum(_gap(fresh_k, layer_k, row * stride_fkt, at * stride_lkt, rest[None, :], in_rest), 0)
@@ -80,13 +81,6 @@ def _sum_kernel(
     if REST > 0:
         tl.store(out + rest, sum_rest * weight, mask=rest < D)
     tl.store(out + D + dims, sum_v * weight, mask=dims < DV)
-
-
-@triton.jit
-def _add(layer, change, mask):
-    tl.store(
-        layer, (tl.load(layer, mask=mask, other=0.0).to(tl.float32) + change).to(layer.dtype.element_ty), mask=mask
-    )
 
 
 @triton.jit(do_not_specialize=["positions"])
@@ -103,8 +97,7 @@ def _add_kernel(
     if tl.max(tl.max(chunk, 0), 0) >= 0:
         mine = sums + (chunk * tl.num_programs(1) + head) * (D + DV)
         pairs = tl.arange(0, BLOCK_HALF)[None, :]
-        x_at = pairs * 2 if INTERLEAVED else pairs
-        y_at = x_at + 1 if INTERLEAVED else x_at + HALF
+        x_at, y_at = pair_columns(pairs, HALF, INTERLEAVED)
         of_keys = chunk >= tl.where(head < KEY_HEADS, 0, 2147483647)
         of_values = chunk >= tl.where(head < VALUE_HEADS, 0, 2147483647)
         inside = of_keys & (pairs < HALF)
@@ -113,16 +106,17 @@ def _add_kernel(
         turn_x = tl.load(cos + at * HALF + pairs, mask=inside, other=1.0)
         turn_y = tl.load(sin + at * HALF + pairs, mask=inside, other=0.0)
         key = layer_k + head * stride_lkh + at * stride_lkt
-        _add(key + x_at, x * turn_x - y * turn_y, inside)
-        _add(key + y_at, y * turn_x + x * turn_y, inside)
+        x, y = turn(x, y, turn_x, turn_y)
+        add_to(key + x_at, x, inside)
+        add_to(key + y_at, y, inside)
         if REST > 0:
             rest = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
             in_rest = of_keys & (rest < D)
-            _add(key + rest, tl.load(mine + rest, mask=in_rest, other=0.0), in_rest)
+            add_to(key + rest, tl.load(mine + rest, mask=in_rest, other=0.0), in_rest)
         dims = tl.arange(0, BLOCK_DV)[None, :]
         in_values = of_values & (dims < DV)
         value = layer_v + head * stride_lvh + at * stride_lvt
-        _add(value + dims, tl.load(mine + D + dims, mask=in_values, other=0.0), in_values)
+        add_to(value + dims, tl.load(mine + D + dims, mask=in_values, other=0.0), in_values)
 
 
 def transfer_deviation(
