@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +11,12 @@ import pytest
 import torch
 from corpus import SHORT, rag_prompt
 from models import smollm2_tokenizer, tiny_model
+from torch import Tensor
 
 from fused_kv_kernels.reference import token_scores_reference
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.context_shift import shift_name
+from fused_kv_llm.errors import FusedKVWarning
 from fused_kv_llm.kv import PlacedChunk
 from fused_kv_llm.online import Request
 from fused_kv_llm.online.anchors import read_anchors
@@ -292,6 +294,45 @@ def test_a_damaged_side_file_is_a_miss(engine: FusedKVEngine) -> None:
         assert not path.exists()
     path.write_bytes(bytes(whole))
     assert engine.store.sidecars.read(key, NAME) is not None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"positions": None},
+        {"positions": lambda old: old + 1_000},
+        {"positions": lambda old: old - 1_000},
+        {"positions": lambda old: old.flip(0)},
+        {"positions": lambda old: old[1:]},
+        {"values": lambda old: old[1:]},
+        {"values": lambda old: old.half()},
+        {"values": lambda old: old[..., :-1]},
+        {"scored_keys": lambda old: old[:, :, :-1]},
+        {"scored_keys": lambda old: old[:, :1]},
+        {"other_keys": lambda old: old[..., :-1]},
+    ],
+)
+def test_a_side_file_that_does_not_fit_is_a_miss(
+    engine: FusedKVEngine, change: dict[str, Callable[[Tensor], Tensor] | None]
+) -> None:
+    """It may be from an archive of a stranger: it is whole, and yet nothing in it may be believed."""
+    key = engine.chunk_id(SHORT[3])
+    assert key is not None
+    side = engine.store.sidecars.read(key, NAME)
+    assert side is not None
+    engine.store.sidecars.remove(key, NAME)
+    expected, _ = engine.prefill(rag_prompt(SHORT[:5]), recompute_ratio=0.3)
+    ((part, made),) = change.items()
+    changed = {name: old for name, old in side.items() if name != part}
+    if made is not None:
+        changed[part] = made(side[part]).contiguous()
+    engine.store.sidecars.put(key, NAME, changed)
+    with pytest.warns(FusedKVWarning, match="not of this model and chunk"):
+        fused, report = engine.prefill(rag_prompt(SHORT[:5]), recompute_ratio=0.3)
+    assert torch.equal(fused.logits, expected.logits)
+    assert any("1 chunks have no stored anchors" in warning for warning in report.warnings)
+    engine.store.sidecars.put(key, NAME, side)
+    assert engine.prefill(rag_prompt(SHORT[:5]), recompute_ratio=0.3)[1].warnings == []
 
 
 def test_deleted_chunks_leave_no_anchors(engine: FusedKVEngine) -> None:

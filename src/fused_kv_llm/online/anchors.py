@@ -6,6 +6,8 @@ that the question sees stand there side by side, ordered by position, so that no
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fused_kv_kernels import RotationTable, place_chunks
+from fused_kv_llm.errors import FusedKVWarning
 from fused_kv_llm.kv import PlacedChunk
 from fused_kv_llm.model import FusedCache, Geometry
 from fused_kv_llm.selectors import Anchors, View, anchor_positions, sink_scores
@@ -127,7 +130,6 @@ def read_anchors(
     """
     layers, shift = view.layers, view.anchor_shift
     missing = unshifted = bytes_read = 0
-    dims = geometry.room.key_dim, geometry.room.value_dim
     found: list[AnchorKV] = []
     loaded: dict[tuple[str, str], int] = {}
     for chunk in request.chunks:
@@ -135,13 +137,13 @@ def read_anchors(
         names = request.anchor_names(chunk, view)
         sides = ((name, sidecars.read(key, name)) for name in names)
         name, side = next((found for found in sides if found[1] is not None), ("", None))
-        unshifted += side is not None and name != names[0] and shift is not None and sidecars.has(key, shift)
-        if side is None:
+        stored = None if side is None else _restored(side, chunk, layers, geometry)
+        if side is None or stored is None:
             missing += 1
             stored, nbytes = _from_the_chunk(chunk, anchors, layers)
         else:
             nbytes = loaded[key, name] = sum(part.nbytes for part in side.values())
-            stored = AnchorKV.of(side, layers, chunk.stored.dtype, dims)
+            unshifted += int(name != names[0] and shift is not None and sidecars.has(key, shift))
         bytes_read += nbytes
         found.append(_in_the_prompt(stored, chunk))
     deltas = torch.tensor([chunk.delta for chunk in request.chunks], dtype=torch.int64)
@@ -157,6 +159,26 @@ def read_anchors(
         missing,
         unshifted,
     )
+
+
+def _restored(
+    side: Mapping[str, Tensor], chunk: PlacedChunk, layers: tuple[int, ...], geometry: Geometry
+) -> AnchorKV | None:
+    """Return what a sidecar has; None, with a warning, where it is whole, but not of this model and chunk."""
+    room, dtype = geometry.room, chunk.stored.dtype
+    try:
+        stored = AnchorKV.of(side, layers, dtype, room[1:])
+    except (KeyError, IndexError, RuntimeError):
+        stored = None
+    if stored is not None and stored.fits(layers, dtype, chunk.stored.num_tokens, room):
+        return stored
+    warnings.warn(
+        f"The anchors of chunk {str(chunk.segment.key)[:16]} are not of this model and chunk. Its KV is read instead; "
+        "delete the chunk and ingest it again to replace them.",
+        FusedKVWarning,
+        stacklevel=2,
+    )
+    return None
 
 
 def _from_the_chunk(chunk: PlacedChunk, anchors: Anchors, layers: tuple[int, ...]) -> tuple[AnchorKV, int]:

@@ -78,6 +78,30 @@ class AnchorKV:
             keys[[layers[number] for number in among]] = scored[among][:, :, positions]
         return cls(positions, keys, values, scored)
 
+    def fits(self, layers: Sequence[int], dtype: torch.dtype, num_tokens: int, room: tuple[int, int, int]) -> bool:
+        """Whether this is what a chunk of so many tokens has in a model of such KV.
+
+        Parameters
+        ----------
+        layers : sequence of int
+            Those that score, ascending.
+        dtype : torch.dtype
+            Of the chunk's KV.
+        num_tokens : int
+            ``T``.
+        room : tuple of int
+            ``Hkv``, and numbers of a key and of a value.
+        """
+        (heads, key_dim, value_dim), count, below = room, self.positions.numel(), max(layers)
+        places = torch.arange(num_tokens)
+        return (
+            {part.dtype for part in (self.keys, self.values, self.scored_keys)} == {dtype}
+            and torch.equal(self.positions, places[torch.isin(places, self.positions)])
+            and self.keys.shape == (below, heads, count, key_dim)
+            and self.values.shape == (below, heads, count, value_dim)
+            and self.scored_keys.shape == (len(layers), heads, num_tokens, key_dim)
+        )
+
     def tensors(self, layers: Sequence[int], storage: str) -> dict[str, Tensor]:
         """Return the tensors of the sidecar: of the anchors' keys only those in layers that do not score.
 
