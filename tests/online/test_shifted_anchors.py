@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from models import smollm2_tokenizer, tiny_model
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.config import DEFAULT_NEIGHBOURS, DEFAULT_PREPROCESSING_PROMPTS
 from fused_kv_llm.context_shift import USUAL_WEIGHT, place_weight, shift_name
-from fused_kv_llm.errors import ConfigError
+from fused_kv_llm.errors import ConfigError, FusedKVWarning
 from fused_kv_llm.online import Recipe
 from fused_kv_llm.online.request_loading import RequestLoading
 from fused_kv_llm.report import FusionReport
@@ -77,9 +78,9 @@ def test_the_question_sees_what_it_would_with_the_usual_shift(
 def test_each_place_has_its_file_and_no_other_is_read(engine: FusedKVEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     read, real = list[tuple[str, str]](), engine.store.sidecars.read
 
-    def noting(key: str, name: str) -> dict[str, torch.Tensor] | None:
+    def noting(key: str, name: str, *fits: Any) -> dict[str, torch.Tensor] | None:
         read.append((key, name))
-        return real(key, name)
+        return real(key, name, *fits)
 
     monkeypatch.setattr(engine.store.sidecars, "read", noting)
     _, report = engine.prefill(rag_prompt(TEXTS), recompute_ratio=0.3)
@@ -147,6 +148,24 @@ def test_a_chunk_twice_in_a_prompt_is_read_by_its_places(engine: FusedKVEngine) 
     assert found == [(PLAIN,), (SHIFTED, PLAIN), (SHIFTED, PLAIN)]
 
 
+def test_instead_of_a_copy_that_does_not_fit_the_one_without_shift_is_read(tmp_path: Path) -> None:
+    with made(tmp_path) as engine:
+        engine.build_kv_cache(TEXTS, neighbours=graph(1), preprocess="wait", progress=False)
+        key, sidecars = str(engine.chunk_id(TEXTS[2])), engine.store.sidecars
+        side, plain = sidecars.read(key, SHIFTED), sidecars.read(key, PLAIN)
+        assert side is not None
+        assert plain is not None
+        whole = engine.prefill(rag_prompt(TEXTS), recompute_ratio=0.3)[1].selection_bytes
+        sidecars.put(key, SHIFTED, {**side, "positions": side["positions"].flip(0)})
+        with pytest.warns(FusedKVWarning, match="do not fit this model and this chunk"):
+            _, report = engine.prefill(rag_prompt(TEXTS), recompute_ratio=0.3)
+        assert report.selection_bytes == whole
+        (warning,) = report.warnings
+        assert warning.startswith("1 chunks have a context shift, but no stored anchors with it")
+        assert engine.build_anchors(TEXTS, progress=False) == 1
+        assert engine.prefill(rag_prompt(TEXTS), recompute_ratio=0.3)[1].warnings == []
+
+
 def told(engine: FusedKVEngine) -> list[str]:
     return engine.prefill(rag_prompt(TEXTS), recompute_ratio=0.3, selector=MINE)[1].warnings
 
@@ -175,7 +194,7 @@ def test_a_copy_that_cannot_be_stored_stops_no_preprocessing(
     with made(tmp_path) as engine:
         engine.build_kv_cache(TEXTS, neighbours=graph(1), preprocess="later", progress=False)
         with monkeypatch.context() as patched:
-            patched.setattr(engine.store.sidecars, "read", lambda key, name: 1 / 0)
+            patched.setattr(engine.store.sidecars, "read", lambda *of: 1 / 0)
             engine.build_kv_cache(TEXTS, preprocess="wait", progress=False)
         assert engine.corpus.stored_texts() == list(TEXTS)
         assert sum("was not stored" in record.message for record in caplog.records) == 4
@@ -212,8 +231,8 @@ def test_no_copy_is_made_of_a_shift_that_does_not_fit(
             "unreadable": None,
         }[broken]
 
-        def read(of: str, name: str) -> dict[str, torch.Tensor] | None:
-            return wrong if (of, name) == (key, SHIFT) else real(of, name)
+        def read(of: str, name: str, *fits: Any) -> dict[str, torch.Tensor] | None:
+            return wrong if (of, name) == (key, SHIFT) else real(of, name, *fits)
 
         monkeypatch.setattr(engine.store.sidecars, "read", read)
         assert engine.build_anchors(TEXTS[:2], selector=MINE, progress=False) == 2
@@ -248,8 +267,8 @@ def test_the_copy_that_is_used_is_loaded_ahead(tmp_path: Path, when: str, monkey
         engine.build_kv_cache(TEXTS, neighbours=graph(1), preprocess=when, progress=False)  # type: ignore[arg-type]
         found, real = list[tuple[str, str]](), engine.store.sidecars.read
 
-        def noting(key: str, name: str) -> dict[str, torch.Tensor] | None:
-            side = real(key, name)
+        def noting(key: str, name: str, *fits: Any) -> dict[str, torch.Tensor] | None:
+            side = real(key, name, *fits)
             if side is not None:
                 found.append((key, name))
             return side

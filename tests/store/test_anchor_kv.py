@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fused_kv_llm.errors import ConfigError
-from fused_kv_llm.store import AnchorKV
+from fused_kv_llm.store import AnchorKV, AnchorLayout
 
 HEADS, TOKENS, DIM, VALUE_DIM = 2, 30, 16, 10
 LAYERS = (1, 2, 4)
@@ -24,7 +24,10 @@ def kept(dtype: torch.dtype = torch.bfloat16, layers: tuple[int, ...] = LAYERS, 
 
 
 def stored_and_read(before: AnchorKV, storage: str, layers: tuple[int, ...] = LAYERS) -> AnchorKV:
-    return AnchorKV.of(before.tensors(layers, storage), layers, before.keys.dtype, (DIM, VALUE_DIM))
+    layout = AnchorLayout(layers, before.keys.dtype, TOKENS, (HEADS, DIM, VALUE_DIM))
+    side = before.tensors(layers, storage)
+    assert layout.fits(side)
+    return AnchorKV.of(side, layout)
 
 
 @pytest.mark.parametrize("every", [1, 3])
@@ -88,7 +91,9 @@ def test_four_bits_take_little_more_than_a_quarter_of_the_bytes(dims: tuple[int,
     side = before.tensors(layers, "int4")
     whole = (keys.nbytes + values.nbytes) / 24 * 30
     assert share - 0.02 < sum(part.nbytes for part in side.values()) / whole < share + 0.01
-    after = AnchorKV.of(side, layers, torch.bfloat16, dims)
+    layout = AnchorLayout(layers, torch.bfloat16, 120, (3, *dims))
+    assert layout.fits(side)
+    after = AnchorKV.of(side, layout)
     for name in FIELDS:
         assert getattr(after, name).shape == getattr(before, name).shape
         torch.testing.assert_close(getattr(after, name).float(), getattr(before, name).float(), rtol=0, atol=0.35)

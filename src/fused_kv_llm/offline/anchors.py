@@ -28,7 +28,7 @@ from fused_kv_llm.model import (
     forward_kv,
 )
 from fused_kv_llm.selectors import Anchors, View, anchor_positions, knorm_scores, sidecar_names, sink_scores
-from fused_kv_llm.store import AnchorKV, KVStore, StoredKV
+from fused_kv_llm.store import AnchorKV, AnchorLayout, KVStore, StoredKV
 
 from .progress import PassCounts, progress_bar
 
@@ -200,13 +200,15 @@ class AnchorBuilder:
         if anchors is None:
             return sides
         own = sidecar_names(view)[-1]
+        plain = stored.read_layers(0, max(view.layers) + 1)
+        room = plain[0].shape[1], plain[0].shape[3], plain[1].shape[3]
+        layout = AnchorLayout(view.layers, stored.dtype, stored.num_tokens, room)
         if anchors.ratio == 1.0:
             positions = torch.arange(stored.num_tokens)
-        elif known := self._sidecars.read(stored.key, own):
+        elif known := self._sidecars.read(stored.key, own, layout.fits):
             positions = known["positions"].long()
         else:
             positions = anchor_positions(self.scores(stored, token_ids, anchors), anchors.ratio)
-        plain = stored.read_layers(0, max(view.layers) + 1)
         for name in self._lacking(stored.key, view):
             kv = plain if name == own else self._shifted(stored, view.anchor_shift or "", plain)
             if kv is not None:

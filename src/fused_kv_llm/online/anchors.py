@@ -6,8 +6,6 @@ that the question sees stand there side by side, ordered by position, so that no
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -15,11 +13,10 @@ import torch
 from torch import Tensor
 
 from fused_kv_kernels import RotationTable, place_chunks
-from fused_kv_llm.errors import FusedKVWarning
 from fused_kv_llm.kv import PlacedChunk
 from fused_kv_llm.model import FusedCache, Geometry
 from fused_kv_llm.selectors import Anchors, View, anchor_positions, sink_scores
-from fused_kv_llm.store import AnchorKV, Sidecars
+from fused_kv_llm.store import AnchorKV, AnchorLayout, Sidecars
 
 from .request import Request
 
@@ -117,7 +114,8 @@ def read_anchors(
 ) -> ChunkAnchors:
     """Read what is stored of the anchors of a request's chunks.
 
-    A chunk without a sidecar has its first tokens as anchors, and its own KV is read for them.
+    A chunk without a sidecar, or with one that does not fit it, has its first tokens as anchors, and its own KV is read
+    for them.
 
     Parameters
     ----------
@@ -135,15 +133,16 @@ def read_anchors(
     for chunk in request.chunks:
         key = str(chunk.segment.key)
         names = request.anchor_names(chunk, view)
-        sides = ((name, sidecars.read(key, name)) for name in names)
+        layout = AnchorLayout(layers, chunk.stored.dtype, chunk.stored.num_tokens, geometry.room)
+        sides = ((name, sidecars.read(key, name, layout.fits)) for name in names)
         name, side = next((found for found in sides if found[1] is not None), ("", None))
-        stored = None if side is None else _restored(side, chunk, layers, geometry)
-        if side is None or stored is None:
+        unshifted += side is not None and name != names[0] and shift is not None and sidecars.has(key, shift)
+        if side is None:
             missing += 1
             stored, nbytes = _from_the_chunk(chunk, anchors, layers)
         else:
             nbytes = loaded[key, name] = sum(part.nbytes for part in side.values())
-            unshifted += int(name != names[0] and shift is not None and sidecars.has(key, shift))
+            stored = AnchorKV.of(side, layout)
         bytes_read += nbytes
         found.append(_in_the_prompt(stored, chunk))
     deltas = torch.tensor([chunk.delta for chunk in request.chunks], dtype=torch.int64)
@@ -159,26 +158,6 @@ def read_anchors(
         missing,
         unshifted,
     )
-
-
-def _restored(
-    side: Mapping[str, Tensor], chunk: PlacedChunk, layers: tuple[int, ...], geometry: Geometry
-) -> AnchorKV | None:
-    """Return what a sidecar has; None, with a warning, where it is whole, but not of this model and chunk."""
-    room, dtype = geometry.room, chunk.stored.dtype
-    try:
-        stored = AnchorKV.of(side, layers, dtype, room[1:])
-    except (KeyError, IndexError, RuntimeError):
-        stored = None
-    if stored is not None and stored.fits(layers, dtype, chunk.stored.num_tokens, room):
-        return stored
-    warnings.warn(
-        f"The anchors of chunk {str(chunk.segment.key)[:16]} are not of this model and chunk. Its KV is read instead; "
-        "delete the chunk and ingest it again to replace them.",
-        FusedKVWarning,
-        stacklevel=2,
-    )
-    return None
 
 
 def _from_the_chunk(chunk: PlacedChunk, anchors: Anchors, layers: tuple[int, ...]) -> tuple[AnchorKV, int]:

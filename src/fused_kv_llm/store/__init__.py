@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fused_kv_llm.store.anchor_kv import AnchorKV
+from fused_kv_llm.store.anchor_layout import AnchorLayout
 from fused_kv_llm.store.archive import ExportReport, ImportReport
 from fused_kv_llm.store.audit import CheckReport, Finding, rebuild_index
 from fused_kv_llm.store.folder import check_folder_key
@@ -43,6 +44,7 @@ __all__ = [
     "REPLACEMENT",
     "STORAGE_DTYPES",
     "AnchorKV",
+    "AnchorLayout",
     "BlockReader",
     "CheckReport",
     "ChunkRow",

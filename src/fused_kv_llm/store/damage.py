@@ -81,6 +81,7 @@ class DamageControl:
 
     def discard_sidecar(self, key: str, name: str, reason: str) -> None:
         """Take a chunk's sidecar out of the store and warn."""
+        self._reader.forget_sidecar(key, name)
         if not self._read_only:
             try:
                 with self._index.transaction():

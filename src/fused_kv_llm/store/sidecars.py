@@ -112,8 +112,17 @@ class Sidecars:
             "sidecar. Check the remote tier, or raise disk_bytes."
         )
 
-    def read(self, key: str, name: str) -> dict[str, torch.Tensor] | None:
+    def read(
+        self, key: str, name: str, fits: Callable[[Mapping[str, torch.Tensor]], bool] | None = None
+    ) -> dict[str, torch.Tensor] | None:
         """Return the tensors of a sidecar, on the CPU; they are shared and must not be changed.
+
+        Parameters
+        ----------
+        key, name : str
+            The chunk, and which of its sidecars.
+        fits : callable or None
+            Whether the tensors are what the caller can use; a sidecar with others counts as damaged.
 
         Returns
         -------
@@ -124,9 +133,12 @@ class Sidecars:
         def read_all() -> dict[str, torch.Tensor]:
             source = self._parts.reader.acquire(key, name, whole=True)
             try:
-                return source.read_all()
+                tensors = source.read_all()
             finally:
                 source.release()
+            if fits is not None and not fits(tensors):
+                raise ChunkDamagedError(key, "its tensors do not fit this model and this chunk")
+            return tensors
 
         return self._attempt(key, name, read_all)
 

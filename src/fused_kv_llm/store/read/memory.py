@@ -95,9 +95,9 @@ class MemoryTier:
                     return False
                 self._remove(victim)
                 self.evictions += 1
+            # What is let go of has to be read again, which costs its bytes. A file without any has a size, too.
+            self._queue.put(name, Entry(max(1, nbytes), cost=nbytes, used=next(self._ticks)))
             self._files[name] = file
-            # What is let go of has to be read again, which costs its bytes.
-            self._queue.put(name, Entry(nbytes, cost=nbytes, used=next(self._ticks)))
             self._nbytes += nbytes
         return True
 
