@@ -111,8 +111,8 @@ def test_the_fair_table() -> None:
         [f"{100 * rows['full_reuse', made][name]:.0f}" for made in ("fusionrag", "similar")]
         for name in ("recovered", "recovered_typical")
     )
-    assert f"wins back {full[0]} % without recomputation, and ours {full[1]} %" in text
-    assert f"by the geometric mean, {typical[0]} and {typical[1]} %" in text
+    assert f"Full reuse wins back {full[0]} % after FusionRAG's preprocessing and {full[1]} % after ours" in text
+    assert f"and of a typical question, by the geometric mean, {typical[0]} and {typical[1]} %" in text
     none, theirs, ours = (
         f"{100 * rows['fusionrag', made]['recovered_typical']:.0f} %" for made in ("none", "fusionrag", "similar")
     )
@@ -120,7 +120,12 @@ def test_the_fair_table() -> None:
         f"wins back {none} of a typical question without preprocessing, {theirs} after FusionRAG's and {ours}" in text
     )
     lost = rows["sink_attention", "similar"]["recovered"] - rows["sink_attention_anchors", "similar"]["recovered"]
-    assert f"won back {100 * lost:.0f} point less" in text
+    assert f"wins back {100 * lost:.0f} point less" in text
+    aside = {"full_reuse", "full_prefill"}
+    gain = {rule: rows[rule, "fusionrag"]["recovered"] - rows[rule, "none"]["recovered"]
+            for rule, made in rows if made == "none" and rule not in aside}  # fmt: skip
+    assert min(gain, key=lambda rule: gain[rule]).startswith("boundary")
+    assert sum(value > 0 for value in gain.values()) > 2 / 3 * len(gain)
 
 
 def test_the_fair_table_of_gemma() -> None:
@@ -128,12 +133,14 @@ def test_the_fair_table_of_gemma() -> None:
     assert table(PAGE, "rule at 0.15, Gemma") == sorted(_rule_rows(rows), key=_by_ours)
     assert {row["questions"] for row in rows.values()} == {3}
     text = prose(PAGE)
-    cells = {
-        (one["model"], one["dtype"], one["kind"]): one["cells"]
-        for one in record("fair_cpu.json")["pooled"] if one["ratio"] == 0.15
-    }  # fmt: skip
-    assert f"in {cells['gemma3-270m', 'bfloat16', 'sets']} of 16 cells" in text
-    assert f"asked in {cells['gemma3-270m', 'float32', 'sets']} cells, when one layer" in text
+    pooled = record("fair_cpu.json")["pooled"]
+    (sets,) = (one for one in pooled if one["model"] == "gemma3-270m")
+    assert f"in {sets['cells']} of 16 cells" in text
+    assert {one["dtype"] for one in pooled} == {"bfloat16"}
+    assert "Neither model has been asked in float32" in text
+    (ruler,) = (one for one in pooled if one["kind"] == "RULER")
+    assert (ruler["model"], ruler["rows"][0]["questions"]) == ("smollm2-135m", 3)
+    assert "have been asked three questions of 1,450 tokens, with SmolLM2-135M" in text
     theirs, ours = (f"{100 * rows['full_reuse', made]['recovered']:.0f} %" for made in ("fusionrag", "similar"))
     assert f"Full reuse recovers {theirs} after FusionRAG's preprocessing and {ours} after ours. Three" in text
     with_transfer = {cells[0]: float(cells[2].removesuffix(" %")) for cells in _rule_rows(rows)}
@@ -248,18 +255,19 @@ def test_rules_with_ten_passages() -> None:
 
 
 def test_the_fair_table_at_other_ratios() -> None:
-    few, more, most = (_fair("smollm2-135m", "bfloat16", ratio) for ratio in (0.05, 0.3, 0.5))
-    assert [{row["questions"] for row in rows.values()} for rows in (few, more, most)] == [{6}, {6}, {2}]
+    few, more, most = by_ratio = [_fair("smollm2-135m", "bfloat16", ratio) for ratio in (0.05, 0.3, 0.5)]
+    assert {row["questions"] for rows in by_ratio for row in rows.values()} == {6}
     aside = {"full_reuse", "full_prefill"}
     rules = [name for name, made in few if made == "none" and "transfer" not in name and name not in aside]
     want = [
         [f"`{rule}`", *(f"{100 * rows[rule, made]['recovered']:.0f} %"
-                        for rows in (few, more) for made in ("none", "fusionrag", "similar"))] for rule in rules
+                        for rows in by_ratio for made in ("none", "fusionrag", "similar"))] for rule in rules
     ]  # fmt: skip
-    assert all(few[rule, "similar"]["recovered"] >= more[rule, "none"]["recovered"] for rule in rules)
-    worse = [rule for rule in rules if few[rule, "fusionrag"]["recovered"] < few[rule, "none"]["recovered"]]
-    assert worse == ["cache_craft_online"]
     assert table(PAGE, "rule, other ratios") == sorted(want, key=lambda cells: cells[0])
+    assert all(few[rule, "similar"]["recovered"] >= more[rule, "none"]["recovered"] for rule in rules)
+    helped = [sum(rows[rule, "fusionrag"]["recovered"] > rows[rule, "none"]["recovered"] for rule in rules)
+              for rows in (few, most)]  # fmt: skip
+    assert helped == [len(rules), len(rules) / 2]
 
 
 def test_reading_less_first() -> None:
