@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import product
 from statistics import mean, median
 from typing import Any
 
@@ -367,11 +368,12 @@ def _p95_lower_95(way: str) -> tuple[float, float]:
 def test_long_chunks() -> None:
     ways = (("sink_attention", "similar", 0.15), ("full_reuse", "similar", 0.0))
     want = []
-    for frame in ("plain", "short"):
-        name = f"quality_600_{frame}_float32_cpu"
-        assert record(f"{name}.json")["frame"] == frame
+    for frame, dtype in product(("plain", "short"), ("bfloat16", "float32")):
+        name = f"quality_600_{frame}_cpu" if dtype == "bfloat16" else f"quality_600_{frame}_float32_cpu"
+        assert [record(f"{name}.json")[of] for of in ("frame", "dtype", "passages")] == [frame, dtype, 10]
         (rows,) = quality(f"{name}.json").values()
-        row = [f"`{frame}` (`{name}.md`)"]
+        assert {row["questions"] for row in rows.values()} == {30}
+        row = [f"`{frame}`, {dtype} (`{name}.md`)"]
         for way in ways:
             low, high = rows[way]["recovered_95"]
             row += [f"{100 * rows[way]['recovered']:.1f} %", f"{100 * low:.1f} to {100 * high:.1f}"]
