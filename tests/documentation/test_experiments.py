@@ -249,7 +249,7 @@ def test_layers_that_choose_in_gemma() -> None:
     want = [
         row for frame, end in (("plain", ""), ("short", "_short"))
         for row in kl_over(
-            f"quality_gemma_ten{end}_cpu", f"quality_gemma_ten{end}_one_layer_cpu", frame, questions=60
+            f"quality_gemma_ten{end}_two_layers_cpu", f"quality_gemma_ten{end}_one_layer_cpu", frame, questions=60
         )
     ]  # fmt: skip
     assert table(PAGE, "wording and ratio, two layers of Gemma") == want
