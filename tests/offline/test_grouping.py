@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -53,6 +54,26 @@ def topic(first: int, count: int) -> list[PendingChunk]:
     """Chunks that are all neighbours of each other."""
     keys = range(first, first + count)
     return [chunk(number, 5, tuple(other for other in keys if other != number)) for number in keys]
+
+
+@pytest.mark.parametrize("count", [4, 5, 7])
+def test_a_group_that_is_full_of_tokens_ends_where_a_topic_does(count: int) -> None:
+    """Three topics are linked by a chunk each, and a group has room for one of them and some chunks more."""
+    firsts = (0, 100, 200)
+    more = {0: (100,), 100: (200,), 200: (0,)}
+    chunks = [
+        chunk(number, 5, (*(other for other in range(first, first + count) if other != number), *more.get(number, ())))
+        for first in firsts for number in range(first, first + count)
+    ]  # fmt: skip
+    for room in range(count, 2 * count):
+        groups = numbers(similar_groups(chunks, 6 * room, 1))
+        assert groups == [list(range(first, first + count)) for first in firsts]
+
+
+def test_at_most_half_of_a_full_group_is_given_back() -> None:
+    """A topic that a group has no room for is divided as evenly as it can be."""
+    groups = similar_groups(topic(0, 20), 6 * 12, 1)
+    assert sorted(map(len, groups)) == [8, 12]
 
 
 def test_who_is_left_over_joins_the_group_with_the_most_links() -> None:

@@ -41,7 +41,8 @@ def similar_groups(chunks: Sequence[PendingChunk], most_tokens: int, separator_t
     """Divide chunks into groups of similar ones.
 
     A group grows from a chunk that has many links to others, by the chunk that has the most links to the group; a link
-    is that one is the other's neighbour. Chunks that are left over join the group to which they have the most links.
+    is that one is the other's neighbour. A group that is full of tokens ends where the fewest links are cut. Chunks that
+    are left over join the group to which they have the most links.
 
     Parameters
     ----------
@@ -102,6 +103,7 @@ class _Grouping:
 
     def _grown(self, seed: str) -> list[str]:
         group, tokens, links = list[str](), 0, Counter[str]()
+        leading_out = list[int]()
         fitting = [seed]
         while fitting and len(group) < GROUP_CHUNKS:
             key = min(fitting, key=lambda one: (-links[one], one))
@@ -110,8 +112,22 @@ class _Grouping:
             del self._left[key]
             links.update(other for other in self._links(key) if other in self._left)
             del links[key]
+            leading_out.append(links.total())
             fitting = [one for one in links if tokens + self._tokens[one] <= self._most_tokens]
-        return group
+        return self._cut(group, leading_out) if links and len(group) < GROUP_CHUNKS else group
+
+    def _cut(self, group: list[str], leading_out: list[int]) -> list[str]:
+        """Give back what came last into a group that is full of tokens, up to half of it, where few links are cut.
+
+        Few long chunks fill a group. It would end in the midst of a topic, whose other chunks then stand behind little
+        that is like them.
+        """
+        least = max(LEAST_TOGETHER, (len(group) + 1) // 2)
+        if len(group) <= least:
+            return group
+        count = min(range(len(group), least - 1, -1), key=lambda size: leading_out[size - 1])
+        self._left.update(dict.fromkeys(group[count:]))
+        return group[:count]
 
     def _joined(self, key: str, groups: list[list[str]], where: dict[str, int]) -> bool:
         """Put a chunk into the group to which it has the most links and which has room; return whether there is one."""
