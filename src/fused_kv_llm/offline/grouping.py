@@ -41,8 +41,8 @@ def similar_groups(chunks: Sequence[PendingChunk], most_tokens: int, separator_t
     """Divide chunks into groups of similar ones.
 
     A group grows from a chunk that has many links to others, by the chunk that has the most links to the group; a link
-    is that one is the other's neighbour. A group that is full of tokens ends where the fewest links are cut. Chunks that
-    are left over join the group to which they have the most links.
+    is that one is the other's neighbour. A group that is full of tokens ends where the fewest links are cut. Chunks
+    that are left over join the group to which they have the most links.
 
     Parameters
     ----------
