@@ -70,10 +70,19 @@ def test_a_group_that_is_full_of_tokens_ends_where_a_topic_does(count: int) -> N
         assert groups == [list(range(first, first + count)) for first in firsts]
 
 
-def test_at_most_half_of_a_full_group_is_given_back() -> None:
-    """A topic that a group has no room for is divided as evenly as it can be."""
-    groups = similar_groups(topic(0, 20), 6 * 12, 1)
-    assert sorted(map(len, groups)) == [8, 12]
+@pytest.mark.parametrize("count", [20, 100])
+def test_a_topic_that_no_group_has_room_for_makes_full_ones(count: int) -> None:
+    groups = similar_groups(topic(0, count), 6 * 12, 1)
+    assert sorted(map(len, groups), reverse=True) == [12] * (count // 12) + [count % 12]
+
+
+def test_a_chunk_that_is_too_long_for_a_group_does_not_fill_it() -> None:
+    """Links to it count for nothing: without it, both topics are one group."""
+    first, second = topic(0, 10), topic(100, 8)
+    linked = chunk(0, 5, (*range(1, 10), 100))
+    named = [chunk(100 + one, 5, (*(100 + other for other in range(8) if other != one), 200)) for one in range(4)]
+    groups = similar_groups([linked, *first[1:], *named, *second[4:], chunk(200, 900)], 600, 1)
+    assert sorted(map(len, groups)) == [1, 18]
 
 
 def test_who_is_left_over_joins_the_group_with_the_most_links() -> None:

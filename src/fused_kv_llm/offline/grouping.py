@@ -41,8 +41,8 @@ def similar_groups(chunks: Sequence[PendingChunk], most_tokens: int, separator_t
     """Divide chunks into groups of similar ones.
 
     A group grows from a chunk that has many links to others, by the chunk that has the most links to the group; a link
-    is that one is the other's neighbour. A group that is full of tokens ends where the fewest links are cut. Chunks
-    that are left over join the group to which they have the most links.
+    is that one is the other's neighbour. A group that is full of tokens ends where few links are cut. Chunks that
+    are left over join the group to which they have the most links.
 
     Parameters
     ----------
@@ -103,24 +103,28 @@ class _Grouping:
 
     def _grown(self, seed: str) -> list[str]:
         group, tokens, links = list[str](), 0, Counter[str]()
-        leading_out = list[int]()
+        leading_out = list[float]()
         fitting = [seed]
         while fitting and len(group) < GROUP_CHUNKS:
             key = min(fitting, key=lambda one: (-links[one], one))
             group.append(key)
             tokens += self._tokens[key]
             del self._left[key]
-            links.update(other for other in self._links(key) if other in self._left)
+            links.update(other for other in self._links(key) if other in self._left and self._fits_in(other))
             del links[key]
-            leading_out.append(links.total())
+            leading_out.append(links.total() / len(group))
             fitting = [one for one in links if tokens + self._tokens[one] <= self._most_tokens]
         return self._cut(group, leading_out) if links and len(group) < GROUP_CHUNKS else group
 
-    def _cut(self, group: list[str], leading_out: list[int]) -> list[str]:
+    def _fits_in(self, key: str) -> bool:
+        """Whether a chunk could be in a group with another one."""
+        return self._tokens[key] < self._most_tokens
+
+    def _cut(self, group: list[str], leading_out: list[float]) -> list[str]:
         """Give back what came last into a group that is full of tokens, up to half of it, where few links are cut.
 
         Few long chunks fill a group. It would end in the midst of a topic, whose other chunks then stand behind little
-        that is like them.
+        that is like them. Links count by the chunk: a group that is cut anyhow is to be as large as it can be.
         """
         least = max(LEAST_TOGETHER, (len(group) + 1) // 2)
         if len(group) <= least:

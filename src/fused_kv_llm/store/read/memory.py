@@ -85,7 +85,7 @@ class MemoryTier:
     def put(self, file: ResidentFile) -> bool:
         """Hold a file, letting go of others first where there is no room; False if it is larger than the budget."""
         name, nbytes = file.header.file_name, file.header.nbytes
-        if nbytes > self.budget_nbytes:
+        if not self.budget_nbytes or nbytes > self.budget_nbytes:
             return False
         with self._lock:
             self._remove(name)
