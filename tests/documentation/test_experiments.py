@@ -238,6 +238,22 @@ def test_the_default_with_a_second_model() -> None:
     assert f"the default on the first {count} questions of two of the sets" in text
 
 
+def test_groups_that_are_full_of_tokens() -> None:
+    names = [
+        (frame, f"quality_600_{frame}_cpu", f"quality_600_{frame}_full_groups_cpu") for frame in ("plain", "short")
+    ]
+    want = [row for frame, now, before in names for row in kl_over(now, before, frame, questions=30)]
+    assert table(PAGE, "wording and ratio, full groups that end where few links are cut") == want
+    shares = list[str]()
+    for _, _, before in names:
+        (found,) = records_of(f"{before}.records.jsonl").values()
+        rows = rows_of(found)
+        ways = (("sink_attention", "similar", 0.15), ("full_reuse", "similar", 0.0))
+        shares += [f"{100 * rows[way]['recovered']:.1f}" for way in ways]
+    told = "{} % at 0.15 and {} % at 0 in `plain`, {} and {} % in `short`".format(*shares)
+    assert f"than they did in bfloat16: {told}" in prose(PAGE)
+
+
 def test_long_chunks_with_contexts() -> None:
     (rows,) = quality("quality_600_cpu.json").values()
     default, reused = (rows[way] for way in (("sink_attention", "similar", 0.15), ("full_reuse", "similar", 0.0)))
