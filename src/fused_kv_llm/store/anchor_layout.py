@@ -1,4 +1,4 @@
-"""Which tensors the sidecar with a chunk's anchors has, so that one that was made for anything else is not used."""
+"""Names, shapes and dtypes of the tensors in a chunk's anchor sidecar, so that one that does not fit is not used."""
 
 from __future__ import annotations
 

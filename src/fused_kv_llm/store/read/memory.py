@@ -95,7 +95,7 @@ class MemoryTier:
                     return False
                 self._remove(victim)
                 self.evictions += 1
-            # What is let go of has to be read again, which costs its bytes. A file without any has a size, too.
+            # What is let go of has to be read again, which costs its bytes. Policies divide by the size: it is never 0.
             self._queue.put(name, Entry(max(1, nbytes), cost=nbytes, used=next(self._ticks)))
             self._files[name] = file
             self._nbytes += nbytes
