@@ -124,7 +124,8 @@ class _Grouping:
         """Give back what came last into a group that is full of tokens, up to half of it, where few links are cut.
 
         Few long chunks fill a group. It would end in the midst of a topic, whose other chunks then stand behind little
-        that is like them. Links count by the chunk: a group that is cut anyhow is to be as large as it can be.
+        that is like them. The links that are cut are divided by the size: inside a topic that is larger than a group,
+        every size cuts many, and the group stays full.
         """
         least = max(LEAST_TOGETHER, (len(group) + 1) // 2)
         if len(group) <= least:
