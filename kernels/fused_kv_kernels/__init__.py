@@ -19,7 +19,7 @@ from .eight_bit_attention import eight_bit_row_attention, has_eight_bit_attentio
 from .elementwise import gated_silu, rms_norm, rotate_rows_
 from .kv_change import add_change, compress_rows
 from .kv_deviation import kv_deviation
-from .linears import few_row_linears
+from .linears import few_row_linears, float_linear
 from .native import Norm, why_not_native
 from .paged_rows import paged_row_attention
 from .pages import PageTable, SharedPages
@@ -66,6 +66,7 @@ __all__ = [
     "few_row_heads",
     "few_row_linears",
     "few_row_mlp",
+    "float_linear",
     "gated_silu",
     "has_eight_bit_attention",
     "has_eight_bit_linears",

@@ -1,12 +1,16 @@
 """A decoder layer without its attention, for few rows: on a CPU in bfloat16 one native call before and one after it.
 
 With as few rows as a question has, the time that Python takes between two operators is comparable to theirs.
+
+What goes from layer to layer, the residual stream, is float32 whatever the dtype of the layers is. Their inputs and
+what they add to it are rounded. If the sums were, too, that would be most of a bfloat16 model's rounding error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from .elementwise import gated_silu, rms_norm, rotate_rows_
@@ -31,9 +35,9 @@ def few_row_heads(
     Parameters
     ----------
     x : Tensor
-        ``[B, R, H]``.
+        float32 ``[B, R, H]``: the residual stream.
     weight : Tensor
-        The norm's, ``[H]``.
+        The norm's, ``[H]``, in the dtype of the layers.
     epsilon : float
         The norm's.
     layers : sequence of (Tensor, Tensor or None)
@@ -48,15 +52,16 @@ def few_row_heads(
     Returns
     -------
     tuple of Tensor
-        ``[B, heads, R, D]`` in the dtype of `x`, laid out ``[B, R, heads, D]`` in memory: bit by bit what the
+        ``[B, heads, R, D]`` in the dtype of the layers, laid out ``[B, R, heads, D]`` in memory: bit by bit what the
         operators by themselves give, but for subnormal sums, which become zero.
 
     Raises
     ------
     ValueError
-        If the shapes do not fit together.
+        If the shapes do not fit together, or `x` is not float32.
     """
     check_linears(x.shape[-1], layers)
+    _check_residual(x)
     norms = () if head_norms is None else head_norms[:2]
     whole = len(layers) == 3 and all(one.shape[0] % head_dim == 0 for one, _ in layers)
     if not whole or x.dim() != 3 or weight.shape != x.shape[2:] or any(one.shape != (head_dim,) for one in norms):
@@ -70,9 +75,9 @@ def few_row_heads(
         tables_fit
         and cos.shape[2] % 2 == 0
         and cos.shape[2] <= head_dim
-        and 0 < x.numel() <= most_linear_rows(x.dtype) * x.shape[2]
-        and takes_linears(x, layers)
-        and is_dense_as(x, weight, cos, sin, *norms)
+        and _are_few(x, weight)
+        and takes_linears(weight, layers)
+        and is_dense_as(weight, cos, sin, *norms)
     ):
         return native_heads(x, weight, epsilon, layers, cos, sin, head_dim, head_norms)
     projected = few_row_linears(rms_norm(x, weight, epsilon), layers)
@@ -96,43 +101,55 @@ def few_row_mlp(
     Parameters
     ----------
     x : Tensor
-        ``[..., H]``.
+        float32 ``[..., H]``: the residual stream.
     weight : Tensor
-        The norm's, ``[H]``.
+        The norm's, ``[H]``, in the dtype of the layers.
     epsilon : float
         The norm's.
     gate, up, down : tuple of (Tensor, Tensor or None)
         Weights ``[W, H]``, ``[W, H]`` and ``[H, W]``, each with a bias or none.
     attended : tuple of (Tensor, layer) or None
-        What attention gave, ``[..., A]``, and the linear layer ``o`` ``[H, A]`` behind it: then ``x + o(attended)``
+        What attention gave, ``[..., A]`` in the dtype of the layers, and the linear layer ``o`` ``[H, A]`` behind it: then ``x + o(attended)``
         takes the place of `x`.
 
     Returns
     -------
     Tensor
-        ``[..., H]`` in the dtype of `x`, bit by bit what the operators by themselves give, but for
-        subnormal sums, which become zero.
+        float32 ``[..., H]``, bit by bit what the operators by themselves give, but for subnormal sums, which become
+        zero.
 
     Raises
     ------
     ValueError
-        If the shapes do not fit together.
+        If the shapes do not fit together, or `x` is not float32.
     """
+    _check_residual(x)
     _check_mlp(x, weight, gate, up, down)
     if attended is not None:
         _check_attended(x, *attended)
     if (
-        0 < x.numel() <= most_linear_rows(x.dtype) * x.shape[-1]
-        and takes_linears(x, (gate, up))
-        and takes_linears(x, (down,), gate[0].shape[0])
-        and is_dense_as(x, weight)
-        and (attended is None or (attended[0].dtype == x.dtype and takes_linears(attended[0], (attended[1],))))
+        _are_few(x, weight)
+        and takes_linears(weight, (gate, up))
+        and takes_linears(weight, (down,), gate[0].shape[0])
+        and weight.is_contiguous()
+        and (attended is None or (attended[0].dtype == weight.dtype and takes_linears(attended[0], (attended[1],))))
     ):
         return native_gated_mlp(x, weight, epsilon, (gate, up, down), attended)
     if attended is not None:
         x = x + few_row_linears(attended[0], (attended[1],))[0]
     gated = gated_silu(*few_row_linears(rms_norm(x, weight, epsilon), (gate, up)))
     return x + few_row_linears(gated, (down,))[0]
+
+
+def _are_few(x: Tensor, weight: Tensor) -> bool:
+    """Return whether native operators of the weight's dtype take all rows of the residual stream."""
+    return x.is_cpu and 0 < x.numel() <= most_linear_rows(weight.dtype) * x.shape[-1]
+
+
+def _check_residual(x: Tensor) -> None:
+    if x.dtype != torch.float32:
+        msg = f"x {list(x.shape)} is {x.dtype}: the residual stream is float32, whatever the layers are"
+        raise ValueError(msg)
 
 
 def _check_mlp(x: Tensor, weight: Tensor, gate: Layer, up: Layer, down: Layer) -> None:

@@ -98,7 +98,7 @@ def decode_layers(
     Parameters
     ----------
     x : Tensor
-        ``[1, R, H]``: row ``r`` is of sequence ``r``'s new token.
+        float32 ``[1, R, H]``, the residual stream: row ``r`` is of sequence ``r``'s new token.
     layers : sequence of LayerWeights
         Alike in shape, at least one.
     caches : DecodeCaches
@@ -115,13 +115,14 @@ def decode_layers(
     Returns
     -------
     Tensor
-        ``[1, R, H]`` in the dtype of `x`: bit by bit what :func:`few_row_heads`, :func:`decode_attention` and
-        :func:`few_row_mlp` give layer by layer.
+        float32 ``[1, R, H]``: bit by bit what :func:`few_row_heads`, :func:`decode_attention` and :func:`few_row_mlp`
+        give layer by layer.
 
     Raises
     ------
     ValueError
-        If the shapes do not fit together, or there is no layer.
+        If the shapes do not fit together, `x` is not float32, the caches are not of the layers' dtype, or there is no
+        layer.
     """
     if not caches.num_rows:
         return x
@@ -145,9 +146,11 @@ def _check(x: Tensor, layers: Sequence[LayerWeights], caches: DecodeCaches, firs
     layers[0].check(x.shape[-1], head_dim)
     keys, values = caches.caches[0]
     fits = keys.shape[2] * head_dim == layers[0].heads[1][0].shape[0] and values.shape[4] == head_dim
-    if not fits or x.dim() != 3 or x.shape[:2] != (1, caches.num_rows) or keys.dtype != x.dtype:
+    dtype = layers[0].norm[0].dtype
+    fits = fits and x.dtype == torch.float32 and keys.dtype == dtype
+    if not fits or x.dim() != 3 or x.shape[:2] != (1, caches.num_rows):
         msg = (
-            f"x {list(x.shape)} {x.dtype} and layers {shapes} do not fit {caches.num_rows} caches of "
+            f"x {list(x.shape)} {x.dtype} and layers {shapes} {dtype} do not fit {caches.num_rows} caches of "
             f"{list(keys.shape)} and {list(values.shape)} {keys.dtype}"
         )
         raise ValueError(msg)
@@ -160,16 +163,16 @@ def _is_native(x: Tensor, layers: Sequence[LayerWeights], caches: DecodeCaches, 
     first, (_, rows, hidden) = layers[0], x.shape
     linears = (*first.heads, first.output, *first.mlp)
     width, attended = first.mlp[0][0].shape[0], first.heads[0][0].shape[0]
-    rotary = tables[0].shape[-1]
+    rotary, like = tables[0].shape[-1], first.norm[0]
     return (
         caches.entries is not None
-        and x.dtype == torch.bfloat16
-        and 0 < rows <= most_linear_rows(x.dtype)
+        and like.dtype == torch.bfloat16
+        and 0 < rows <= most_linear_rows(like.dtype)
         and tables[0].shape == tables[1].shape == (1, rows, rotary)
         and rotary % 2 == 0
         and rotary <= caches.caches[0][0].shape[4]
         and hidden % 32 == width % 32 == attended % 32 == 0
         and all(weight.shape[0] % 4 == 0 for weight, _ in linears)
         and x.is_cpu
-        and is_dense_as(x, *tables, *(one for layer in layers for one in layer.tensors()))
+        and is_dense_as(like, *tables, *(one for layer in layers for one in layer.tensors()))
     )

@@ -22,7 +22,8 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     Parameters
     ----------
     x : Tensor
-        ``[..., H]``.
+        ``[..., H]``. With a bfloat16 weight it may be float32, as the residual stream is: the result is bfloat16 then,
+        rounded once.
     weight : Tensor
         ``[H]``.
     epsilon : float
@@ -32,13 +33,15 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     Tensor
         Like `x`.
     """
+    is_residual = x.dtype == torch.float32 and weight.dtype == torch.bfloat16
     if x.numel() and x.shape[-1] == weight.shape[0]:
         # However the rows lie: torch rounds some sums to a neighbouring number.
         dense = x.contiguous()
-        if takes_rows(dense, weight):
+        if takes_rows(weight) and dense.is_cpu and (is_residual or takes_rows(dense, weight)):
             return native_rms_norm(dense, weight, epsilon)
     wide = x.float()
-    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)).to(x.dtype)
+    quotient = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+    return (weight.float() * quotient).to(weight.dtype) if is_residual else weight * quotient.to(x.dtype)
 
 
 def gated_silu(gate: Tensor, up: Tensor) -> Tensor:

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .native import most_linear_rows, native_linears, takes_linears
+from .native import most_linear_rows, native_float_linear, native_linears, takes_linears
 
-__all__ = ["Layer", "check_linears", "few_row_linears"]
+__all__ = ["Layer", "check_linears", "few_row_linears", "float_linear"]
 
 Layer = tuple[Tensor, Tensor | None]
 """A weight ``[O, I]``, and a bias ``[O]`` or none."""
@@ -43,6 +43,35 @@ def few_row_linears(x: Tensor, layers: Sequence[Layer]) -> list[Tensor]:
     if 0 < x.numel() <= most_linear_rows(x.dtype) * x.shape[-1] and takes_linears(x, layers):
         return native_linears(x, layers)
     return [torch.nn.functional.linear(x, weight, bias) for weight, bias in layers]
+
+
+def float_linear(x: Tensor, layer: Layer) -> Tensor:
+    """Return ``x weight^T + bias`` in float32, without gradients: an output head's logits, which nothing multiplies.
+
+    In bfloat16, neighbouring logits of a likely token are a sixteenth or an eighth apart, and often equal.
+
+    Parameters
+    ----------
+    x : Tensor
+        ``[..., I]``.
+    layer : tuple of (Tensor, Tensor or None)
+        Weight ``[O, I]`` in the dtype of `x`, and a bias ``[O]`` or none.
+
+    Returns
+    -------
+    Tensor
+        float32 ``[..., O]``: sums in float32. Where a CPU does not multiply bfloat16 they are rounded to the dtype of
+        `x` all the same, as torch does.
+
+    Raises
+    ------
+    ValueError
+        If the shapes do not fit together.
+    """
+    check_linears(x.shape[-1], (layer,))
+    if x.numel() and most_linear_rows(x.dtype) and takes_linears(x, (layer,)):
+        return native_float_linear(x, layer)
+    return torch.nn.functional.linear(x, *layer).float()
 
 
 def check_linears(inner: int, layers: Sequence[Layer]) -> None:

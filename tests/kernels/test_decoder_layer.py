@@ -62,7 +62,7 @@ def test_heads_in_one_call_are_those_of_their_operators(
     def drawn(*shape: int) -> torch.Tensor:
         return _drawn(*shape, dtype=dtype, generator=generator)
 
-    x, norm = drawn(rows, batch, hidden).transpose(0, 1), drawn(hidden)
+    x, norm = torch.randn(rows, batch, hidden, generator=generator).transpose(0, 1), drawn(hidden)
     layers = _layers(hidden, [heads[0] * dim, heads[1] * dim, heads[1] * dim], bias, dtype, generator)
     of_heads = (drawn(dim), drawn(dim), 1e-6) if normed else None
     tables = drawn(1 if shared else batch, rows, rotary), drawn(1 if shared else batch, rows, rotary)
@@ -97,6 +97,8 @@ def test_heads_that_do_not_fit_are_told() -> None:
             few_row_heads(wrong[0], wrong[1], 1e-5, wrong[2], table, table, wrong[3], wrong[4])
     with pytest.raises(RuntimeError):
         few_row_heads(x, norm, 1e-5, layers, table[:, :2], table[:, :2], 16)
+    with pytest.raises(ValueError, match="the residual stream is float32"):
+        few_row_heads(x.bfloat16(), norm, 1e-5, layers, table, table, 16)
 
 
 @settings(max_examples=40)
@@ -113,7 +115,7 @@ def test_an_mlp_in_one_call_is_that_of_its_operators(
     rows: int, hidden: int, width: int, bias: bool, attention: int, dtype: torch.dtype, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, 2, hidden, generator=generator).to(dtype).transpose(0, 1)
+    x = torch.randn(rows, 2, hidden, generator=generator).transpose(0, 1)
     norm = torch.randn(hidden, generator=generator).to(dtype)
     gate, up = _layers(hidden, [width, width], bias, dtype, generator)
     (down,) = _layers(width, [hidden], bias, dtype, generator)
@@ -129,6 +131,7 @@ def test_an_mlp_in_one_call_is_that_of_its_operators(
             x = x + few_row_linears(attended[0], [attended[1]])[0]
         gated = gated_silu(*few_row_linears(rms_norm(x, norm, 1e-5), [gate, up]))
         want = x + few_row_linears(gated, [down])[0]
+    assert got.dtype == torch.float32
     assert torch.equal(got, want)
 
 
@@ -137,7 +140,7 @@ def test_few_rows_take_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "native_linears", lambda *_: pytest.fail("its operators were called one by one"))
     generator = torch.Generator().manual_seed(0)
     gate, up, down = *_layers(64, [96, 96], False, torch.bfloat16, generator), (torch.randn(64, 96).bfloat16(), None)
-    x, norm, table = torch.randn(1, 5, 64).bfloat16(), torch.ones(64).bfloat16(), torch.ones(1, 5, 32).bfloat16()
+    x, norm, table = torch.randn(1, 5, 64), torch.ones(64).bfloat16(), torch.ones(1, 5, 32).bfloat16()
     few_row_mlp(x, norm, 1e-5, gate, up, down)
     few_row_mlp(x, norm, 1e-5, gate, up, down, (torch.randn(1, 5, 96).bfloat16(), down))
     few_row_heads(x, norm, 1e-5, [gate, up, up], table, table, 32)
@@ -154,6 +157,8 @@ def test_an_mlp_that_does_not_fit_is_told() -> None:
     ):
         with pytest.raises(ValueError, match="do not fit together"):
             few_row_mlp(x, wrong[0], 1e-5, *((weight, None) for weight in wrong[1:]))
+    with pytest.raises(ValueError, match="the residual stream is float32"):
+        few_row_mlp(x.bfloat16(), norm, 1e-5, (gate, None), (gate, None), (down, None))
     for rows, output in ((x[:2], gate[:64]), (x, down), (x, gate)):
         with pytest.raises(ValueError, match="do not fit together"):
             few_row_mlp(x, norm, 1e-5, (gate, None), (gate, None), (down, None), (rows, (output, None)))

@@ -34,7 +34,7 @@ class Case:
     ) -> None:
         self.generator, self.dtype = torch.Generator().manual_seed(len(lengths)), dtype
         _, keys, dim = heads
-        self.x = self.drawn(1, len(lengths), hidden)
+        self.x = self.drawn(1, len(lengths), hidden).float()
         self.tables = self.drawn(1, len(lengths), dim), self.drawn(1, len(lengths), dim)
         self.layers = [self.layer(heads, hidden, width, extras) for _ in range(LAYERS)]
         shape = FIRST + LAYERS, 1, keys
@@ -148,8 +148,9 @@ def test_what_does_not_fit_is_refused() -> None:
         run([layer, replace(layer, head_norms=None)])
     with pytest.raises(ValueError, match="are none"):
         run([])
-    with pytest.raises(ValueError, match="do not fit 2 caches"):
-        run(case.layers, case.x[:, :1])
+    for wrong_rows in (case.x[:, :1], case.x.bfloat16()):
+        with pytest.raises(ValueError, match="do not fit 2 caches"):
+            run(case.layers, wrong_rows)
     with pytest.raises(ValueError, match="do not fit 2 caches"):
         run([Case([4], (4, 1, 16), 64, 96, dtype=torch.bfloat16).layers[0]])
     with pytest.raises(ValueError, match="not 3 from 2 on"):

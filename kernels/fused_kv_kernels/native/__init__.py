@@ -35,6 +35,7 @@ from .library import native_library, why_not_native
 from .linears import (
     is_dense_as,
     most_linear_rows,
+    native_float_linear,
     native_gated_mlp,
     native_heads,
     native_linears,
@@ -78,6 +79,7 @@ __all__ = [
     "native_eight_bit_attention",
     "native_eight_bit_linear",
     "native_eight_bit_mlp",
+    "native_float_linear",
     "native_gated_mlp",
     "native_gated_silu",
     "native_heads",

@@ -22,12 +22,12 @@ def native_decode_layers(
     x: Tensor, layers: Sequence[LayerWeights], caches: DecodeCaches, first_layer: int, tables: tuple[Tensor, Tensor],
     first_keys: Tensor | None, scale: float,
 ) -> Tensor:  # fmt: skip
-    """Return :func:`fused_kv_kernels.decode_layers` of ``[1, R, H]``."""
+    """Return :func:`fused_kv_kernels.decode_layers` of float32 ``[1, R, H]``."""
     _, rows, hidden = x.shape
     q_out, kv_out = (layers[0].heads[at][0].shape[0] for at in (0, 1))
     head_dim, width = caches.caches[0][0].shape[4], layers[0].mlp[0][0].shape[0]
     shape = kept_array((rows, hidden, q_out // head_dim, kv_out // head_dim, head_dim, width, tables[0].shape[2] // 2))
-    library = loaded_library(x.dtype)
+    library = loaded_library(tables[0].dtype)
     scratch = torch.empty(library.fkv_decode_layers_scratch(shape), dtype=torch.uint8)
     out = x.clone(memory_format=torch.contiguous_format)
     library.fkv_decode_layers(

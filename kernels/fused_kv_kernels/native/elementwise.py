@@ -41,12 +41,11 @@ def _evenly_spaced(tensor: Tensor) -> bool:
 
 
 def native_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Return :func:`fused_kv_kernels.rms_norm` of ``[..., H]``."""
-    x, out = x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
-    dim = x.shape[-1]
-    loaded_library(x.dtype).fkv_rms_norm(
-        x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // dim, dim, epsilon, num_threads()
-    )
+    """Return :func:`fused_kv_kernels.rms_norm` of ``[..., H]``; `x` may be float32 where `weight` is not."""
+    x, out = x.contiguous(), torch.empty(x.shape, dtype=weight.dtype)
+    dim, library = x.shape[-1], loaded_library(weight.dtype)
+    norm = library.fkv_rms_norm if x.dtype == weight.dtype else library.fkv_residual_norm
+    norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // dim, dim, epsilon, num_threads())
     return out
 
 

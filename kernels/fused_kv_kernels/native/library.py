@@ -53,9 +53,11 @@ _ARGUMENTS = {
 _OWN_ARGUMENTS = {
     "bfloat16": {
         "fkv_linears": [*[_POINTER] * 2, *[_NUMBER] * 3, _THREADS],
+        "fkv_float_linear": [*[_POINTER] * 2, *[_NUMBER] * 2, _THREADS],
         "fkv_heads": [*[_POINTER] * 8, _REAL, _REAL, _THREADS],
-        "fkv_gated_mlp": [*[_POINTER] * 4, *[_NUMBER] * 2, _REAL, _THREADS],
-        "fkv_attended_mlp": [*[_POINTER] * 5, *[_NUMBER] * 3, _REAL, _THREADS],
+        "fkv_residual_norm": [*[_POINTER] * 3, *[_NUMBER] * 2, _REAL, _THREADS],
+        "fkv_gated_mlp": [*[_POINTER] * 5, *[_NUMBER] * 2, _REAL, _THREADS],
+        "fkv_attended_mlp": [*[_POINTER] * 6, *[_NUMBER] * 3, _REAL, _THREADS],
         "fkv_decode_layers_scratch": [_POINTER],
         "fkv_decode_layers": [*[*[_POINTER] * 3, _NUMBER] * 2, *[_POINTER] * 4, _REAL, _THREADS],
     }

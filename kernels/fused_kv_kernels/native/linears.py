@@ -10,7 +10,15 @@ from torch import Tensor
 from .library import int64_array, kept_array, loaded_library, native_library, num_threads
 from .processor import processor_features
 
-__all__ = ["is_dense_as", "most_linear_rows", "native_gated_mlp", "native_heads", "native_linears", "takes_linears"]
+__all__ = [
+    "is_dense_as",
+    "most_linear_rows",
+    "native_float_linear",
+    "native_gated_mlp",
+    "native_heads",
+    "native_linears",
+    "takes_linears",
+]
 
 _Layer = tuple[Tensor, Tensor | None]
 _Layers = Sequence[_Layer]
@@ -30,7 +38,7 @@ def most_linear_rows(dtype: torch.dtype) -> int:
 def takes_linears(x: Tensor, layers: _Layers, inner: int | None = None) -> bool:
     """Return whether the native operator takes layers: of the dtype of `x`, on the CPU, dense, of even shapes.
 
-    Their input is `x`, or something else like it of `inner` elements a row.
+    Their inputs have as many elements a row as `x`, or `inner`.
     """
     if not x.is_cpu or (inner or x.shape[-1]) % 32:
         return False
@@ -57,19 +65,32 @@ def native_linears(x: Tensor, layers: _Layers) -> list[Tensor]:
     return outs
 
 
+def native_float_linear(x: Tensor, layer: _Layer) -> Tensor:
+    """Return :func:`fused_kv_kernels.float_linear` of ``[..., I]``."""
+    x, inner = x.contiguous(), x.shape[-1]
+    rows = x.numel() // inner
+    out = torch.empty(*x.shape[:-1], layer[0].shape[0])
+    for first in range(0, rows, _MOST_ROWS):
+        count = min(_MOST_ROWS, rows - first)
+        table = int64_array(*_row(layer, out.data_ptr() + 4 * first * layer[0].shape[0]))
+        at = x.data_ptr() + x.element_size() * first * inner
+        loaded_library(x.dtype).fkv_float_linear(at, table, count, inner, num_threads())
+    return out
+
+
 def native_heads(
     x: Tensor, weight: Tensor, epsilon: float, layers: _Layers, cos: Tensor, sin: Tensor, head_dim: int,
     head_norms: tuple[Tensor, Tensor, float] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return :func:`fused_kv_kernels.few_row_heads` of ``[B, R, H]``."""
-    x = x.contiguous()
+    """Return :func:`fused_kv_kernels.few_row_heads` of float32 ``[B, R, H]``."""
+    x, dtype = x.contiguous(), weight.dtype
     batch, rows, dim = x.shape
     counts = [one.shape[0] for one, _ in layers]
-    outs = [torch.empty(batch, rows, count // head_dim, head_dim, dtype=x.dtype) for count in counts]
+    outs = [torch.empty(batch, rows, count // head_dim, head_dim, dtype=dtype) for count in counts]
     table = [part for layer, out in zip(layers, outs, strict=True) for part in _row(layer, out.data_ptr())]
-    normal = torch.empty_like(x)
+    normal = torch.empty_like(x, dtype=dtype)
     norms = (0, 0) if head_norms is None else (head_norms[0].data_ptr(), head_norms[1].data_ptr())
-    loaded_library(x.dtype).fkv_heads(
+    loaded_library(dtype).fkv_heads(
         x.data_ptr(),
         weight.data_ptr(),
         int64_array(*table),
@@ -89,23 +110,22 @@ def native_heads(
 def native_gated_mlp(
     x: Tensor, weight: Tensor, epsilon: float, layers: _Layers, attended: tuple[Tensor, _Layer] | None
 ) -> Tensor:
-    """Return :func:`fused_kv_kernels.few_row_mlp` of ``[..., H]``; the layers are gate, up and down."""
-    x, dim = x.contiguous(), x.shape[-1]
+    """Return :func:`fused_kv_kernels.few_row_mlp` of float32 ``[..., H]``; the layers are gate, up and down."""
+    x, dim, dtype = x.contiguous(), x.shape[-1], weight.dtype
     rows, width = x.numel() // dim, layers[0][0].shape[0]
     out = torch.empty_like(x)
-    # The normal rows, gate, up, and x with what attention adds to it.
-    scratch = torch.empty(2 * rows * (dim + width), dtype=x.dtype)
-    places = [scratch.data_ptr() + 2 * rows * before for before in (0, dim, dim + width, dim + 2 * width)]
-    table = [part for layer, at in zip(layers, (*places[1:3], out.data_ptr()), strict=True) for part in _row(layer, at)]
-    library, threads = loaded_library(x.dtype), num_threads()
+    # The normal rows, what is added to x, gate and up.
+    scratch = torch.empty(2 * rows * (dim + width), dtype=dtype)
+    normal, added, *inner = (scratch.data_ptr() + 2 * rows * before for before in (0, dim, 2 * dim, 2 * dim + width))
+    table = [part for layer, at in zip(layers, (*inner, added), strict=True) for part in _row(layer, at)]
+    library, ends = loaded_library(dtype), (dim, epsilon, num_threads())
     if attended is None:
-        arguments = (x.data_ptr(), weight.data_ptr(), int64_array(*table), places[0])
-        library.fkv_gated_mlp(*arguments, rows, dim, epsilon, threads)
+        pointers = (x.data_ptr(), weight.data_ptr(), int64_array(*table), normal, out.data_ptr())
+        library.fkv_gated_mlp(*pointers, rows, *ends)
     else:
-        before = attended[0].contiguous()
-        whole = int64_array(*_row(attended[1], places[3]), *table)
-        pointers = (x.data_ptr(), before.data_ptr(), weight.data_ptr(), whole, places[0])
-        library.fkv_attended_mlp(*pointers, rows, before.shape[-1], dim, epsilon, threads)
+        before, whole = attended[0].contiguous(), int64_array(*_row(attended[1], added), *table)
+        behind = (before.data_ptr(), weight.data_ptr(), whole, normal, out.data_ptr())
+        library.fkv_attended_mlp(x.data_ptr(), *behind, rows, before.shape[-1], *ends)
     return out
 
 

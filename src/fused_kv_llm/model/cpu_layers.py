@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fused_kv_kernels import (
     few_row_linears,
+    float_linear,
     gated_silu,
     has_eight_bit_linears,
     rms_norm,
@@ -57,7 +58,7 @@ def attach_cpu_layers(model: Any) -> list[Any]:
     attached = []
     for module in modules:
         if type(module) is torch.nn.Linear:
-            way = _linear if linear else None
+            way = (_logits if module in head else _linear) if linear else None
         else:
             way = ways.get(type(module)) if native else None
         if way is not None and has_known_gate(module):
@@ -114,8 +115,16 @@ def _computed_linear(module: Any, x: Tensor) -> Tensor:
     return torch.nn.functional.linear(x, weight, bias)
 
 
+def _logits(module: Any, x: Tensor) -> Tensor:
+    weight = module.weight
+    if type(weight) is torch.nn.Parameter and weight.dtype == x.dtype == torch.bfloat16 and x.device.type == "cpu":
+        return float_linear(x, (weight, module.bias))
+    return torch.nn.functional.linear(x, weight, module.bias)
+
+
 def _norm(module: Any, hidden_states: Tensor) -> Tensor:
-    return rms_norm(hidden_states, module.weight, module.variance_epsilon)
+    exact = required_pass(LayerPass).residual.of(hidden_states)
+    return rms_norm(exact, module.weight, module.variance_epsilon)
 
 
 def _attention(

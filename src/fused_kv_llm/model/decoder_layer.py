@@ -1,4 +1,7 @@
-"""A decoder layer as two calls around its attention, of few rows or with linear layers that a pass computes."""
+"""A decoder layer as two calls around its attention, of few rows or with linear layers that a pass computes.
+
+Whatever way it is computed in, the residual stream is float32 (:mod:`.residual`), unless a pass computes all of it.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,10 @@ from torch import Tensor
 from fused_kv_kernels import LayerWeights, few_row_heads, few_row_mlp, rotate_rows_
 from fused_kv_llm.model.attention import rule_of
 from fused_kv_llm.model.decoder_stack import layers_alike
-from fused_kv_llm.model.fast_forward import own_parts
+from fused_kv_llm.model.fast_forward import is_ours, own_parts
+from fused_kv_llm.model.narrowing import narrow_rows
 from fused_kv_llm.model.pass_context import LayerPass, Linears, required_pass
+from fused_kv_llm.model.residual import ResidualStream
 
 __all__ = ["attended", "decoder_layer", "heads_of"]
 
@@ -32,16 +37,21 @@ def decoder_layer(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any)
 
 def _computed_layer(forward_pass: LayerPass, module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Run a layer in two calls around its attention, unless a part of it was wrapped, hooked or changed."""
-    parts = own_parts(module) if hidden_states.dtype == torch.bfloat16 and not args else None
-    if parts is not None:
-        way = forward_pass.linears
-        if way is None:
-            return _layer_in_two(forward_pass, module, parts, hidden_states, kwargs)
+    if args or hidden_states.dtype != torch.bfloat16:
+        whole: Tensor = type(module).forward(module, hidden_states, *args, **kwargs)
+        return whole
+    parts, way = own_parts(module), forward_pass.linears
+    if parts is not None and way is not None:
         given = _given_layer(way, module, parts, hidden_states, kwargs)
         if given is not None:
             return given
-    whole: Tensor = type(module).forward(module, hidden_states, *args, **kwargs)
-    return whole
+    residual, exposed = forward_pass.residual, not is_ours(module, narrow_rows)
+    x = residual.of(hidden_states, exposed=exposed).float()
+    if parts is not None and way is None:
+        x = _layer_in_two(forward_pass, module, parts, x, kwargs)
+    else:
+        x = _layer_by_parts(residual, module, hidden_states, x, kwargs)
+    return residual.keep(x, hidden_states.dtype, exposed=exposed)
 
 
 def _layer_in_two(
@@ -56,6 +66,14 @@ def _layer_in_two(
     k, v = kwargs["past_key_values"].update(k, v, attention.layer_idx)
     found = forward_pass.run_attention(attention.layer_idx, q, k, v, rule)
     return few_row_mlp(x, *parts.mlp_norm, *parts.mlp, (found.transpose(1, 2).flatten(2), parts.output))
+
+
+def _layer_by_parts(
+    residual: ResidualStream, module: Any, hidden: Tensor, x: Tensor, kwargs: Mapping[str, Any]
+) -> Tensor:
+    """Run a layer as transformers does, part by part, but add what they give to the residual stream in float32."""
+    x = x + module.self_attn(hidden_states=module.input_layernorm(hidden), **kwargs)[0]
+    return x + module.mlp(module.post_attention_layernorm(residual.keep(x, hidden.dtype)))
 
 
 def _given_layer(way: Linears, module: Any, parts: LayerWeights, x: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:

@@ -56,7 +56,7 @@ class NarrowingPass(ForwardPass):
         # A model that went on with its last row alone has no others to drop.
         if self._next is None or hidden.shape[-2] != self.rows.shape[0]:
             return hidden
-        hidden = hidden.index_select(-2, self._next)
+        hidden = self.residual.narrow(hidden, self._next)
         self.rows, self._kept, self._next = self.rows[self._next], self._kept[self._next], None
         self.plan = RowPlan(self.rows, self.plan.num_keys)
         self._plans.clear()

@@ -20,6 +20,7 @@ from fused_kv_kernels import LayerWeights, Norm
 from fused_kv_llm.errors import FusedKVError, UnsupportedModelError
 from fused_kv_llm.model.attention_rule import AttentionRule
 from fused_kv_llm.model.pausing import Pausing
+from fused_kv_llm.model.residual import ResidualStream
 
 __all__ = ["LayerPass", "Linears", "StopForwardError", "current_pass", "required_pass", "running"]
 
@@ -73,22 +74,33 @@ class LayerPass:
         Set where the forward may be left between two layers.
     linears : Linears or None
         Computes plain linear layers on a CPU in the model's place.
+    residual : ResidualStream
+        What layers that the engine computes hand on, in float32.
     """
 
     final_rows: slice | Tensor | None = None
     num_rows: int
     kv_layer: int
+    residual: ResidualStream
     decodes: bool = False
     pausing: Pausing | None = None
     linears: Linears | None = None
 
     def begin(self) -> None:
         """Expect the first layer, or the one that the forward was left before."""
-        if self.pausing is None or self.pausing.hidden is None:
-            self.next_layer = 0
+        if not self._is_left():
+            self.next_layer, self.residual = 0, ResidualStream()
         self._is_entered = False
         # Weak, since what a layer sees may be a copy, which would be kept for all layers.
         self._given: list[ref[Tensor]] = []
+
+    def end(self) -> None:
+        """Drop what nothing needs any more, unless the forward was left between two layers."""
+        if not self._is_left():
+            self.residual.forget()
+
+    def _is_left(self) -> bool:
+        return self.pausing is not None and self.pausing.hidden is not None
 
     def enter_layer(self, layer_idx: int) -> None:
         """Note that a layer's keys and values are given to the cache.
@@ -130,7 +142,7 @@ class LayerPass:
         Parameters
         ----------
         hidden : Tensor
-            ``[1, R, H]``.
+            float32 ``[1, R, H]``: the residual stream.
         layers : sequence of LayerWeights
         cos, sin : Tensor
             ``[1, R, rotary]``.
@@ -140,7 +152,7 @@ class LayerPass:
         Returns
         -------
         Tensor
-            ``[1, R, H]``.
+            float32 ``[1, R, H]``.
         """
         if self._is_entered:
             raise _unreached(self.next_layer)
@@ -207,6 +219,7 @@ def running(forward_pass: LayerPass) -> Iterator[None]:
         yield
     finally:
         _current.reset(token)
+        forward_pass.end()
 
 
 def _unreached(layer_idx: int) -> UnsupportedModelError:

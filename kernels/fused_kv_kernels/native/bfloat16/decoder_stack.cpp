@@ -33,7 +33,7 @@ struct Shape {
 
 // Working memory for rows of one layer, one part behind another.
 struct Space {
-    uint16_t *queries, *keys, *values, *attended, *normal, *gate, *up, *sum;
+    uint16_t *queries, *keys, *values, *attended, *normal, *gate, *up, *added;
 
     Space(uint16_t *memory, const Shape &s) {
         const int64_t of_queries = s.q_heads * s.head_dim, of_keys = s.kv_heads * s.head_dim;
@@ -45,7 +45,7 @@ struct Space {
         normal = take(s.dim);
         gate = take(s.width);
         up = take(s.width);
-        sum = take(s.dim);
+        added = take(s.dim);
     }
     static int64_t columns(const Shape &s) {
         return 2 * (s.q_heads + s.kv_heads) * s.head_dim + 2 * s.dim + 2 * s.width;
@@ -59,11 +59,12 @@ template <typename Number> const Number *at(int64_t address) { return reinterpre
 
 extern "C" {
 
-void fkv_heads(const uint16_t *x, const uint16_t *norm, const int64_t *layers, const int64_t *head_norms,
+void fkv_heads(const float *x, const uint16_t *norm, const int64_t *layers, const int64_t *head_norms,
                uint16_t *normal, const uint16_t *cosines, const uint16_t *sines, const int64_t *shape, float epsilon,
                float head_epsilon, int threads);
-void fkv_attended_mlp(const uint16_t *x, const uint16_t *attended, const uint16_t *weight, const int64_t *layers,
-                      uint16_t *normal, int64_t rows, int64_t inner, int64_t dim, float epsilon, int threads);
+void fkv_attended_mlp(const float *x, const uint16_t *attended, const uint16_t *weight, const int64_t *layers,
+                      uint16_t *normal, float *out, int64_t rows, int64_t inner, int64_t dim, float epsilon,
+                      int threads);
 void fkv_decode_attention(const uint16_t *q, const uint16_t *k, const uint16_t *v, uint16_t *out,
                           const int64_t *caches, int64_t layer, const int64_t *first_keys, const float *sinks,
                           float *scratch, const int64_t *shape, const int64_t *strides, float scale, float softcap,
@@ -76,11 +77,11 @@ int64_t fkv_decode_layers_scratch(const int64_t *shape) {
     return Space::columns(s) * s.rows * int64_t(sizeof(uint16_t));
 }
 
-// x [R, dim]: the rows that enter the first of `count` layers, and then those that leave the last. `weights` and
+// x [R, dim], float32: the rows that enter the first of `count` layers, and then those that leave the last. `weights` and
 // `epsilons` are a LayerWeights and Epsilons a layer. Tables [R, 2 half] as fkv_rotate_rows takes them. `caches`,
 // first keys and the scale are those of fkv_decode_attention, whose layers are counted from `first_layer`; its scratch
 // is the second one.
-void fkv_decode_layers(uint16_t *x, const int64_t *weights, const float *epsilons, int64_t count,
+void fkv_decode_layers(float *x, const int64_t *weights, const float *epsilons, int64_t count,
                        const uint16_t *cosines, const uint16_t *sines, const int64_t *caches, int64_t first_layer,
                        const int64_t *first_keys, uint16_t *scratch, float *attention_scratch, const int64_t *shape,
                        float scale, int threads) {
@@ -103,12 +104,12 @@ void fkv_decode_layers(uint16_t *x, const int64_t *weights, const float *epsilon
                   epsilon.heads, threads);
         fkv_decode_attention(space.queries, space.keys, space.values, space.attended, caches, first_layer + layer,
                              first_keys, nullptr, attention_scratch, of_attention, strides, scale, 0.0f, threads);
-        const int64_t mlp[] = {w.output.weight, w.output.bias, address(space.sum),  s.dim,
-                               w.gate.weight,   w.gate.bias,   address(space.gate), s.width,
-                               w.up.weight,     w.up.bias,     address(space.up),   s.width,
-                               w.down.weight,   w.down.bias,   address(x),          s.dim};
-        fkv_attended_mlp(x, space.attended, at<uint16_t>(w.mlp_norm), mlp, space.normal, s.rows, of_queries, s.dim,
-                         epsilon.mlp, threads);
+        const int64_t mlp[] = {w.output.weight, w.output.bias, address(space.added), s.dim,
+                               w.gate.weight,   w.gate.bias,   address(space.gate),  s.width,
+                               w.up.weight,     w.up.bias,     address(space.up),    s.width,
+                               w.down.weight,   w.down.bias,   address(space.added), s.dim};
+        fkv_attended_mlp(x, space.attended, at<uint16_t>(w.mlp_norm), mlp, space.normal, x, s.rows, of_queries,
+                         s.dim, epsilon.mlp, threads);
     }
 }
 }

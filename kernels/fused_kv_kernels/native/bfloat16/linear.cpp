@@ -16,17 +16,22 @@ constexpr int kStep = 32; // bfloat16 of a register, and of a cache line
 // of the rows in the first-level cache.
 constexpr int64_t kBytesAhead = 8192;
 
-struct Layer {
+template <typename Out> struct Layer {
     const uint16_t *weight, *bias;
-    uint16_t *out;
+    Out *out;
     int64_t outputs;
 };
+
+inline void store_four(uint16_t *to, __m128 sums) {
+    _mm_storel_epi64(reinterpret_cast<__m128i *>(to), (__m128i)_mm_cvtneps_pbh(sums));
+}
+inline void store_four(float *to, __m128 sums) { _mm_storeu_ps(to, sums); }
 
 inline __m512bh load_step(const uint16_t *from) { return (__m512bh)_mm512_loadu_si512(from); }
 
 // Four outputs of some rows. Of the weights `coming`, so many rows are fetched from memory meanwhile.
-template <int Rows>
-void multiply(const uint16_t *x, const uint16_t *weight, const uint16_t *bias, uint16_t *out, int64_t out_row,
+template <int Rows, typename Out>
+void multiply(const uint16_t *x, const uint16_t *weight, const uint16_t *bias, Out *out, int64_t out_row,
               int64_t inner, const uint16_t *coming, int64_t coming_rows) {
     Lanes sums[Rows][kOutputs];
 #pragma GCC unroll 8
@@ -53,8 +58,7 @@ void multiply(const uint16_t *x, const uint16_t *weight, const uint16_t *bias, u
             _mm_slli_epi32(_mm_cvtepu16_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(bias))), 16));
 #pragma GCC unroll 8
     for (int row = 0; row < Rows; ++row)
-        _mm_storel_epi64(reinterpret_cast<__m128i *>(out + row * out_row),
-                         (__m128i)_mm_cvtneps_pbh(_mm_add_ps(sum_of_each(sums[row]), offset)));
+        store_four(out + row * out_row, _mm_add_ps(sum_of_each(sums[row]), offset));
 }
 
 template <typename... Arguments> void multiply_rows(int64_t rows, Arguments... arguments) {
@@ -68,7 +72,8 @@ template <typename... Arguments> void multiply_rows(int64_t rows, Arguments... a
     }
 }
 
-void four_outputs(const Layer &layer, int64_t first, const uint16_t *x, int64_t rows, int64_t inner) {
+template <typename Out>
+void four_outputs(const Layer<Out> &layer, int64_t first, const uint16_t *x, int64_t rows, int64_t inner) {
     const int64_t parts = (rows + kInputs - 1) / kInputs, groups = (kBytesAhead - 1) / (kOutputs * inner * 2) + 1;
     const int64_t next = first + kOutputs * groups;
     for (int64_t part = 0; part < parts; ++part) {
@@ -81,6 +86,19 @@ void four_outputs(const Layer &layer, int64_t first, const uint16_t *x, int64_t 
     }
 }
 
+template <typename Out>
+void multiply_layers(const uint16_t *x, const int64_t *layers, int64_t count, int64_t rows, int64_t inner,
+                     int threads) {
+#pragma omp parallel num_threads(threads)
+    for (int64_t index = 0; index < count; ++index) {
+        Layer<Out> layer;
+        std::memcpy(&layer, layers + index * 4, sizeof layer);
+#pragma omp for schedule(static) nowait
+        for (int64_t group = 0; group < layer.outputs / kOutputs; ++group)
+            four_outputs(layer, group * kOutputs, x, rows, inner);
+    }
+}
+
 } // namespace
 
 extern "C" {
@@ -89,13 +107,11 @@ extern "C" {
 // weights, of its bias (or zero) and of its output, and O. All rows are dense, I is a multiple of 32 and O of 4. Sums
 // are formed in float32, in the same order whatever the number of threads, and rounded once.
 void fkv_linears(const uint16_t *x, const int64_t *layers, int64_t count, int64_t rows, int64_t inner, int threads) {
-#pragma omp parallel num_threads(threads)
-    for (int64_t index = 0; index < count; ++index) {
-        Layer layer;
-        std::memcpy(&layer, layers + index * 4, sizeof layer);
-#pragma omp for schedule(static) nowait
-        for (int64_t group = 0; group < layer.outputs / kOutputs; ++group)
-            four_outputs(layer, group * kOutputs, x, rows, inner);
-    }
+    multiply_layers<uint16_t>(x, layers, count, rows, inner, threads);
+}
+
+// The same of one layer whose output is float32: the sums as they are.
+void fkv_float_linear(const uint16_t *x, const int64_t *layer, int64_t rows, int64_t inner, int threads) {
+    multiply_layers<float>(x, layer, 1, rows, inner, threads);
 }
 }

@@ -7,7 +7,7 @@
 
 namespace fkv {
 
-inline float norm_factor(const Element *row, int64_t dim, float epsilon) {
+template <typename Number> inline float norm_factor(const Number *row, int64_t dim, float epsilon) {
     Lanes squares{};
     for (int64_t column = 0; column < dim; column += kLanes) {
         const Lanes value = load(row + column, first_lanes(dim - column));
