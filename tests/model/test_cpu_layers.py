@@ -14,7 +14,7 @@ from corpus import SHORT, rag_prompt
 from models import ARCHITECTURES, smollm2_tokenizer, tiny_model
 from torch.nn.functional import linear
 
-from fused_kv_kernels import few_row_linears, few_row_mlp, why_not_native
+from fused_kv_kernels import few_row_linears, few_row_mlp, float_linear, why_not_native
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.errors import ConfigError
 from fused_kv_llm.model import CachePool, ForwardPass, FusedCache, cpu_layers, decoder_layer, forward_rows, load_model
@@ -108,7 +108,24 @@ def test_linear_layers_in_bfloat16_take_the_native_way_for_few_rows(monkeypatch:
             torch.testing.assert_close(mlp(x.float()), want.float(), atol=2e-2, rtol=2e-2)
             calls.clear()
             model.lm_head(x)
-    assert calls == [1]
+    assert calls == []
+
+
+@needs_native
+def test_logits_are_not_rounded() -> None:
+    """However many rows there are, and each row for itself; a head that is no longer plain is torch's."""
+    model = tiny_model(hidden_size=96).bfloat16()
+    attach_cpu_layers(model)
+    x, head = torch.randn(1, 200, 96).bfloat16(), model.lm_head
+    with torch.inference_mode(), running(PASS):
+        got = head(x)
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got, linear(x.float(), head.weight.float()), atol=1e-5, rtol=1e-5)
+        assert torch.equal(head(x[:, 97:101]), got[:, 97:101])
+        assert torch.equal(float_linear(x, (head.weight, None)), got)
+        assert got.bfloat16().unique().numel() < got.unique().numel()
+        head.double()
+        assert head(x.double()).dtype == torch.float64
 
 
 @needs_native
@@ -226,7 +243,11 @@ def test_what_is_kept_of_a_layer_does_not_outlive_a_change(change: Callable[[Any
     change(layer)
     got, want = logits(model), logits(changed)
     assert not torch.equal(got, first)
-    assert torch.equal(got, want)
+    if change is _wrap_layer:
+        # Wrapped before it was loaded, a layer is transformers' to compute, which rounds the residual stream.
+        torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
+    else:
+        assert torch.equal(got, want)
 
 
 @needs_native

@@ -45,13 +45,11 @@ def _computed_layer(forward_pass: LayerPass, module: Any, hidden_states: Tensor,
         given = _given_layer(way, module, parts, hidden_states, kwargs)
         if given is not None:
             return given
-    residual, exposed = forward_pass.residual, not is_ours(module, narrow_rows)
-    x = residual.of(hidden_states, exposed=exposed).float()
+    residual, exposed, dtype = forward_pass.residual, not is_ours(module, narrow_rows), hidden_states.dtype
     if parts is not None and way is None:
-        x = _layer_in_two(forward_pass, module, parts, x, kwargs)
-    else:
-        x = _layer_by_parts(residual, module, hidden_states, x, kwargs)
-    return residual.keep(x, hidden_states.dtype, exposed=exposed)
+        x = residual.of(hidden_states, exposed=exposed).float()
+        return residual.keep(_layer_in_two(forward_pass, module, parts, x, kwargs), dtype, exposed=exposed)
+    return residual.keep(_layer_by_parts(residual, module, hidden_states, kwargs), dtype)
 
 
 def _layer_in_two(
@@ -68,12 +66,15 @@ def _layer_in_two(
     return few_row_mlp(x, *parts.mlp_norm, *parts.mlp, (found.transpose(1, 2).flatten(2), parts.output))
 
 
-def _layer_by_parts(
-    residual: ResidualStream, module: Any, hidden: Tensor, x: Tensor, kwargs: Mapping[str, Any]
-) -> Tensor:
-    """Run a layer as transformers does, part by part, but add what they give to the residual stream in float32."""
-    x = x + module.self_attn(hidden_states=module.input_layernorm(hidden), **kwargs)[0]
-    return x + module.mlp(module.post_attention_layernorm(residual.keep(x, hidden.dtype)))
+def _layer_by_parts(residual: ResidualStream, module: Any, hidden: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
+    """Run a layer as transformers does, part by part, but add what they give to the residual stream in float32.
+
+    What hooks of a norm change in place is changed in the residual stream, too.
+    """
+    attended, _ = module.self_attn(hidden_states=module.input_layernorm(hidden), **kwargs)
+    after = residual.keep(residual.of(hidden).float() + attended, hidden.dtype)
+    given = module.mlp(module.post_attention_layernorm(after))
+    return residual.of(after).float() + given
 
 
 def _given_layer(way: Linears, module: Any, parts: LayerWeights, x: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
