@@ -109,8 +109,8 @@ def few_row_mlp(
     gate, up, down : tuple of (Tensor, Tensor or None)
         Weights ``[W, H]``, ``[W, H]`` and ``[H, W]``, each with a bias or none.
     attended : tuple of (Tensor, layer) or None
-        What attention gave, ``[..., A]`` in the dtype of the layers, and the linear layer ``o`` ``[H, A]`` behind it: then ``x + o(attended)``
-        takes the place of `x`.
+        What attention gave, ``[..., A]`` in the dtype of the layers, and the linear layer ``o`` ``[H, A]`` behind it:
+        then ``x + o(attended)`` takes the place of `x`.
 
     Returns
     -------

@@ -67,7 +67,11 @@ def test_a_decoder_layer_around_its_attention(name: str) -> None:
     most = most_linear_rows(torch.bfloat16)
     torch.manual_seed(0)
     # Small beside what is added to it, whose last bits would be lost in it.
-    x, attended, tables = torch.randn(1, most + 5, HIDDEN) / 64, _drawn(1, most + 5, HIDDEN), _drawn(2, 1, most + 5, DIM)
+    x, attended, tables = (
+        torch.randn(1, most + 5, HIDDEN) / 64,
+        _drawn(1, most + 5, HIDDEN),
+        _drawn(2, 1, most + 5, DIM),
+    )
     run = {"heads": lambda: _heads(x, tables), "mlp": lambda: _mlp(x, attended), "norm": lambda: _norm(x)}[name]()
     with torch.inference_mode():
         alone = torch.cat([run(row, row + 1) for row in range(most + 5)], dim=1)

@@ -73,7 +73,7 @@ def _layer_by_parts(residual: ResidualStream, module: Any, hidden: Tensor, kwarg
     """
     attended, _ = module.self_attn(hidden_states=module.input_layernorm(hidden), **kwargs)
     after = residual.keep(residual.of(hidden).float() + attended, hidden.dtype)
-    given = module.mlp(module.post_attention_layernorm(after))
+    given: Tensor = module.mlp(module.post_attention_layernorm(after))
     return residual.of(after).float() + given
 
 
