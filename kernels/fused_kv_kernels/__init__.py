@@ -16,7 +16,7 @@ from .decoder_stack import LayerWeights, decode_layers
 from .dispatch import UnsupportedOperandsError
 from .eight_bit import eight_bit_attended_mlp, eight_bit_gated_mlp, eight_bit_linears
 from .eight_bit_attention import eight_bit_row_attention, has_eight_bit_attention
-from .elementwise import gated_silu, rms_norm, rotate_rows_
+from .elementwise import gated_silu, residual_norm, rms_norm, rotate_rows_
 from .kv_change import add_change, compress_rows
 from .kv_deviation import kv_deviation
 from .linears import few_row_linears, float_linear
@@ -75,6 +75,7 @@ __all__ = [
     "place_chunks",
     "quantize_rows",
     "rerotate_keys",
+    "residual_norm",
     "rms_norm",
     "rotate_rows_",
     "rotation_table",

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .elementwise import gated_silu, rms_norm, rotate_rows_
+from .elementwise import gated_silu, residual_norm, rms_norm, rotate_rows_
 from .linears import Layer, check_linears, few_row_linears
 from .native import is_dense_as, most_linear_rows, native_gated_mlp, native_heads, takes_linears
 
@@ -30,7 +30,7 @@ def few_row_heads(
     head_dim: int,
     head_norms: tuple[Tensor, Tensor, float] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what attention takes of the first half of a decoder layer: queries, keys and values of ``rms_norm(x)``.
+    """Return what attention takes of the first half of a decoder layer: queries, keys and values of the norm of `x`.
 
     Parameters
     ----------
@@ -80,7 +80,7 @@ def few_row_heads(
         and is_dense_as(weight, cos, sin, *norms)
     ):
         return native_heads(x, weight, epsilon, layers, cos, sin, head_dim, head_norms)
-    projected = few_row_linears(rms_norm(x, weight, epsilon), layers)
+    projected = few_row_linears(residual_norm(x, weight, epsilon), layers)
     q, k, v = (part.reshape(*x.shape[:2], part.shape[-1] // head_dim, head_dim) for part in projected)
     if head_norms is not None:
         q, k = (rms_norm(part, one, head_norms[2]) for part, one in zip((q, k), norms, strict=True))
@@ -96,7 +96,7 @@ def few_row_mlp(
     down: Layer,
     attended: tuple[Tensor, Layer] | None = None,
 ) -> Tensor:
-    """Return the second half of a decoder layer, ``x + down(silu(gate(n)) * up(n))`` with ``n = rms_norm(x)``.
+    """Return the second half of a decoder layer, ``x + down(silu(gate(n)) * up(n))`` with ``n = residual_norm(x)``.
 
     Parameters
     ----------
@@ -137,7 +137,7 @@ def few_row_mlp(
         return native_gated_mlp(x, weight, epsilon, (gate, up, down), attended)
     if attended is not None:
         x = x + few_row_linears(attended[0], (attended[1],))[0]
-    gated = gated_silu(*few_row_linears(rms_norm(x, weight, epsilon), (gate, up)))
+    gated = gated_silu(*few_row_linears(residual_norm(x, weight, epsilon), (gate, up)))
     return x + few_row_linears(gated, (down,))[0]
 
 

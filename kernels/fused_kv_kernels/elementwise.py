@@ -9,9 +9,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .native import native_gated_silu, native_rms_norm, native_rotate_rows, supports, takes_rows
+from .native import (
+    native_gated_silu,
+    native_residual_norm,
+    native_rms_norm,
+    native_rotate_rows,
+    supports,
+    takes_rows,
+)
 
-__all__ = ["gated_silu", "rms_norm", "rotate_rows_"]
+__all__ = ["gated_silu", "residual_norm", "rms_norm", "rotate_rows_"]
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -22,8 +29,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     Parameters
     ----------
     x : Tensor
-        ``[..., H]``. With a bfloat16 weight it may be float32, as the residual stream is: the result is bfloat16 then,
-        rounded once.
+        ``[..., H]``.
     weight : Tensor
         ``[H]``.
     epsilon : float
@@ -33,15 +39,41 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     Tensor
         Like `x`.
     """
-    is_residual = x.dtype == torch.float32 and weight.dtype == torch.bfloat16
     if x.numel() and x.shape[-1] == weight.shape[0]:
         # However the rows lie: torch rounds some sums to a neighbouring number.
         dense = x.contiguous()
-        if takes_rows(weight) and dense.is_cpu and (is_residual or takes_rows(dense, weight)):
+        if takes_rows(dense, weight):
             return native_rms_norm(dense, weight, epsilon)
+    return weight * _quotient(x, epsilon).to(x.dtype)
+
+
+def residual_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Return the norm of the residual stream, see :func:`rms_norm`, rounded once.
+
+    Parameters
+    ----------
+    x : Tensor
+        float32 ``[..., H]``.
+    weight : Tensor
+        ``[H]``.
+    epsilon : float
+
+    Returns
+    -------
+    Tensor
+        ``[..., H]`` in the dtype of `weight`.
+    """
+    if x.dtype == weight.dtype:
+        return rms_norm(x, weight, epsilon)
+    is_native = weight.dtype == torch.bfloat16 and x.is_cpu and takes_rows(weight)
+    if is_native and x.numel() and x.shape[-1] == weight.shape[0]:
+        return native_residual_norm(x, weight, epsilon)
+    return (weight.float() * _quotient(x, epsilon)).to(weight.dtype)
+
+
+def _quotient(x: Tensor, epsilon: float) -> Tensor:
     wide = x.float()
-    quotient = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
-    return (weight.float() * quotient).to(weight.dtype) if is_residual else weight * quotient.to(x.dtype)
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
 
 
 def gated_silu(gate: Tensor, up: Tensor) -> Tensor:

@@ -60,8 +60,8 @@ def float_linear(x: Tensor, layer: Layer) -> Tensor:
     Returns
     -------
     Tensor
-        float32 ``[..., O]``: sums in float32. Where a CPU does not multiply bfloat16 they are rounded to the dtype of
-        `x` all the same, as torch does.
+        float32 ``[..., O]``: the sums. They are rounded to the dtype of `x` all the same, as torch does, without
+        native operators of that dtype, and where `I` is no multiple of 32 or `O` none of 4.
 
     Raises
     ------

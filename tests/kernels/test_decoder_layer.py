@@ -12,6 +12,7 @@ from fused_kv_kernels import (
     few_row_linears,
     few_row_mlp,
     gated_silu,
+    residual_norm,
     rms_norm,
     rotate_rows_,
     why_not_native,
@@ -71,7 +72,7 @@ def test_heads_in_one_call_are_those_of_their_operators(
         got = few_row_heads(x, norm, 1e-5, layers, *tables, dim, of_heads)
         want = [
             part.unflatten(-1, (part.shape[-1] // dim, dim))
-            for part in few_row_linears(rms_norm(x, norm, 1e-5), layers)
+            for part in few_row_linears(residual_norm(x, norm, 1e-5), layers)
         ]
         if of_heads is not None:
             want[:2] = [rms_norm(part, of_heads[i], of_heads[2]) for i, part in enumerate(want[:2])]
@@ -129,7 +130,7 @@ def test_an_mlp_in_one_call_is_that_of_its_operators(
         assert torch.equal(x, before)
         if attended is not None:
             x = x + few_row_linears(attended[0], [attended[1]])[0]
-        gated = gated_silu(*few_row_linears(rms_norm(x, norm, 1e-5), [gate, up]))
+        gated = gated_silu(*few_row_linears(residual_norm(x, norm, 1e-5), [gate, up]))
         want = x + few_row_linears(gated, [down])[0]
     assert got.dtype == torch.float32
     assert torch.equal(got, want)

@@ -108,7 +108,7 @@ def test_linear_layers_in_bfloat16_take_the_native_way_for_few_rows(monkeypatch:
             torch.testing.assert_close(mlp(x.float()), want.float(), atol=2e-2, rtol=2e-2)
             calls.clear()
             model.lm_head(x)
-    assert calls == []
+    assert calls == [1]
 
 
 @needs_native
@@ -117,6 +117,7 @@ def test_logits_are_not_rounded() -> None:
     model = tiny_model(hidden_size=96).bfloat16()
     attach_cpu_layers(model)
     x, head = torch.randn(1, 200, 96).bfloat16(), model.lm_head
+    PASS.head = head
     with torch.inference_mode(), running(PASS):
         got = head(x)
         assert got.dtype == torch.float32
@@ -124,8 +125,18 @@ def test_logits_are_not_rounded() -> None:
         assert torch.equal(head(x[:, 97:101]), got[:, 97:101])
         assert torch.equal(float_linear(x, (head.weight, None)), got)
         assert got.bfloat16().unique().numel() < got.unique().numel()
+        # Who stands behind the head, or on it, expects the model's dtype.
+        PASS.head = torch.nn.Sequential(head)
+        rounded = got[:, :9].bfloat16()
+        assert torch.equal(PASS.head(x[:, :9]), rounded)
+        PASS.head, seen = head, list[torch.dtype]()
+        handle = head.register_forward_hook(lambda *given: seen.append(given[2].dtype))
+        assert torch.equal(head(x[:, :9]), rounded)
+        assert seen == [torch.bfloat16]
+        handle.remove()
         head.double()
         assert head(x.double()).dtype == torch.float64
+    PASS.head = None
 
 
 @needs_native

@@ -160,7 +160,7 @@ def native_token_scores(
         float32 ``[N]``.
     """
     positions, firsts, sinks = _scored_rows(q_positions, first_keys, scoring)
-    out = torch.empty(k.shape[1])
+    out = torch.empty(k.shape[1], dtype=torch.float32)
     loaded_library(q.dtype).fkv_token_scores(
         q.data_ptr(),
         k.data_ptr(),

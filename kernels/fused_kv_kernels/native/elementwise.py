@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,7 @@ __all__ = [
     "native_gated_silu",
     "native_quantize_gated",
     "native_quantize_rows",
+    "native_residual_norm",
     "native_rms_norm",
     "native_rotate_rows",
     "native_scale_rows",
@@ -20,7 +23,7 @@ __all__ = [
 ]
 
 Norm = tuple[Tensor, float]
-"""Weight ``[H]``, in the dtype of what it multiplies, and epsilon."""
+"""Weight ``[H]``, in the dtype of what comes out, and epsilon."""
 
 
 def takes_rows(*tensors: Tensor) -> bool:
@@ -41,10 +44,17 @@ def _evenly_spaced(tensor: Tensor) -> bool:
 
 
 def native_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Return :func:`fused_kv_kernels.rms_norm` of ``[..., H]``; `x` may be float32 where `weight` is not."""
-    x, out = x.contiguous(), torch.empty(x.shape, dtype=weight.dtype)
-    dim, library = x.shape[-1], loaded_library(weight.dtype)
-    norm = library.fkv_rms_norm if x.dtype == weight.dtype else library.fkv_residual_norm
+    """Return :func:`fused_kv_kernels.rms_norm` of ``[..., H]``."""
+    return _normal(loaded_library(x.dtype).fkv_rms_norm, x.contiguous(), weight, epsilon)
+
+
+def native_residual_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Return :func:`fused_kv_kernels.residual_norm` of float32 ``[..., H]``, by a bfloat16 weight."""
+    return _normal(loaded_library(weight.dtype).fkv_residual_norm, x.contiguous(), weight, epsilon)
+
+
+def _normal(norm: Callable[..., None], x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    out, dim = torch.empty(x.shape, dtype=weight.dtype), x.shape[-1]
     norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // dim, dim, epsilon, num_threads())
     return out
 
@@ -52,7 +62,7 @@ def native_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 def native_quantize_rows(x: Tensor, factors: Tensor, ranges: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return :func:`fused_kv_kernels.quantize_rows` of a dense matrix ``[R, I]``."""
     rows, dim = x.shape
-    out, scales = torch.empty(rows, dim, dtype=torch.uint8), torch.empty(rows)
+    out, scales = torch.empty(rows, dim, dtype=torch.uint8), torch.empty(rows, dtype=torch.float32)
     loaded_library(x.dtype).fkv_quantize_rows(
         x.data_ptr(),
         factors.data_ptr(),
@@ -69,7 +79,7 @@ def native_quantize_rows(x: Tensor, factors: Tensor, ranges: Tensor | None) -> t
 def native_quantize_gated(products: Tensor, scales: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
     """Return :func:`native_quantize_rows` of ``silu(gate) * up``, which are dense ``[R, 2 W]`` times `scales`."""
     rows, width = products.shape[0], products.shape[1] // 2
-    out, out_scales = torch.empty(rows, width, dtype=torch.uint8), torch.empty(rows)
+    out, out_scales = torch.empty(rows, width, dtype=torch.uint8), torch.empty(rows, dtype=torch.float32)
     pointers = (part.data_ptr() for part in (products, scales, factors, out, out_scales))
     loaded_library(products.dtype).fkv_quantize_gated(*pointers, rows, width, num_threads())
     return out, out_scales
@@ -83,7 +93,7 @@ def native_scale_rows(x: Tensor, scales: Tensor) -> None:
 def native_compress_rows(x: Tensor, smallest_scale: float) -> tuple[Tensor, Tensor]:
     """Return :func:`fused_kv_kernels.compress_rows` of dense rows."""
     dim = x.shape[-1]
-    out, scales = torch.empty(x.shape, dtype=torch.int8), torch.empty(*x.shape[:-1], 1)
+    out, scales = torch.empty(x.shape, dtype=torch.int8), torch.empty(*x.shape[:-1], 1, dtype=torch.float32)
     loaded_library(x.dtype).fkv_compress_rows(
         x.data_ptr(), out.data_ptr(), scales.data_ptr(), x.numel() // dim, dim, smallest_scale, num_threads()
     )

@@ -69,7 +69,7 @@ def native_float_linear(x: Tensor, layer: _Layer) -> Tensor:
     """Return :func:`fused_kv_kernels.float_linear` of ``[..., I]``."""
     x, inner = x.contiguous(), x.shape[-1]
     rows = x.numel() // inner
-    out = torch.empty(*x.shape[:-1], layer[0].shape[0])
+    out = torch.empty(*x.shape[:-1], layer[0].shape[0], dtype=torch.float32)
     for first in range(0, rows, _MOST_ROWS):
         count = min(_MOST_ROWS, rows - first)
         table = int64_array(*_row(layer, out.data_ptr() + 4 * first * layer[0].shape[0]))

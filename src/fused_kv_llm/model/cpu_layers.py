@@ -1,7 +1,8 @@
 """Norms, attention, MLPs and linear layers of a decoder on the CPU, through operators that read memory once.
 
 The modules keep their weights and their class. In a pass of the engine, in bfloat16 or float32, their forward computes
-the same numbers with native operators where those are available. Linear layers do so too: in bfloat16 with few rows
+the same numbers with native operators where those are available. In bfloat16 they round less often: the residual stream
+(:mod:`.residual`) and logits are float32. Linear layers do so too: in bfloat16 with few rows
 (a skinny GEMM), in float32 always, where torch's own product is slower. A pass can override how they are computed
 (``LayerPass.linears``).
 """
@@ -19,6 +20,7 @@ from fused_kv_kernels import (
     float_linear,
     gated_silu,
     has_eight_bit_linears,
+    residual_norm,
     rms_norm,
     why_not_native,
 )
@@ -116,15 +118,17 @@ def _computed_linear(module: Any, x: Tensor) -> Tensor:
 
 
 def _logits(module: Any, x: Tensor) -> Tensor:
-    weight = module.weight
-    if type(weight) is torch.nn.Parameter and weight.dtype == x.dtype == torch.bfloat16 and x.device.type == "cpu":
-        return float_linear(x, (weight, module.bias))
-    return torch.nn.functional.linear(x, weight, module.bias)
+    # What somebody has put behind the head, or hooks of it, expect the model's dtype.
+    is_last = required_pass(LayerPass).head is module and is_plain(module)
+    if is_last and module.weight.dtype == x.dtype == torch.bfloat16 and x.device.type == "cpu":
+        return float_linear(x, (module.weight, module.bias))
+    return _computed_linear(module, x)
 
 
 def _norm(module: Any, hidden_states: Tensor) -> Tensor:
     exact = required_pass(LayerPass).residual.of(hidden_states)
-    return rms_norm(exact, module.weight, module.variance_epsilon)
+    norm = rms_norm if exact is hidden_states else residual_norm
+    return norm(exact, module.weight, module.variance_epsilon)
 
 
 def _attention(

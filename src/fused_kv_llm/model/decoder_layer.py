@@ -13,9 +13,8 @@ from torch import Tensor
 
 from fused_kv_kernels import LayerWeights, few_row_heads, few_row_mlp, rotate_rows_
 from fused_kv_llm.model.attention import rule_of
-from fused_kv_llm.model.decoder_stack import layers_alike
-from fused_kv_llm.model.fast_forward import is_ours, own_parts
-from fused_kv_llm.model.narrowing import narrow_rows
+from fused_kv_llm.model.decoder_stack import is_first_of_own, layers_alike
+from fused_kv_llm.model.fast_forward import own_parts
 from fused_kv_llm.model.pass_context import LayerPass, Linears, required_pass
 from fused_kv_llm.model.residual import ResidualStream
 
@@ -40,16 +39,20 @@ def _computed_layer(forward_pass: LayerPass, module: Any, hidden_states: Tensor,
     if args or hidden_states.dtype != torch.bfloat16:
         whole: Tensor = type(module).forward(module, hidden_states, *args, **kwargs)
         return whole
-    parts, way = own_parts(module), forward_pass.linears
+    parts, way, residual = own_parts(module), forward_pass.linears, forward_pass.residual
     if parts is not None and way is not None:
         given = _given_layer(way, module, parts, hidden_states, kwargs)
         if given is not None:
+            residual.forget()
             return given
-    residual, exposed, dtype = forward_pass.residual, not is_ours(module, narrow_rows), hidden_states.dtype
+    if module.self_attn.layer_idx == 0:
+        residual.is_private = is_first_of_own(module)
     if parts is not None and way is None:
-        x = residual.of(hidden_states, exposed=exposed).float()
-        return residual.keep(_layer_in_two(forward_pass, module, parts, x, kwargs), dtype, exposed=exposed)
-    return residual.keep(_layer_by_parts(residual, module, hidden_states, kwargs), dtype)
+        x = residual.of(hidden_states, is_private=residual.is_private).float()
+        x = _layer_in_two(forward_pass, module, parts, x, kwargs)
+    else:
+        x = _layer_by_parts(residual, module, hidden_states, kwargs)
+    return residual.keep(x, hidden_states.dtype)
 
 
 def _layer_in_two(
@@ -67,9 +70,9 @@ def _layer_in_two(
 
 
 def _layer_by_parts(residual: ResidualStream, module: Any, hidden: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
-    """Run a layer as transformers does, part by part, but add what they give to the residual stream in float32.
+    """Run a layer part by part, in transformers' order; what the parts give is added to the residual stream.
 
-    What hooks of a norm change in place is changed in the residual stream, too.
+    What hooks of a norm change in place is changed in the residual stream, too, as it is in transformers.
     """
     attended, _ = module.self_attn(hidden_states=module.input_layernorm(hidden), **kwargs)
     after = residual.keep(residual.of(hidden).float() + attended, hidden.dtype)

@@ -8,12 +8,13 @@ from typing import Any
 from fused_kv_kernels import LayerWeights
 from fused_kv_llm.model.fast_forward import FastForward, is_ours, own_parts
 from fused_kv_llm.model.narrowing import narrow_rows
+from fused_kv_llm.model.own_code import is_library_class, patches
 
-__all__ = ["layers_alike", "may_pause", "note_first_layer"]
+__all__ = ["is_first_of_own", "layers_alike", "may_pause", "note_first_layer"]
 
 
 def note_first_layer(decoder: Any, way: Callable[..., Any]) -> None:
-    """Let the first layer of a decoder know the others, if all have the same fast forward.
+    """Let the first layer of a decoder know the others, if all have the same fast forward and nobody patched the loop.
 
     Parameters
     ----------
@@ -23,8 +24,14 @@ def note_first_layer(decoder: Any, way: Callable[..., Any]) -> None:
     """
     layers = list(getattr(decoder, "layers", ()))
     forwards = [vars(layer).get("forward") for layer in layers]
-    if layers and all(type(forward) is FastForward and forward.way is way for forward in forwards):
-        forwards[0].decoder = decoder
+    kind = type(decoder)
+    if (
+        layers
+        and all(type(forward) is FastForward and forward.way is way for forward in forwards)
+        and is_library_class(kind)
+        and not patches([kind])
+    ):
+        forwards[0].decoder, forwards[0].loop = decoder, kind.forward
 
 
 def layers_alike(layer: Any) -> list[LayerWeights]:
@@ -33,7 +40,7 @@ def layers_alike(layer: Any) -> list[LayerWeights]:
     They end before a layer that somebody has wrapped, hooked or changed, in itself or in a part of it, or that attends
     otherwise than the first.
     """
-    decoder = vars(layer)["forward"].decoder
+    decoder = _decoder_of(layer)
     if decoder is None:
         return []
     # The lists are read anew: their owner may have taken layers away.
@@ -52,7 +59,7 @@ def layers_alike(layer: Any) -> list[LayerWeights]:
 
 
 def may_pause(decoder: Any) -> bool:
-    """Return whether a forward may be left between any two layers of a decoder.
+    """Return whether nobody stands between any two layers of a decoder, so that a forward may be left there.
 
     Nobody may look at a whole layer, which is called again without computing when the forward goes on. Hooks of its
     parts are called once.
@@ -62,9 +69,22 @@ def may_pause(decoder: Any) -> bool:
     decoder : torch.nn.Module
     """
     layers = list(getattr(decoder, "layers", ()))
-    if not layers or getattr(vars(layers[0]).get("forward"), "decoder", None) is not decoder:
+    if not layers or _decoder_of(layers[0]) is not decoder:
+        return False
+    if "forward" in vars(decoder) or type(decoder).forward is not vars(layers[0])["forward"].loop:
         return False
     return all(is_ours(layer, narrow_rows) for layer in layers)
+
+
+def is_first_of_own(layer: Any) -> bool:
+    """Return whether a layer is the first of a decoder between whose layers nobody stands, see :func:`may_pause`."""
+    decoder = _decoder_of(layer)
+    return decoder is not None and may_pause(decoder)
+
+
+def _decoder_of(layer: Any) -> Any:
+    """Return the decoder whose first layer it is, or None."""
+    return getattr(vars(layer).get("forward"), "decoder", None)
 
 
 def _way(layer: Any) -> tuple[Any, ...]:

@@ -45,9 +45,10 @@ class FastForward:
         self.way = way
         self.kind = type(module)
         # A copy of the module, or one that was pickled, still knows what its class's forward was.
-        self.of_class = self.kind.forward
-        # The decoder whose first layer this is, where all its layers are alike.
+        self.of_class = self.kind.forward, self.kind.__call__
+        # The decoder whose first layer this is, where all its layers are alike, and how it calls them.
         self.decoder: Any = None
+        self.loop: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
@@ -58,7 +59,8 @@ class FastForward:
 
     def stands_for(self, kind: type) -> bool:
         """Return whether a class is the one that this forward was made for, and nobody has patched its own."""
-        return kind is self.kind and kind.forward is self.of_class
+        forward, call = self.of_class
+        return kind is self.kind and kind.forward is forward and kind.__call__ is call
 
 
 def is_ours(module: Any, *own_hooks: Callable[..., Any]) -> bool:

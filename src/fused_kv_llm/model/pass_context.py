@@ -76,6 +76,8 @@ class LayerPass:
         Computes plain linear layers on a CPU in the model's place.
     residual : ResidualStream
         What layers that the engine computes hand on, in float32.
+    head : torch.nn.Module or None
+        The model's output head, if what it gives are the logits.
     """
 
     final_rows: slice | Tensor | None = None
@@ -85,6 +87,7 @@ class LayerPass:
     decodes: bool = False
     pausing: Pausing | None = None
     linears: Linears | None = None
+    head: Any = None
 
     def begin(self) -> None:
         """Expect the first layer, or the one that the forward was left before."""

@@ -15,42 +15,43 @@ __all__ = ["ResidualStream"]
 
 
 class ResidualStream:
-    """What the last layer of a pass gave, before it was rounded."""
+    """What the last layer of a pass gave, before it was rounded.
+
+    Attributes
+    ----------
+    is_private : bool
+        Whether nobody stands between the layers, so that hidden states are known not to have changed in place.
+    """
 
     def __init__(self) -> None:
+        self.is_private = False
         self._kept: tuple[Tensor, Tensor] | None = None
-        self._is_exposed = False
 
-    def of(self, hidden: Tensor, *, exposed: bool = True) -> Tensor:
+    def of(self, hidden: Tensor, *, is_private: bool = False) -> Tensor:
         """Return hidden states in float32 as they were before they were rounded, or themselves if that is not known.
 
         Parameters
         ----------
         hidden : Tensor
             ``[B, R, H]``. Known by identity, since whatever was made of them is another tensor.
-        exposed : bool
-            Whether somebody may have changed them in place; then they are compared.
+        is_private : bool
+            Nobody can have changed them in place. Otherwise they are compared, and elements that were changed are what
+            they are now.
         """
         if self._kept is None or self._kept[0] is not hidden:
             return hidden
         exact = self._kept[1]
-        if (exposed or self._is_exposed) and not torch.equal(exact.to(hidden.dtype), hidden):
-            self.forget()
-            return hidden
-        return exact
+        return exact if is_private else torch.where(exact.to(hidden.dtype) == hidden, exact, hidden.float())
 
-    def keep(self, exact: Tensor, dtype: torch.dtype, *, exposed: bool = True) -> Tensor:
-        """Return what a layer gives, float32 ``[B, R, H]``, rounded to a dtype, and remember it.
-
-        Where it is `exposed`, somebody may change it in place before the next layer.
-        """
+    def keep(self, exact: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return what a layer gives, float32 ``[B, R, H]``, rounded to a dtype, and remember it."""
         rounded = exact.to(dtype)
-        self._kept, self._is_exposed = (rounded, exact), exposed
+        self._kept = rounded, exact
         return rounded
 
     def narrow(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """Return some rows of hidden states, by ascending indices, and remember what they were."""
-        exact, narrowed = self.of(hidden), hidden.index_select(-2, rows)
+        exact, narrowed = self.of(hidden, is_private=self.is_private), hidden.index_select(-2, rows)
         if exact is not hidden:
             self._kept = narrowed, exact.index_select(-2, rows)
         return narrowed

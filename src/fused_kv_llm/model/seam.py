@@ -82,6 +82,7 @@ def run_model(model: Any, ids: Tensor, positions: Tensor, cache: Cache, forward_
     final = forward_pass.final_rows
     takes = final is not None and _takes_logits_to_keep(type(model).forward)
     options: dict[str, Any] = {"logits_to_keep": 1 if isinstance(final, slice) else final} if takes else {}
+    forward_pass.head = model.get_output_embeddings()
     with running(forward_pass):
         logits: Tensor = model(**_inputs(ids, positions, cache), **options).logits
     forward_pass.check_complete(_num_layers(model))

@@ -77,10 +77,10 @@ int64_t fkv_decode_layers_scratch(const int64_t *shape) {
     return Space::columns(s) * s.rows * int64_t(sizeof(uint16_t));
 }
 
-// x [R, dim], float32: the rows that enter the first of `count` layers, and then those that leave the last. `weights` and
-// `epsilons` are a LayerWeights and Epsilons a layer. Tables [R, 2 half] as fkv_rotate_rows takes them. `caches`,
-// first keys and the scale are those of fkv_decode_attention, whose layers are counted from `first_layer`; its scratch
-// is the second one.
+// x [R, dim], the residual stream: the rows that enter the first of `count` layers, and then those that leave the last.
+// `weights` and `epsilons` are a LayerWeights and Epsilons a layer. Tables [R, 2 half] as fkv_rotate_rows takes them.
+// `caches`, first keys and the scale are those of fkv_decode_attention, whose layers are counted from `first_layer`; its
+// scratch is the second one.
 void fkv_decode_layers(float *x, const int64_t *weights, const float *epsilons, int64_t count,
                        const uint16_t *cosines, const uint16_t *sines, const int64_t *caches, int64_t first_layer,
                        const int64_t *first_keys, uint16_t *scratch, float *attention_scratch, const int64_t *shape,
