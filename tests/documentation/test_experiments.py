@@ -430,14 +430,41 @@ def test_two_groups_and_whole_numbers_on_more_questions() -> None:
     first, held = "quality_ten_{}%s_cpu", "quality_held_ten_{}%s_cpu"
     both = first % "_both_groups"
     assert table(PAGE, "wording and ratio, two groups") == _at_ratio(both, first % "_later_layers", 120)
-    assert table(PAGE, "wording and ratio, whole numbers") == _at_ratio(first % "", both, 120)
+    whole = first % "_rounded_sums"
+    assert table(PAGE, "wording and ratio, whole numbers") == _at_ratio(whole, both, 120)
     less = [
-        100 * (1 - _sum_at_ratio(first.format(frame) % "", sets=1) / _sum_at_ratio(both.format(frame), sets=1))
+        100 * (1 - _sum_at_ratio(whole.format(frame), sets=1) / _sum_at_ratio(both.format(frame), sets=1))
         for frame in ("plain", "short")
     ]
     told = "where some of the furthest are, {:.0f} % less of the KL is left in `plain` and {:.0f} %"
     assert told.format(*less) in prose(PAGE)
-    assert table(PAGE, "wording and ratio, both changes") == _at_ratio(held % "", held % "_later_layers", 114)
+    changed = _at_ratio(held % "_rounded_sums", held % "_later_layers", 114)
+    assert table(PAGE, "wording and ratio, both changes") == changed
+
+
+def test_the_residual_stream_in_float32() -> None:
+    assert table(PAGE, "wording and ratio, residual stream in float32") == list(kl_rows("", "_rounded_sums"))
+    rounded, kept = (
+        quality(f"quality_sums_{way}_short_cpu.json")["musique_train100"] for way in ("rounded", "float32")
+    )
+    want = []
+    for ratio in (0.15, 0.5, 0.99):
+        rows = [of["sink_attention", "similar", ratio] for of in (rounded, kept)]
+        cells = [f"{row['kl']:.4f}" for row in rows] + [f"{100 * row['recovered']:.1f} %" for row in rows]
+        want.append([f"{ratio}", *cells])
+    assert table(PAGE, "recomputed, residual stream") == want
+    rose = []
+    for frame in ("plain", "short"):
+        ways = [records_of(f"quality_ten_{frame}{kind}_cpu.records.jsonl").values() for kind in ("", "_rounded_sums")]
+        for pair in zip(*ways, strict=True):
+            now, before = (rows_of(of)["sink_attention", "similar", 0.15]["recovered"] for of in pair)
+            rose.append(100 * (now - before))
+    text, full = prose(PAGE), record("rounding_cpu.json")["summary"]
+    assert f"the shares rose by {min(rose):.1f} to {max(rose):.1f} points at 0.15" in text
+    words = (
+        "its KL from that is {engine:.4f}, that of plain transformers in bfloat16 {transformers:.4f}, {ratio:.2f} times"
+    )
+    assert words.format(**full) + f" by the geometric mean and lower in {100 * full['nearer']:.0f} %" in text
 
 
 def test_two_groups_by_ratio() -> None:

@@ -212,7 +212,7 @@ def test_rules_with_ten_passages() -> None:
     pooled = {
         frame: {
             (row["selector"], row["preprocessing"]): row
-            for row in record(f"quality_held_ten_{frame}_cpu.json")["pooled"][0]["rows"]
+            for row in record(f"quality_held_ten_{frame}_rounded_sums_cpu.json")["pooled"][0]["rows"]
         }
         for frame in ("plain", "short")
     }
@@ -240,7 +240,7 @@ def test_rules_with_ten_passages() -> None:
         assert f"Without preprocessing it is ahead of all but `{near[0]}` in both." in text
     ahead_of_all = []
     for frame in pooled:
-        for of_set in record(f"quality_held_ten_{frame}_cpu.json")["results"]:
+        for of_set in record(f"quality_held_ten_{frame}_rounded_sums_cpu.json")["results"]:
             rows = {(row["selector"], row["preprocessing"]): row for row in of_set["rows"]}
             others = set(named) - {default}
             if others <= set(behind(rows, "similar")):
