@@ -18,6 +18,7 @@ from .records import (
     quality,
     record,
     records_of,
+    rows_of,
     table,
     times,
     told_nearer,
@@ -289,9 +290,9 @@ def test_reading_less_first() -> None:
     assert table(PAGE, "set, little first") == want
     apart = []
     for method in ((whole, "similar", 0.15), ("full_reuse", "similar", 0.0)):
-        before = [quality(f"quality_ten_{frame}_cpu.json") for frame in names]
-        pairs = [(new[name][method], old[name][method]) for new, old in zip((plain, short), before, strict=True)
-                 for name in new]  # fmt: skip
+        before = [records_of(f"quality_ten_{frame}_rounded_sums_cpu.records.jsonl").values() for frame in names]
+        pairs = [(rows[method], rows_of(old)[method]) for new, of_sets in zip((plain, short), before, strict=True)
+                 for rows, old in zip(new.values(), of_sets, strict=True)]  # fmt: skip
         apart.append(f"{100 * max(abs(new['recovered'] - old['recovered']) for new, old in pairs):.1f}")
     assert "recovers up to {} points more or less at 0.15 and up to {} points at 0".format(*apart) in prose(PAGE)
 
