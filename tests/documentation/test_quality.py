@@ -325,8 +325,8 @@ def test_reading_less_first_on_held_back_questions() -> None:
 
 
 def test_adaptive() -> None:
-    assert table(PAGE, "way") == ways_of_recomputing("adaptive_eight_bit_cpu.json")
-    listed = record("adaptive_eight_bit_cpu.json")["rows"]
+    assert table(PAGE, "way") == ways_of_recomputing("adaptive_sums_cpu.json")
+    listed = record("adaptive_sums_cpu.json")["rows"]
     rows = {(row["way"], row["along"]): row for row in listed}
     assert {row["questions"] for row in listed} == {120}
     text = prose(PAGE)
@@ -339,7 +339,7 @@ def test_adaptive() -> None:
     low, high = _p95_lower_95(f"adaptive {EngineConfig().adaptive_target}")
     assert f"({100 * low:.0f} to {100 * high:.0f} by a bootstrap over the questions)" in text
     assert rows["adaptive, all to 0.15", "answer"]["rank_correlation"] > 0.6
-    musique, *_ = records_of("adaptive_eight_bit_cpu.records.jsonl").values()
+    musique, *_ = records_of("adaptive_sums_cpu.records.jsonl").values()
     own, *fixed = (
         f"{median(row['seconds'] for row in musique if row['method'] == way):.2f}"
         for way in (f"adaptive {EngineConfig().adaptive_target}", "fixed 0.15", "fixed 0.3", "fixed 0.5")
@@ -351,7 +351,7 @@ def test_adaptive() -> None:
 def _p95_lower_95(way: str) -> tuple[float, float]:
     """Return the 95 % interval of how much lower a way's p95 is than a fixed ratio's of the same mean."""
     asked: dict[str, dict[str, Any]] = {}
-    for rows in records_of("adaptive_eight_bit_cpu.records.jsonl").values():
+    for rows in records_of("adaptive_sums_cpu.records.jsonl").values():
         for row in rows:
             asked.setdefault(row["question"], {})[row["method"]] = row
     ways = [way, *(method for method in next(iter(asked.values())) if method.startswith("fixed"))]
