@@ -138,7 +138,9 @@ def few_row_mlp(
     if attended is not None:
         x = x + few_row_linears(attended[0], (attended[1],))[0]
     gated = gated_silu(*few_row_linears(residual_norm(x, weight, epsilon), (gate, up)))
-    return x + few_row_linears(gated, (down,))[0]
+    (given,) = few_row_linears(gated, (down,))
+    # A sum of our own holds the next one: for many rows, new memory costs more than adding.
+    return x + given if attended is None else x.add_(given)
 
 
 def _are_few(x: Tensor, weight: Tensor) -> bool:
