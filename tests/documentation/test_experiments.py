@@ -459,7 +459,10 @@ def test_the_residual_stream_in_float32() -> None:
         for pair in zip(*ways, strict=True):
             now, before = (rows_of(of)["sink_attention", "similar", 0.15]["recovered"] for of in pair)
             rose.append(100 * (now - before))
-    text, full = prose(PAGE), record("rounding_cpu.json")["summary"]
+    text, full, of = prose(PAGE), record("rounding_cpu.json")["summary"], record("ttft_before_sums_cpu.json")
+    ratios = [row["now_over_before"] for row in of["prompts"]]
+    assert f"comes after {of['now_over_before']:.2f} times as long as in the version before" in text
+    assert f"{min(ratios):.2f} to {max(ratios):.2f} times for one of them" in text
     assert f"the shares rose by {min(rose):.1f} to {max(rose):.1f} points at 0.15" in text
     words = (
         "its KL from that is {engine:.4f}, that of plain transformers in bfloat16 {transformers:.4f}, {ratio:.2f} times"
