@@ -62,7 +62,15 @@ def residual_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     -------
     Tensor
         ``[..., H]`` in the dtype of `weight`.
+
+    Raises
+    ------
+    ValueError
+        If `x` is not float32.
     """
+    if x.dtype != torch.float32:
+        msg = f"x {list(x.shape)} is {x.dtype}: the residual stream is float32, whatever the layers are"
+        raise ValueError(msg)
     if x.dtype == weight.dtype:
         return rms_norm(x, weight, epsilon)
     is_native = weight.dtype == torch.bfloat16 and x.is_cpu and takes_rows(weight)

@@ -98,6 +98,9 @@ def test_heads_that_do_not_fit_are_told() -> None:
             few_row_heads(wrong[0], wrong[1], 1e-5, wrong[2], table, table, wrong[3], wrong[4])
     with pytest.raises(RuntimeError):
         few_row_heads(x, norm, 1e-5, layers, table[:, :2], table[:, :2], 16)
+    for dtype in (torch.float16, torch.float64, torch.int64):
+        with pytest.raises(ValueError, match="the residual stream is float32"):
+            residual_norm(x.to(dtype), norm.bfloat16(), 1e-5)
     with pytest.raises(ValueError, match="the residual stream is float32"):
         few_row_heads(x.bfloat16(), norm, 1e-5, layers, table, table, 16)
 

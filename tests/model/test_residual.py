@@ -13,6 +13,7 @@ from models import smollm2_tokenizer, tiny_model
 
 from fused_kv_kernels import why_not_native
 from fused_kv_llm.model import CachePool, ForwardPass, FusedCache, forward_kv, forward_rows, load_model
+from fused_kv_llm.model.decoder_stack import is_first_of_own, layers_alike, may_pause
 from fused_kv_llm.model.forward_pass import KVPass
 from fused_kv_llm.model.narrowing import NarrowingPass
 from fused_kv_llm.model.residual import ResidualStream
@@ -172,20 +173,20 @@ def _steered(before: bool) -> Callable[[Any], Any]:
     return change
 
 
-def _loop_that_adds(model: Any) -> None:
-    decoder = model.get_decoder()
-    own = decoder.layers[2].__class__.__call__
+def _class_that_adds(model: Any) -> None:
+    layer = model.get_decoder().layers[2]
+    own = type(layer).__call__
 
-    class Called(decoder.layers[2].__class__):  # type: ignore[misc,name-defined]
+    class Called(type(layer)):  # type: ignore[misc]
         def __call__(self, hidden: torch.Tensor, **options: Any) -> torch.Tensor:
             found: torch.Tensor = own(self, hidden.add_(0.5), **options)
             return found
 
-    decoder.layers[2].__class__ = Called
+    layer.__class__ = Called
 
 
 @needs_native
-@pytest.mark.parametrize("change", [_steered(True), _steered(False), _loop_that_adds])
+@pytest.mark.parametrize("change", [_steered(True), _steered(False), _class_that_adds])
 def test_a_change_between_layers_is_obeyed(change: Callable[[Any], Any]) -> None:
     """By somebody who is no hook, after the model was loaded."""
     model = tiny_model(hidden_size=96, num_hidden_layers=4).bfloat16()
@@ -197,6 +198,56 @@ def test_a_change_between_layers_is_obeyed(change: Callable[[Any], Any]) -> None
     with torch.inference_mode():
         expected = changed(IDS).logits[0].float()
     assert _off_by(_logits(loaded), expected) < 0.05 * _off_by(before, expected)
+
+
+@needs_native
+def test_a_class_that_is_called_otherwise_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Patched after a pass, which has looked at its code."""
+    model = tiny_model(hidden_size=96, num_hidden_layers=4).bfloat16()
+    loaded = _loaded(model)
+    before = _logits(loaded)
+    kind = type(model.get_decoder().layers[1].mlp)
+    own = kind.__call__
+    monkeypatch.setattr(kind, "__call__", lambda self, hidden: own(self, hidden) + 0.5)
+    with torch.inference_mode():
+        expected = tiny_model(hidden_size=96, num_hidden_layers=4).bfloat16()(IDS).logits[0].float()
+    assert _off_by(_logits(loaded), expected) < 0.05 * _off_by(before, expected)
+
+
+@needs_native
+def test_a_hook_that_is_added_meanwhile_is_obeyed() -> None:
+    loaded = _loaded(tiny_model(hidden_size=96, num_hidden_layers=4).bfloat16())
+    before, layers = _logits(loaded), loaded.model.get_decoder().layers
+    handles = []
+
+    def add(*_: Any) -> None:
+        handles.append(layers[2].register_forward_pre_hook(_add))
+
+    layers[0].input_layernorm.register_forward_hook(add)
+    first = _logits(loaded)
+    assert (first - before).abs().max() > 0.1
+    handles.pop().remove()
+    assert torch.equal(_logits(loaded), first)
+
+
+@needs_native
+def test_a_patched_loop_is_no_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither may a forward be left there, nor are its layers one call, nor is the stream taken to be private."""
+    loaded = _loaded(tiny_model(hidden_size=96, num_hidden_layers=4).bfloat16())
+    decoder = loaded.model.get_decoder()
+    first = decoder.layers[0]
+    assert may_pause(decoder)
+    assert is_first_of_own(first)
+    assert len(layers_alike(first)) == 3
+    own = type(decoder).forward
+
+    def patched(self: Any, *args: Any, **options: Any) -> Any:
+        return own(self, *args, **options)
+
+    monkeypatch.setattr(type(decoder), "forward", patched)
+    assert not may_pause(decoder)
+    assert not is_first_of_own(first)
+    assert layers_alike(first) == []
 
 
 @needs_native

@@ -1,10 +1,10 @@
 """Norms, attention, MLPs and linear layers of a decoder on the CPU, through operators that read memory once.
 
 The modules keep their weights and their class. In a pass of the engine, in bfloat16 or float32, their forward computes
-the same numbers with native operators where those are available. In bfloat16 they round less often: the residual stream
-(:mod:`.residual`) and logits are float32. Linear layers do so too: in bfloat16 with few rows
+the same numbers with native operators where those are available. Linear layers do so too: in bfloat16 with few rows
 (a skinny GEMM), in float32 always, where torch's own product is slower. A pass can override how they are computed
-(``LayerPass.linears``).
+(``LayerPass.linears``). In bfloat16, decoder layers and the head round less often than transformers' own do: the
+residual stream (:mod:`.residual`) and logits are float32.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ from torch import Tensor
 from fused_kv_kernels import LayerWeights, few_row_heads, few_row_mlp, rotate_rows_
 from fused_kv_llm.model.attention import rule_of
 from fused_kv_llm.model.decoder_stack import is_first_of_own, layers_alike
-from fused_kv_llm.model.fast_forward import own_parts
+from fused_kv_llm.model.fast_forward import is_ours, own_parts
+from fused_kv_llm.model.narrowing import narrow_rows
 from fused_kv_llm.model.pass_context import LayerPass, Linears, required_pass
 from fused_kv_llm.model.residual import ResidualStream
 
@@ -48,7 +49,7 @@ def _computed_layer(forward_pass: LayerPass, module: Any, hidden_states: Tensor,
     if module.self_attn.layer_idx == 0:
         residual.is_private = is_first_of_own(module)
     if parts is not None and way is None:
-        x = residual.of(hidden_states, is_private=residual.is_private).float()
+        x = residual.of(hidden_states, is_private=residual.is_private and is_ours(module, narrow_rows)).float()
         x = _layer_in_two(forward_pass, module, parts, x, kwargs)
     else:
         x = _layer_by_parts(residual, module, hidden_states, kwargs)

@@ -41,7 +41,7 @@ def layers_alike(layer: Any) -> list[LayerWeights]:
     otherwise than the first.
     """
     decoder = _decoder_of(layer)
-    if decoder is None:
+    if decoder is None or not _has_own_loop(decoder, layer):
         return []
     # The lists are read anew: their owner may have taken layers away.
     layers = list(decoder.layers)[: decoder.config.num_hidden_layers]
@@ -71,15 +71,18 @@ def may_pause(decoder: Any) -> bool:
     layers = list(getattr(decoder, "layers", ()))
     if not layers or _decoder_of(layers[0]) is not decoder:
         return False
-    if "forward" in vars(decoder) or type(decoder).forward is not vars(layers[0])["forward"].loop:
-        return False
-    return all(is_ours(layer, narrow_rows) for layer in layers)
+    return _has_own_loop(decoder, layers[0]) and all(is_ours(layer, narrow_rows) for layer in layers)
 
 
 def is_first_of_own(layer: Any) -> bool:
     """Return whether a layer is the first of a decoder between whose layers nobody stands, see :func:`may_pause`."""
     decoder = _decoder_of(layer)
     return decoder is not None and may_pause(decoder)
+
+
+def _has_own_loop(decoder: Any, first: Any) -> bool:
+    """Return whether nobody has patched how a decoder calls its layers since the first of them got to know it."""
+    return "forward" not in vars(decoder) and type(decoder).forward is vars(first)["forward"].loop
 
 
 def _decoder_of(layer: Any) -> Any:

@@ -101,7 +101,7 @@ class _Snapshot:
     def __init__(self, module: Any) -> None:
         self._parts = list(module.modules())[1:]
         self._kinds = [type(part) for part in self._parts]
-        self._of_classes = [(kind, kind.forward) for kind in set(self._kinds)]
+        self._of_classes = [(kind, kind.forward, kind.__call__) for kind in set(self._kinds)]
         tables = [module._modules]
         for part in self._parts:
             tables += [part._modules, part._parameters]
@@ -117,7 +117,7 @@ class _Snapshot:
             return False
         if _all_modules._global_forward_pre_hooks or _all_modules._global_forward_hooks:
             return False
-        if any(kind.forward is not forward for kind, forward in self._of_classes):
+        if any(kind.forward is not way or kind.__call__ is not call for kind, way, call in self._of_classes):
             return False
         return all(map(is_, map(type, self._parts), self._kinds))
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from fused_kv_kernels import LayerWeights, Norm
 from fused_kv_llm.errors import FusedKVError, UnsupportedModelError
 from fused_kv_llm.model.attention_rule import AttentionRule
-from fused_kv_llm.model.pausing import Pausing
+from fused_kv_llm.model.pausing import PausedError, Pausing
 from fused_kv_llm.model.residual import ResidualStream
 
 __all__ = ["LayerPass", "Linears", "StopForwardError", "current_pass", "required_pass", "running"]
@@ -91,19 +91,17 @@ class LayerPass:
 
     def begin(self) -> None:
         """Expect the first layer, or the one that the forward was left before."""
-        if not self._is_left():
+        if self.pausing is None or self.pausing.hidden is None:
             self.next_layer, self.residual = 0, ResidualStream()
         self._is_entered = False
         # Weak, since what a layer sees may be a copy, which would be kept for all layers.
         self._given: list[ref[Tensor]] = []
 
     def end(self) -> None:
-        """Drop what nothing needs any more, unless the forward was left between two layers."""
-        if not self._is_left():
-            self.residual.forget()
-
-    def _is_left(self) -> bool:
-        return self.pausing is not None and self.pausing.hidden is not None
+        """Drop what nothing needs any more: the forward was not left between two layers."""
+        self.residual.forget()
+        if self.pausing is not None:
+            self.pausing.hidden = None
 
     def enter_layer(self, layer_idx: int) -> None:
         """Note that a layer's keys and values are given to the cache.
@@ -217,12 +215,16 @@ def required_pass(kind: type[_Pass]) -> _Pass:
 def running(forward_pass: LayerPass) -> Iterator[None]:
     """Make a pass the current one of what is called inside."""
     forward_pass.begin()
-    token = _current.set(forward_pass)
+    token, is_left = _current.set(forward_pass), False
     try:
         yield
+    except PausedError:
+        is_left = True
+        raise
     finally:
         _current.reset(token)
-        forward_pass.end()
+        if not is_left:
+            forward_pass.end()
 
 
 def _unreached(layer_idx: int) -> UnsupportedModelError:
