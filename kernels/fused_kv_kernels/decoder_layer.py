@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from .elementwise import gated_silu, residual_norm, rms_norm, rotate_rows_
+from .elementwise import check_residual, gated_silu, residual_norm, rms_norm, rotate_rows_
 from .linears import Layer, check_linears, few_row_linears
 from .native import is_dense_as, most_linear_rows, native_gated_mlp, native_heads, takes_linears
 
@@ -61,7 +60,7 @@ def few_row_heads(
         If the shapes do not fit together, or `x` is not float32.
     """
     check_linears(x.shape[-1], layers)
-    _check_residual(x)
+    check_residual(x)
     norms = () if head_norms is None else head_norms[:2]
     whole = len(layers) == 3 and all(one.shape[0] % head_dim == 0 for one, _ in layers)
     if not whole or x.dim() != 3 or weight.shape != x.shape[2:] or any(one.shape != (head_dim,) for one in norms):
@@ -123,7 +122,7 @@ def few_row_mlp(
     ValueError
         If the shapes do not fit together, or `x` is not float32.
     """
-    _check_residual(x)
+    check_residual(x)
     _check_mlp(x, weight, gate, up, down)
     if attended is not None:
         _check_attended(x, *attended)
@@ -146,12 +145,6 @@ def few_row_mlp(
 def _are_few(x: Tensor, weight: Tensor) -> bool:
     """Return whether native operators of the weight's dtype take all rows of the residual stream."""
     return x.is_cpu and 0 < x.numel() <= most_linear_rows(weight.dtype) * x.shape[-1]
-
-
-def _check_residual(x: Tensor) -> None:
-    if x.dtype != torch.float32:
-        msg = f"x {list(x.shape)} is {x.dtype}: the residual stream is float32, whatever the layers are"
-        raise ValueError(msg)
 
 
 def _check_mlp(x: Tensor, weight: Tensor, gate: Layer, up: Layer, down: Layer) -> None:

@@ -18,7 +18,7 @@ from .native import (
     takes_rows,
 )
 
-__all__ = ["gated_silu", "residual_norm", "rms_norm", "rotate_rows_"]
+__all__ = ["check_residual", "gated_silu", "residual_norm", "rms_norm", "rotate_rows_"]
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -68,15 +68,20 @@ def residual_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     ValueError
         If `x` is not float32.
     """
-    if x.dtype != torch.float32:
-        msg = f"x {list(x.shape)} is {x.dtype}: the residual stream is float32, whatever the layers are"
-        raise ValueError(msg)
+    check_residual(x)
     if x.dtype == weight.dtype:
         return rms_norm(x, weight, epsilon)
     is_native = weight.dtype == torch.bfloat16 and x.is_cpu and takes_rows(weight)
     if is_native and x.numel() and x.shape[-1] == weight.shape[0]:
         return native_residual_norm(x, weight, epsilon)
     return (weight.float() * _quotient(x, epsilon)).to(weight.dtype)
+
+
+def check_residual(x: Tensor) -> None:
+    """Raise ValueError unless `x` is float32."""
+    if x.dtype != torch.float32:
+        msg = f"x {list(x.shape)} is {x.dtype}: the residual stream is float32, whatever the layers are"
+        raise ValueError(msg)
 
 
 def _quotient(x: Tensor, epsilon: float) -> Tensor:

@@ -1,6 +1,6 @@
 """A decoder layer as two calls around its attention, of few rows or with linear layers that a pass computes.
 
-Whatever way it is computed in, the residual stream is float32 (:mod:`.residual`), unless a pass computes all of it.
+Either way the residual stream is float32 (:mod:`.residual`), unless the pass computes the linear layers itself.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def _computed_layer(forward_pass: LayerPass, module: Any, hidden_states: Tensor,
     if module.self_attn.layer_idx == 0:
         residual.is_private = is_first_of_own(module)
     if parts is not None and way is None:
-        x = residual.of(hidden_states, is_private=residual.is_private and is_ours(module, narrow_rows)).float()
+        unchanged = residual.is_private and is_ours(module, narrow_rows)
+        x = residual.of(hidden_states, unchanged=unchanged).float()
         x = _layer_in_two(forward_pass, module, parts, x, kwargs)
     else:
         x = _layer_by_parts(residual, module, hidden_states, kwargs)

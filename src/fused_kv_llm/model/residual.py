@@ -20,28 +20,28 @@ class ResidualStream:
     Attributes
     ----------
     is_private : bool
-        Whether nobody stands between the layers, so that hidden states are known not to have changed in place.
+        Whether nobody stands between the layers who could change hidden states in place.
     """
 
     def __init__(self) -> None:
         self.is_private = False
         self._kept: tuple[Tensor, Tensor] | None = None
 
-    def of(self, hidden: Tensor, *, is_private: bool = False) -> Tensor:
+    def of(self, hidden: Tensor, *, unchanged: bool = False) -> Tensor:
         """Return hidden states in float32 as they were before they were rounded, or themselves if that is not known.
 
         Parameters
         ----------
         hidden : Tensor
             ``[B, R, H]``. Known by identity, since whatever was made of them is another tensor.
-        is_private : bool
-            Nobody can have changed them in place. Otherwise they are compared, and elements that were changed are what
-            they are now.
+        unchanged : bool
+            Whether they are known not to have been changed in place. Otherwise they are compared, and elements that
+            were changed are what they are now.
         """
         if self._kept is None or self._kept[0] is not hidden:
             return hidden
         exact = self._kept[1]
-        return exact if is_private else torch.where(exact.to(hidden.dtype) == hidden, exact, hidden.float())
+        return exact if unchanged else torch.where(exact.to(hidden.dtype) == hidden, exact, hidden.float())
 
     def keep(self, exact: Tensor, dtype: torch.dtype) -> Tensor:
         """Return what a layer gives, float32 ``[B, R, H]``, rounded to a dtype, and remember it."""
@@ -51,7 +51,7 @@ class ResidualStream:
 
     def narrow(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """Return some rows of hidden states, by ascending indices, and remember what they were."""
-        exact, narrowed = self.of(hidden, is_private=self.is_private), hidden.index_select(-2, rows)
+        exact, narrowed = self.of(hidden, unchanged=self.is_private), hidden.index_select(-2, rows)
         if exact is not hidden:
             self._kept = narrowed, exact.index_select(-2, rows)
         return narrowed

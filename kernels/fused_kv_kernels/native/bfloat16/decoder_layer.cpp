@@ -27,19 +27,10 @@ void add(const float *a, const uint16_t *b, float *out, int64_t count) {
 
 extern "C" {
 
-// x [rows, dim] of the residual stream, weight and out [dim] and [rows, dim], all dense: out = rounded(weight * x /
-// sqrt(mean(x^2) + epsilon)).
+// As norm_rows has it, of the residual stream.
 void fkv_residual_norm(const float *x, const uint16_t *weight, uint16_t *out, int64_t rows, int64_t dim, float epsilon,
                        int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t row = 0; row < rows; ++row) {
-        const float *source = x + row * dim;
-        const float factor = norm_factor(source, dim, epsilon);
-        for (int64_t column = 0; column < dim; column += kLanes) {
-            const Mask here = first_lanes(dim - column);
-            store(out + row * dim + column, here, load(weight + column, here) * (load(source + column, here) * factor));
-        }
-    }
+    norm_rows(x, weight, out, rows, dim, epsilon, threads);
 }
 
 void fkv_rms_norm(const uint16_t *x, const uint16_t *weight, uint16_t *out, int64_t rows, int64_t dim, float epsilon,

@@ -8,19 +8,10 @@ using namespace fkv;
 
 extern "C" {
 
-// x and out [rows, dim], weight [dim], all dense: out = weight * rounded(x / sqrt(mean(x^2) + epsilon)).
+// As norm_rows has it.
 void fkv_rms_norm(const Element *x, const Element *weight, Element *out, int64_t rows, int64_t dim, float epsilon,
                   int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t row = 0; row < rows; ++row) {
-        const Element *source = x + row * dim;
-        const float factor = norm_factor(source, dim, epsilon);
-        for (int64_t column = 0; column < dim; column += kLanes) {
-            const Mask here = first_lanes(dim - column);
-            const Lanes normal = rounded(load(source + column, here) * factor);
-            store(out + row * dim + column, here, load(weight + column, here) * normal);
-        }
-    }
+    norm_rows(x, weight, out, rows, dim, epsilon, threads);
 }
 
 // gate and up [rows, width] by their row strides, out dense: out = rounded(gate / (1 + e^-gate)) * up.
