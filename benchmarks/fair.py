@@ -53,6 +53,7 @@ def parse() -> argparse.Namespace:
     # The same on every machine, so that a run on another one goes on with the same table.
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="float32")
     parser.add_argument("--rules", nargs="+", default=all_rules(), help="all of them without it")
+    parser.add_argument("--only", nargs="+", default=[""], help="cells whose name has one of these: ruler, short, 2500")
     parser.add_argument("--cells", type=int, default=None, help="only the first so many")
     parser.add_argument("--questions", type=int, default=None, help="at most so many of a cell")
     parser.add_argument("--kv-dir", type=Path, default=Path("build/fair_kv"), help="kept between runs")
@@ -152,7 +153,8 @@ def main() -> None:
     args = parse()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     grid = list(cells(args.part))
-    chosen = [cell for cell in grid if cell.model in args.models and cell.ratio in args.ratios][: args.cells]
+    chosen = [cell for cell in grid if cell.model in args.models and cell.ratio in args.ratios]
+    chosen = [cell for cell in chosen if any(text in cell.name for text in args.only)][: args.cells]
     run = Run(args)
     try:
         for number, cell in enumerate(chosen, 1):
