@@ -105,6 +105,17 @@ def test_the_same_prompt_again_computes_one_row(engine: FusedKVEngine, options: 
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("selector", ["boundary", "cache_craft_online"])
+def test_a_chunk_of_the_second_turn_is_not_the_prompts_first(engine: FusedKVEngine, selector: str) -> None:
+    """EPIC and Cache-Craft recompute nothing of the first chunk, which stands in the KV of the first turn here."""
+    answer, _ = ask(engine, rag_prompt(CHUNKS[:1], QUESTIONS[0]), selector=selector)
+    later = conversation(rag_prompt(CHUNKS[:1], QUESTIONS[0]), answer.text, f"{CHUNKS[1]}\n\n{QUESTIONS[1]}")
+    report = ask(engine, later, selector=selector)[0].report
+    assert report.prefix_cache_tokens > 0
+    assert report.chunks_found == 2
+    assert report.recomputed_tokens > 0
+
+
 @pytest.mark.parametrize("second", [QUESTIONS[1], f"And this?\n\n{CHUNKS[3]}\n\n{QUESTIONS[1]}"])
 @pytest.mark.parametrize("seed", range(3))
 def test_at_ratio_one_a_second_turn_is_that_of_a_full_prefill(

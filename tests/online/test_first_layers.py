@@ -144,6 +144,11 @@ def test_attention_sums_equal_dense_attention(engine: FusedKVEngine) -> None:
         assert got.given[number].tolist() == pytest.approx(want, abs=1e-5)
 
 
+def settled(history: list[frozenset[int]], window: int) -> bool:
+    """Cache-Craft's algorithm 1, line 11."""
+    return 0 < window < len(history) and all(one == history[-1] for one in history[-window:])
+
+
 @torch.inference_mode()
 def with_attention(
     engine: FusedKVEngine, selected: list[int], window: int, looked: int = 2
@@ -174,8 +179,7 @@ def with_attention(
         kind, left = request.kind[rows].tolist(), None
         if index == looked - 1:
             left = [i for i, row in enumerate(rows.tolist()) if kind[i] < 0 or row in selected]
-        elif looked - 1 < index < len(decoder.layers) - 1 and window and dropped_at is None and len(history) > window:
-            assert window == 1
+        elif looked - 1 < index < len(decoder.layers) - 1 and dropped_at is None and settled(history, window):
             dropped_at = index
             left = [i for i in range(len(rows)) if kind[i] in {-1, *history[-1]}]
             assert len(left) < len(rows)
@@ -184,7 +188,10 @@ def with_attention(
     return engine.model.lm_head(decoder.norm(hidden))[0, -1], dropped_at
 
 
-@pytest.mark.parametrize(("selector", "window"), [("prefill_h2o", 0), (replace(CacheCraftOnline(), focus_window=1), 1)])
+@pytest.mark.parametrize(
+    ("selector", "window"),
+    [("prefill_h2o", 0), *((replace(CacheCraftOnline(), focus_window=window), window) for window in (1, 2))],
+)
 def test_rows_that_are_not_selected_or_out_of_focus_leave(engine: FusedKVEngine, selector: Any, window: int) -> None:
     fused, _ = engine.prefill(rag_prompt(SHORT[:5]), recompute_ratio=RATIO, selector=selector)
     want, dropped_at = with_attention(engine, fused.selected.tolist(), window)

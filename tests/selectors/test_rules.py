@@ -16,7 +16,7 @@ from fused_kv_llm.selectors import CacheCraftOnline, FirstLayersView, KVDeviatio
 from fused_kv_llm.selectors.budget import allocate, top_positions
 from fused_kv_llm.selectors.cache_craft import adjusted_overlap
 from fused_kv_llm.selectors.cache_craft_online import context_impact
-from fused_kv_llm.selectors.focus import focused_chunks
+from fused_kv_llm.selectors.focus import focused_chunks, is_settled
 
 
 def test_cacheblend_takes_the_highest_deviation_and_kvshare_scales_it() -> None:
@@ -119,6 +119,15 @@ def test_focus_keeps_as_many_chunks_as_algorithm_1_counts() -> None:
     assert focused_chunks(torch.tensor([1.0, 9.0, 1.5])) == {1}
     assert focused_chunks(torch.tensor([1.0, 9.0])) == {0, 1}
     assert focused_chunks(torch.ones(4)) == {0, 1, 2, 3}
+
+
+def test_focus_is_settled_when_it_was_the_same_for_the_window() -> None:
+    """Algorithm 1, line 11, by hand: after layer ``l``, ``l > w`` and the last ``w`` sets are equal."""
+    layers = [frozenset(chunks) for chunks in ({0, 1}, {1}, {1}, {1, 2}, {1, 2}, {1, 2}, {1, 2}, {2})]
+    settled = {window: [count for count in range(9) if is_settled(layers[:count], window)] for window in (1, 2, 3, 5)}
+    assert settled == {1: [2, 3, 4, 5, 6, 7, 8], 2: [3, 5, 6, 7], 3: [6, 7], 5: []}
+    # Three layers agree, but the fourth has not been seen.
+    assert not is_settled(layers[3:6], 3)
 
 
 @settings(max_examples=60)

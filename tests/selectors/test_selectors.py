@@ -71,6 +71,9 @@ def test_boundary_takes_the_first_tokens_of_every_chunk_but_the_first() -> None:
     assert resolve_selector("boundary").select(probe, 3).tolist() == [12, 13, 17]
     assert resolve_selector("boundary").select(probe, 9).tolist() == [12, 13, 17, 18, 19, 20]
     assert resolve_selector("boundary").select(make_probe([4]), 2).tolist() == []
+    # The prompt's first chunk is in the KV that an earlier prompt has left: these come after it.
+    behind = replace(probe, has_first_chunk=False)
+    assert resolve_selector("boundary").select(behind, 4).tolist() == [5, 6, 12, 17]
 
 
 def test_query_attention_is_a_global_top_k() -> None:

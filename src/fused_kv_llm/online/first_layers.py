@@ -23,6 +23,7 @@ from fused_kv_llm.selectors import (
     Selector,
     checked_selection,
     focused_chunks,
+    is_settled,
 )
 
 from .request import Request
@@ -177,8 +178,7 @@ class _Focus:
 
     def is_stable(self) -> bool:
         """Whether the focus has been the same for as many layers as the window."""
-        recent = self._history[-self._window :]
-        return len(self._history) > self._window and len(set(recent)) == 1
+        return is_settled(self._history, self._window)
 
     @property
     def chunks(self) -> Tensor:

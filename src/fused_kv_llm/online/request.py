@@ -101,6 +101,14 @@ class Request:
         """How the prefix's tokens came by their KV."""
         return [PrefixRun(self.prefix_tokens)] if self.match is None else self.match.runs
 
+    @property
+    def has_first_chunk(self) -> bool:
+        """Whether the first of `chunks` is the prompt's first: none before it is known, or had to be computed."""
+        if not (self.segments and self.chunks):
+            return True
+        # The prefix may hold the beginning of the first chunk.
+        return self.chunks[0].segment.stop == self.segments[0].stop
+
     def begin_after(self, match: PrefixMatch) -> None:
         """Use the KV of a longer prefix than the header's; it contains none of the request's chunks."""
         self.match = match

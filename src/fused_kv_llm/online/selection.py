@@ -210,7 +210,7 @@ def describe_chunks(request: Request, recipe: Recipe) -> Probe:
         # A number ends where its chunk does.
         numbers = torch.where(numbers < 0, -1, numbers * len(request.chunks) + chunk_index)
     return Probe(positions, chunk_index, positions - starts[chunk_index], seed=recipe.seed, overhead=overhead,
-                 recorded=recorded, numbers=numbers)  # fmt: skip
+                 recorded=recorded, numbers=numbers, has_first_chunk=request.has_first_chunk)  # fmt: skip
 
 
 def _read_anchors(view: View, context: FusionContext, request: Request) -> ChunkAnchors | None:

@@ -105,7 +105,7 @@ def describe_variants(request: Request, alpha: float) -> tuple[Tensor, Tensor]:
     """
     overhead, recorded = [], []
     for number, chunk in enumerate(request.chunks):
-        is_first = number == 0 and request.num_covered == 0
+        is_first = number == 0 and request.has_first_chunk
         use = chunk.variant
         overhead.append(plain_overhead(is_first, alpha) if use is None else use.overhead)
         # The last token of a prompt is computed, whatever it is of.

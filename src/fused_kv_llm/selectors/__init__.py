@@ -18,7 +18,7 @@ from .cache_craft import (
     variant_selector,
 )
 from .cache_craft_online import CacheCraftOnline
-from .focus import focused_chunks
+from .focus import focused_chunks, is_settled
 from .full_reuse import FullReuse
 from .heavy_hitters import HeavyHitters
 from .kv_deviation import CACHEBLEND, CACHEBLEND_RELEASED, KVSHARE, KVDeviation
@@ -55,6 +55,7 @@ __all__ = [
     "fix_overhead",
     "focused_chunks",
     "is_of_shift",
+    "is_settled",
     "knorm_scores",
     "plain_overhead",
     "resolve_selector",

@@ -50,6 +50,9 @@ class Probe:
     numbers : Tensor or None
         int64 ``[C]``, which number in the prompt's text each token belongs to: the same for those of one number in one
         chunk, and -1 for none. None where it is not known which characters the tokens stand for.
+    has_first_chunk : bool
+        Whether chunk 0 is the prompt's first: no chunk stands before it whose KV is known from an earlier prompt, or
+        is computed since it could not be read.
     """
 
     positions: Tensor
@@ -64,6 +67,7 @@ class Probe:
     overhead: Tensor | None = None
     recorded: Tensor | None = None
     numbers: Tensor | None = None
+    has_first_chunk: bool = True
 
 
 @runtime_checkable

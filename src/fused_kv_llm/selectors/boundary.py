@@ -35,5 +35,5 @@ class Boundary:
 
     def select(self, probe: Probe, budget: int) -> Tensor:
         """Return the `budget` positions nearest to their chunk's beginning, none of the first chunk."""
-        later = probe.chunk_index > 0
+        later = probe.chunk_index >= int(probe.has_first_chunk)
         return top_positions(probe.positions[later], -probe.offset[later].float(), budget)

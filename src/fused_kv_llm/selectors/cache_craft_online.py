@@ -29,7 +29,7 @@ class CacheCraftOnline:
     The paper stores a chunk as a live prompt left it and knows its attention to that prompt's chunks. Chunks are
     stored here without chunks before them, so nothing was recorded: inter and intra attention come from a forward of
     the prompt through its first layers, ``beta'`` is 0 for every chunk but the prompt's first, whose prefix is the
-    one it was stored with.
+    one it was stored with. Attention to chunks whose KV an earlier prompt has left is not seen.
 
     Parameters
     ----------
@@ -63,8 +63,9 @@ class CacheCraftOnline:
         given = required(probe.given, "attention weights between chunks", self.name)
         sizes = torch.bincount(probe.chunk_index, minlength=given.shape[1])
         overhead = context_impact(given, probe.chunk_index)
-        # The prompt's first chunk stands where its KV was computed: beta' is 1.
-        overhead[:1] = 0.0
+        if probe.has_first_chunk:
+            # It stands where its KV was computed: beta' is 1.
+            overhead[:1] = 0.0
         counts = allocate(budget, overhead * sizes, sizes)
         if self.alpha is not None:
             counts = torch.minimum(counts, (self.alpha * overhead * sizes).ceil().long())

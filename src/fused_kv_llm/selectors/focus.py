@@ -6,10 +6,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-__all__ = ["focused_chunks"]
+__all__ = ["focused_chunks", "is_settled"]
 
 
 def focused_chunks(attention: Tensor) -> frozenset[int]:
@@ -38,3 +40,16 @@ def focused_chunks(attention: Tensor) -> frozenset[int]:
     # h[i + 1] - h[i] is the entropy of gap i + 1, so the first gap is no candidate.
     cut = int(entropy[1:].argmax()) + 1
     return frozenset(ordered.indices[:cut].tolist())
+
+
+def is_settled(history: Sequence[frozenset[int]], window: int) -> bool:
+    """Return whether the focus is final (algorithm 1, line 11): ``l > w`` and the last `w` layers have the same.
+
+    Parameters
+    ----------
+    history : sequence of frozenset of int
+        The chunks in focus after each of the ``l`` layers so far.
+    window : int
+        The algorithm's ``w``, at least 1.
+    """
+    return len(history) > window and len(set(history[-window:])) == 1
