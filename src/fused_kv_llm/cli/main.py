@@ -185,8 +185,8 @@ def demo(
     out.print(times(middle, f"Medians over the questions asked ({len(compared)})"))
     out.print(explain(middle), highlight=False)
     out.print(
-        f"Prompts of {middle[0].prompt_tokens:,} tokens at ratio {ratio}: longer prompts and lower ratios gain more. The "
-        f"engine's default ratio is {engine.recompute_ratio}.",
+        f"Prompts of {middle[0].prompt_tokens:,} tokens at ratio {ratio}: longer prompts and lower ratios gain more. "
+        f"The engine's default ratio is {engine.recompute_ratio}.",
         highlight=False,
     )
 
