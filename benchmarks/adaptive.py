@@ -55,6 +55,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--frame", choices=FRAMES, default="short")
     parser.add_argument("--part", choices=PARTS, default="all")
     parser.add_argument("--corpus", choices=CORPORA, default="all", help="as of quality.py")
+    parser.add_argument("--targets", type=float, nargs="+", default=TARGETS, metavar="NATS")
     parser.add_argument("--kv-dir", type=Path, default=None, help="kept between runs; a temporary folder without it")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "adaptive_cpu.json")
     return parser.parse_args()
@@ -154,7 +155,7 @@ def main() -> None:
     with ExitStack() as stack:
         loaded = load_model("smollm2-135m")
         bench = open_bench(stack, loaded, kv_dir, [DEFAULT_PREPROCESSING])
-        options = {f"adaptive {target:g}": {"adaptive_target": target} for target in TARGETS}
+        options = {f"adaptive {target:g}": {"adaptive_target": target} for target in args.targets}
         options[f"adaptive, all to {ESTIMATED:g}"] = {"adaptive_target": 1e-9, "adaptive_cap": ESTIMATED}
         adaptive = {
             name: stack.enter_context(FusedKVEngine(loaded, kv_dir=kv_dir, store_misses=False, memory_bytes=0, **those))

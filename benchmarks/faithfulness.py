@@ -56,6 +56,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--judge-url", default=None, help="without /v1; the project's own server without it")
     parser.add_argument("--judge-model", default="smollm2-135m")
     parser.add_argument("--judge-mode", choices=("json_schema", "json"), default="json_schema")
+    parser.add_argument("--judge-temperature", type=float, default=0.0, help="small judges repeat themselves at 0")
     parser.add_argument("--judge-python", type=Path, default=_ROOT / "build" / "ragas" / "bin" / "python")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "faithfulness_cpu.json")
     return parser.parse_args()
@@ -105,7 +106,11 @@ def judge(lines: list[dict[str, Any]], args: argparse.Namespace) -> None:
         # The project's own path would shadow what Ragas' environment has.
         clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         done = subprocess.run(
-            [*map(str, command), "--mode", args.judge_mode], stdout=subprocess.PIPE, text=True, check=True, env=clean
+            [*map(str, command), "--mode", args.judge_mode, "--temperature", str(args.judge_temperature)],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+            env=clean,
         )
     for line, said in zip(lines, map(json.loads, done.stdout.splitlines()), strict=True):
         line.update(said)
@@ -135,7 +140,8 @@ def main() -> None:
     rows = rows_of(lines, [FULL, *methods])
     kept = [{name: line[name] for name in line if name != "contexts"} for line in lines]
     head = {"environment": environment(), "model": args.model, "judge": args.judge_url or "fused-kv serve",
-            "judge_model": args.judge_model, "judge_mode": args.judge_mode, "data": args.data.stem}  # fmt: skip
+            "judge_model": args.judge_model, "judge_mode": args.judge_mode,
+            "judge_temperature": args.judge_temperature, "data": args.data.stem}  # fmt: skip
     args.out.write_text(json.dumps({**head, "rows": rows, "answers": kept}, indent=1) + "\n", encoding="utf-8")
     for row in rows:
         print(row)

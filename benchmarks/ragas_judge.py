@@ -31,7 +31,8 @@ def judge_of(args: argparse.Namespace) -> Faithfulness:
     client = AsyncOpenAI(base_url=f"{args.url.rstrip('/')}/v1", api_key=os.environ.get("OPENAI_API_KEY", "none"))
     mode = instructor.Mode.JSON_SCHEMA if args.mode == "json_schema" else instructor.Mode.JSON
     wrapped = instructor.from_openai(client, mode=mode)
-    llm = InstructorLLM(client=wrapped, model=args.model, provider="openai", max_tokens=args.tokens)
+    llm = InstructorLLM(client=wrapped, model=args.model, provider="openai", max_tokens=args.tokens,
+                        temperature=args.temperature, top_p=1.0)  # fmt: skip
     return Faithfulness(llm=llm)
 
 
@@ -55,6 +56,7 @@ async def main() -> None:
     parser.add_argument("--url", required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--mode", choices=("json_schema", "json"), default="json_schema")
+    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--tokens", type=int, default=1024, help="longest answer of the judge")
     args = parser.parse_args()
     metric = judge_of(args)

@@ -36,7 +36,12 @@ def test_the_judge_runs_by_another_python_and_its_words_stand_by_the_answers(tmp
     )
     python.chmod(0o755)
     args = argparse.Namespace(
-        judge_python=python, judge_url="http://judge", judge_model="m", judge_mode="json", out=tmp_path / "f.json"
+        judge_python=python,
+        judge_url="http://judge",
+        judge_model="m",
+        judge_mode="json",
+        judge_temperature=0.0,
+        out=tmp_path / "f.json",
     )
     lines = [{"answer": "one", "contexts": ("a",)}, {"answer": "two", "contexts": ("b",)}]
     judge(lines, args)

@@ -18,7 +18,7 @@ from fused_kv_llm.cli import app
 from fused_kv_llm.errors import CorpusError
 from fused_kv_llm.model import load_model
 from fused_kv_llm.selectors import Anchors, View
-from fused_kv_llm.selectors.profiles import critical_layers
+from fused_kv_llm.selectors.profiles import critical_layers, save_anchors
 from fused_kv_llm.tuning.layer_profile import (
     SpanSample,
     answer_token_positions,
@@ -84,6 +84,18 @@ def test_a_profile_is_the_mean_recall_of_every_layer(tmp_path: Path) -> None:
     assert profile.recall == pytest.approx(want.tolist())
     assert list(profile.layers) == torch.sort(want, descending=True, stable=True).indices[:2].tolist()
     assert profile.recall_of_top[0] == pytest.approx(float(want.max()))
+
+
+def test_layers_are_profiled_with_the_anchors_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """QCFuse profiles its layers with the anchors that it uses (section 3.4 after 3.3.1)."""
+    monkeypatch.setattr("fused_kv_llm.selectors.profiles.cache_folder", lambda: tmp_path / "cache")
+    samples = [SpanSample("Who?", (SHORT[i].split()[3],), tuple(SHORT[i : i + 3])) for i in range(3)]
+    model, tokenizer = tiny_model(), smollm2_tokenizer()
+    with FusedKVEngine(model, tokenizer=tokenizer, kv_dir=tmp_path / "kv", store_misses=False) as engine:
+        save_anchors(engine.model_fingerprint, {"rule": "sink", "ratio": 0.2})
+        found = profile_layers(engine, samples)
+        assert found == profile_layers(engine, samples, anchors=Anchors("sink", 0.2))
+        assert found != profile_layers(engine, samples, anchors=Anchors())
 
 
 def test_layers_with_a_window_are_not_profiled(tmp_path: Path) -> None:

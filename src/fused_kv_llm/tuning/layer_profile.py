@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fused_kv_llm.engine import FusedKVEngine
 from fused_kv_llm.errors import CorpusError
-from fused_kv_llm.selectors import Anchors, QueryAttention, View
+from fused_kv_llm.selectors import Anchors, QueryAttention, View, anchors_of
 
 __all__ = [
     "LayerProfile",
@@ -178,7 +178,7 @@ def profile_layers(
         thrown away.
     samples : iterable of SpanSample
     anchors : Anchors or None
-        None is QCFuse's default.
+        None is what was profiled for the model, or else QCFuse's default.
     top : int
         How many layers are critical.
 
@@ -187,7 +187,7 @@ def profile_layers(
     CorpusError
         If no answer stands in a passage whose KV could be reused.
     """
-    anchors = anchors or Anchors()
+    anchors = anchors or anchors_of(engine.model_fingerprint) or Anchors()
     geometry = engine.loaded.geometry
     layers = geometry.global_layers or tuple(range(geometry.num_layers))
     everywhere = QueryAttention("profile", layers=layers, anchors=anchors)
