@@ -130,6 +130,37 @@ def test_the_fair_table() -> None:
     assert sum(value > 0 for value in gain.values()) > 2 / 3 * len(gain)
 
 
+def test_answers_of_the_fair_table() -> None:
+    rows, made = _fair("smollm2-135m", "bfloat16"), ("none", "fusionrag", "similar")
+    rules = sorted({rule for rule, _ in rows if "transfer" not in rule and rule != "full_prefill"})
+    want = [
+        [f"`{rule}`", *(cell for one in made for row in [rows[rule, one]] for cell in
+                        (f"{100 * row['gold_probability']:.1f} %", f"{100 * row['contains']:.0f} %",
+                         f"{row['rouge_l']:.2f}"))] for rule in rules
+    ]  # fmt: skip
+    assert table(PAGE, "rule at 0.15, answers") == sorted(want, key=lambda cells: -float(cells[9]))
+    text, full = prose(PAGE), rows["full_prefill", "none"]
+    assert (
+        f"a probability of {100 * full['gold_probability']:.1f} % and has it in {100 * full['contains']:.0f} %" in text
+    )
+    measures = ("gold_probability", "contains", "rouge_l")
+    compared = [
+        row["against_default"] for (_, one), row in rows.items() if one == "similar" and "against_default" in row
+    ]
+    assert len(compared) > 20
+    assert all(one[measure]["p_holm"] > 0.05 for one in compared for measure in measures)
+    assert all(rows[rule, "similar"]["rouge_l"] > rows[rule, "none"]["rouge_l"] for rule in rules)
+    likelier = sum(rows[rule, "fusionrag"]["gold_probability"] > full["gold_probability"] for rule in rules)
+    further = sum(rows[rule, "fusionrag"]["rouge_l"] < rows[rule, "similar"]["rouge_l"] for rule in rules)
+    assert f"with {likelier} of {len(rules)} rules, and the answers of {further} are less like full prefill's" in text
+    stored = {one["preprocessing"]: one for one in record("fair_cpu.json")["ingestion"]
+              if (one["model"], one["dtype"]) == ("smollm2-135m", "bfloat16")}  # fmt: skip
+    none, theirs, ours = (
+        f"{stored[one]['seconds_per_chunk']:.2f} s and {stored[one]['bytes_per_chunk'] / 1e6:.1f} MB" for one in made
+    )
+    assert f"storing a chunk took {none}, FusionRAG's preprocessing {theirs} more, and ours {ours} more" in text
+
+
 def test_the_fair_table_of_gemma() -> None:
     rows = _fair("gemma3-270m", "bfloat16")
     assert table(PAGE, "rule at 0.15, Gemma") == sorted(_rule_rows(rows), key=_by_ours)
