@@ -83,7 +83,8 @@ def context_impact(given: Tensor, chunk_index: Tensor) -> Tensor:
     """Return each chunk's cache context impact (eq. 9 and 11).
 
     ``a = sum over j < i of inter(C_j, C_i) / (|C_i| |C_j|)``, ``b = intra(C_i) / |C_i|^2``,
-    ``CCI = 1 / (1 + exp(-a / b))``: 0.5 for a chunk that looks at no earlier chunk, towards 1 for one that does.
+    ``CCI = 1 / (1 + exp(-a / b))``: 0.5 for a chunk that looks at no earlier chunk, towards 1 for one that does. Unlike
+    equation 4, ``intra`` has each token's attention to itself, which `given` does not tell apart.
 
     Parameters
     ----------
