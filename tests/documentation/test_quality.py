@@ -82,8 +82,8 @@ def test_a_hundred_questions() -> None:
     assert f"by the geometric mean, {shares[2]} and {shares[3]} %" in text
 
 
-def _fair(model: str, dtype: str, ratio: float = 0.15) -> dict[tuple[str, str], dict[str, Any]]:
-    at = model, dtype, "sets", ratio
+def _fair(model: str, dtype: str, ratio: float = 0.15, kind: str = "sets") -> dict[tuple[str, str], dict[str, Any]]:
+    at = model, dtype, kind, ratio
     (pooled,) = (
         one for one in record("fair_cpu.json")["pooled"]
         if (one["model"], one["dtype"], one["kind"], one["ratio"]) == at
@@ -168,18 +168,47 @@ def test_the_fair_table_of_gemma() -> None:
     text = prose(PAGE)
     pooled = record("fair_cpu.json")["pooled"]
     (sets,) = (one for one in pooled if one["model"] == "gemma3-270m")
+    assert {one["model"] for one in pooled if one["kind"] == "RULER"} == {"smollm2-135m"}
+    assert "Gemma has not been asked RULER's tasks" in text
     assert f"in {sets['cells']} of 16 cells" in text
     assert {one["dtype"] for one in pooled} == {"bfloat16"}
     assert "Neither model has been asked in float32" in text
-    (ruler,) = (one for one in pooled if one["kind"] == "RULER")
-    assert (ruler["model"], ruler["rows"][0]["questions"]) == ("smollm2-135m", 3)
-    assert "have been asked three questions of 1,450 tokens, with SmolLM2-135M" in text
     theirs, ours = (f"{100 * rows['full_reuse', made]['recovered']:.0f} %" for made in ("fusionrag", "similar"))
     assert f"Full reuse recovers {theirs} after FusionRAG's preprocessing and {ours} after ours. Three" in text
     with_transfer = {cells[0]: float(cells[2].removesuffix(" %")) for cells in _rule_rows(rows)}
     ahead = [rule for rule, share in with_transfer.items() if share > with_transfer["`sink_attention`"]]
     most = max(with_transfer, key=lambda rule: with_transfer[rule])
     assert f"{len(ahead)} rules with transfer recover more of them than the default, {most} most" in text
+
+
+def test_the_fair_table_of_ruler() -> None:
+    rows = _fair("smollm2-135m", "bfloat16", kind="RULER")
+    assert table(PAGE, "rule at 0.15, RULER") == sorted(_rule_rows(rows), key=_by_ours)
+    cells = [one for one in record("fair_cpu.json")["cells"] if one["data"].startswith("ruler_")]
+    assert [one["questions"] for one in cells] == [1] * 9
+    assert {row["questions"] for row in rows.values()} == {3}
+    by_cell = [{(row["selector"], row["preprocessing"]): row for row in one["rows"]} for one in cells]
+    worst, *others = sorted(round(100 * one["sink_attention", "similar"]["recovered"]) for one in by_cell)
+    text = prose(PAGE)
+    assert (
+        f"of eight prompts the default recovers {others[0]} to {others[-1]} %, and {worst} % of one of 1,450 tokens"
+        in text
+    )
+    harmed = [row["recovered"] < 0 for (_, made), row in by_cell[0].items() if made == "similar"]
+    assert sum(harmed) > len(harmed) / 2
+    found = 100 * rows["full_prefill", "none"]["answer_recall"]
+    assert f"full prefill's answers hold {found:.0f} % of the strings" in text
+    own = rows["sink_attention", "similar"]["recovered"]
+    more = sorted((key for key, row in rows.items() if row["recovered"] > own), key=lambda key: -rows[key]["recovered"])
+    more.remove(("full_prefill", "none"))
+    assert f"{len(more)} others recover more in all, at most {100 * rows[more[0]]['recovered']:.0f} %" in text
+    nearest = {(rule.removesuffix("+transfer"), made) for rule, made in more[:3]}
+    assert nearest == {("cacheblend", "similar"), ("sink_attention-transfer", "fusionrag")}
+    long = [one for one in by_cell if one["full_prefill", "none"]["ttft_median_s"] > 10]
+    sooner = mean(one["full_prefill", "none"]["ttft_median_s"] / one["sink_attention", "similar"]["ttft_median_s"]
+                  for one in long)  # fmt: skip
+    assert len(long) == 3
+    assert f"comes {sooner:.1f} times as soon as full prefill's" in text
 
 
 def _by_ours(cells: list[str]) -> int:
