@@ -14,6 +14,18 @@ def test_the_probe() -> None:
     ]
 
 
+def test_the_profile_of_anchors() -> None:
+    found = record("anchor_profile_cpu.json")
+    want = [[f"`{rule}`", *(f"{100 * recall:.1f} %" for recall in of_rule.values())]
+            for rule, of_rule in found["recall"].items()]  # fmt: skip
+    assert table(PAGE, "anchors") == want
+    whole = found["recall_of_full_context"]
+    assert f"On {found['samples']} questions of squad10 with SmolLM2-135M" in prose(PAGE)
+    assert f"The whole context finds {100 * whole:.1f} %" in prose(PAGE)
+    assert (found["rule"], found["ratio"]) == ("kvzip", 0.2)
+    assert found["recall"]["kvzip"]["0.1"] < 0.95 * whole <= found["recall"]["kvzip"]["0.2"]
+
+
 def test_variants_of_chunks() -> None:
     found = record("variants_cpu.json")
     want = []
