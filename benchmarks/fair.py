@@ -148,13 +148,21 @@ def write(args: argparse.Namespace, grid: list[Cell]) -> None:
     args.out.with_suffix(".md").write_text(markdown(result), encoding="utf-8")
 
 
+def chosen_cells(args: argparse.Namespace, grid: list[Cell]) -> list[Cell]:
+    """Return the cells that the command line asks for, in the grid's order."""
+    found = [cell for cell in grid if cell.model in args.models and cell.ratio in args.ratios]
+    named = [cell for cell in found if any(text in cell.name for text in args.only)]
+    if not named:
+        raise SystemExit(f"--only {' '.join(args.only)}: no cell has such a name; one is called {found[0].name!r}")
+    return named[: args.cells]
+
+
 def main() -> None:
     """Run the benchmark."""
     args = parse()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     grid = list(cells(args.part))
-    chosen = [cell for cell in grid if cell.model in args.models and cell.ratio in args.ratios]
-    chosen = [cell for cell in chosen if any(text in cell.name for text in args.only)][: args.cells]
+    chosen = chosen_cells(args, grid)
     run = Run(args)
     try:
         for number, cell in enumerate(chosen, 1):

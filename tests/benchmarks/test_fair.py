@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from itertools import groupby
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from evaluation.methods import BASELINE, FULL, Method
 from evaluation.pooling import at_ratio, pool
 from evaluation.records import RecordFile, Records
 from evaluation.setting import Setting
+from fair import chosen_cells
 
 RULE, DEFAULT = Method("random", "none", 0.15), Method("sink_attention", "none", 0.15)
 
@@ -38,6 +40,22 @@ def test_the_grid_begins_with_little_of_everything() -> None:
     switches = [model for model, _ in groupby(cell.model for cell in grid)]
     assert len(switches) <= 2 * len(ROUNDS)
     assert all(cell.setting.order == "shuffled" for cell in grid if not cell.data.startswith("ruler"))
+
+
+def test_only_cells_that_are_named_are_asked() -> None:
+    grid = list(cells("held"))
+    args = argparse.Namespace(
+        models=["smollm2-135m"], ratios=[0.15], only=["ruler_multi_query", "short, 10"], cells=None
+    )
+    names = {cell.name for cell in chosen_cells(args, grid)}
+    assert len(names) == 3 + len(SETS) + 1
+    assert all("ruler_multi_query" in name or "short, 10" in name for name in names)
+    assert len(chosen_cells(argparse.Namespace(**{**vars(args), "cells": 2}), grid)) == 2
+    args.only = ["ruller"]
+    with pytest.raises(
+        SystemExit, match="ruller: no cell has such a name; one is called 'smollm2-135m, squad10, plain"
+    ):
+        chosen_cells(args, grid)
 
 
 def test_a_ratio_takes_questions_that_all_its_methods_have_answered() -> None:

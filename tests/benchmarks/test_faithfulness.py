@@ -31,7 +31,7 @@ def test_the_judge_runs_by_another_python_and_its_words_stand_by_the_answers(tmp
         "import json, os, sys\n"
         "assert 'PYTHONPATH' not in os.environ\n"
         "for line in open(sys.argv[2]):\n"
-        "    said = [json.loads(line)['answer'], *sys.argv[3:7]]\n"
+        "    said = [json.loads(line)['answer'], *sys.argv[3:7], *sys.argv[9:]]\n"
         "    print(json.dumps({'faithfulness': 1.0, 'error': ' '.join(said)}))\n"
     )
     python.chmod(0o755)
@@ -40,12 +40,14 @@ def test_the_judge_runs_by_another_python_and_its_words_stand_by_the_answers(tmp
         judge_url="http://judge",
         judge_model="m",
         judge_mode="json",
-        judge_temperature=0.0,
+        judge_temperature=0.5,
         out=tmp_path / "f.json",
     )
     lines = [{"answer": "one", "contexts": ("a",)}, {"answer": "two", "contexts": ("b",)}]
     judge(lines, args)
-    assert [line["error"] for line in lines] == [f"{word} --url http://judge --model m" for word in ("one", "two")]
+    assert [line["error"] for line in lines] == [
+        f"{word} --url http://judge --model m --temperature 0.5" for word in ("one", "two")
+    ]
     kept = [json.loads(line) for line in (tmp_path / "f.answers.jsonl").read_text().splitlines()]
     assert kept == [{"answer": "one", "contexts": ["a"]}, {"answer": "two", "contexts": ["b"]}]
     args.judge_python = tmp_path / "missing"

@@ -149,7 +149,8 @@ def test_answers_of_the_fair_table() -> None:
     ]
     assert len(compared) > 20
     assert all(one[measure]["p_holm"] > 0.05 for one in compared for measure in measures)
-    assert all(rows[rule, "similar"]["rouge_l"] > rows[rule, "none"]["rouge_l"] for rule in rules)
+    liker = {rule for rule in rules if rows[rule, "similar"]["rouge_l"] > rows[rule, "none"]["rouge_l"] + 0.01}
+    assert liker == {*rules} - {"prophetkv"}
     likelier = sum(rows[rule, "fusionrag"]["gold_probability"] > full["gold_probability"] for rule in rules)
     further = sum(rows[rule, "fusionrag"]["rouge_l"] < rows[rule, "similar"]["rouge_l"] for rule in rules)
     assert f"with {likelier} of {len(rules)} rules, and the answers of {further} are less like full prefill's" in text
@@ -159,6 +160,16 @@ def test_answers_of_the_fair_table() -> None:
         f"{stored[one]['seconds_per_chunk']:.2f} s and {stored[one]['bytes_per_chunk'] / 1e6:.1f} MB" for one in made
     )
     assert f"storing a chunk took {none}, FusionRAG's preprocessing {theirs} more, and ours {ours} more" in text
+
+
+def test_a_judge_of_faithfulness() -> None:
+    found = record("faithfulness_cpu.json")
+    judged, answers = (sum(row[name] for row in found["rows"]) for name in ("judged", "answers"))
+    told = f"`--judge-temperature {found['judge_temperature']:g}` SmolLM2-135M gave a verdict on {judged} of {answers}"
+    assert f"with {told} answers, and its other lists were cut off unfinished" in prose(PAGE)
+    left = [one["error"] for one in found["answers"] if one["faithfulness"] is None]
+    assert len(left) == answers - judged
+    assert all("incomplete due to a max_tokens length limit" in error for error in left)
 
 
 def test_the_fair_table_of_gemma() -> None:

@@ -6,6 +6,7 @@ import multiprocessing
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from fused_kv_llm.context_shift import place_weight
 from fused_kv_llm.errors import ConfigError, ModelChangedError, RequestCancelledError
 from fused_kv_llm.kv import PrefixRun
 from fused_kv_llm.online import Generation, fusion
+from fused_kv_llm.online.variant_choice import describe_variants
+from fused_kv_llm.report import FusionReport
 from fused_kv_llm.serving import means
 
 CHUNKS, QUESTIONS = SHORT[:4], ("How many passengers can she carry?", "Who owns the ferries?")
@@ -109,11 +112,41 @@ def test_the_same_prompt_again_computes_one_row(engine: FusedKVEngine, options: 
 def test_a_chunk_of_the_second_turn_is_not_the_prompts_first(engine: FusedKVEngine, selector: str) -> None:
     """EPIC and Cache-Craft recompute nothing of the first chunk, which stands in the KV of the first turn here."""
     answer, _ = ask(engine, rag_prompt(CHUNKS[:1], QUESTIONS[0]), selector=selector)
+    assert answer.report.recomputed_tokens == 0
     later = conversation(rag_prompt(CHUNKS[:1], QUESTIONS[0]), answer.text, f"{CHUNKS[1]}\n\n{QUESTIONS[1]}")
     report = ask(engine, later, selector=selector)[0].report
     assert report.prefix_cache_tokens > 0
     assert report.chunks_found == 2
     assert report.recomputed_tokens > 0
+
+
+def test_a_chunk_behind_one_that_the_store_has_lost_is_not_the_prompts_first(engine: FusedKVEngine) -> None:
+    answer, _ = ask(engine, rag_prompt(CHUNKS[:1], QUESTIONS[0]), selector="boundary")
+    later = conversation(rag_prompt(CHUNKS[:1], QUESTIONS[0]), answer.text, f"{CHUNKS[1]}\n\n{QUESTIONS[1]}")
+    engine.store.delete([key for key in engine.corpus.keys_of(CHUNKS[:1]) if key])
+    report = ask(engine, later, selector="boundary")[0].report
+    assert report.prefix_cache_tokens > 0
+    assert report.chunks_found == 1
+    assert report.recomputed_tokens > 0
+
+
+@pytest.mark.parametrize(("chunk", "into", "is_exact", "is_first"), [
+    (0, -4, True, True), (0, -4, False, False), (0, 5, False, True), (0, 5, True, True),
+    (1, -1, False, False), (1, 5, False, False), (1, 5, True, False),
+])  # fmt: skip
+def test_which_chunk_behind_a_prefix_is_the_prompts_first(
+    engine: FusedKVEngine, chunk: int, into: int, is_exact: bool, is_first: bool
+) -> None:
+    """A prefix that ends so many tokens inside a chunk, or before it: fused KV before a whole chunk is of another."""
+    plan, prompt = engine.requests.planner.plan, rag_prompt(CHUNKS[:2], QUESTIONS[0])
+    with plan(prompt, FusionReport()) as whole:
+        assert whole.has_first_chunk
+        known = whole.chunks[chunk].segment.start + into
+    match = SimpleNamespace(num_tokens=known, version=0, is_exact=is_exact, release=lambda: None)
+    with plan(prompt, FusionReport(), find_prefix=lambda *_: match) as request:
+        assert len(request.chunks) == 2 - chunk
+        assert request.has_first_chunk == is_first
+        assert float(describe_variants(request, 1.0)[0][0]) == (0.0 if is_first else 0.5)
 
 
 @pytest.mark.parametrize("second", [QUESTIONS[1], f"And this?\n\n{CHUNKS[3]}\n\n{QUESTIONS[1]}"])

@@ -56,7 +56,7 @@ def test_budget_order_membership_determinism(name: str, lengths: list[int], rati
     selector = resolve_selector(name)
     chosen = selector.select(probe, budget)
     assert chosen.dtype == torch.int64
-    most = {"full_reuse": 0, "boundary": sum(lengths[1:])}.get(name, budget)
+    most = {"full_reuse": 0, "boundary": sum(lengths[1:]), "cache_craft_online": sum(lengths[1:])}.get(name, budget)
     assert chosen.shape[0] == min(budget, most)
     assert chosen.tolist() == sorted(set(chosen.tolist()))
     assert set(chosen.tolist()) <= set(probe.positions.tolist())

@@ -103,11 +103,17 @@ class Request:
 
     @property
     def has_first_chunk(self) -> bool:
-        """Whether the first of `chunks` is the prompt's first: none before it is known, or had to be computed."""
+        """Whether the first of `chunks` is the prompt's first: none before it was found, or is in the prefix.
+
+        A prefix with fused KV has a chunk, though the store may have lost it since.
+        """
         if not (self.segments and self.chunks):
             return True
-        # The prefix may hold the beginning of the first chunk.
-        return self.chunks[0].segment.stop == self.segments[0].stop
+        first = self.chunks[0].segment
+        # What is left of a chunk whose beginning the prefix has is that chunk still.
+        is_cut = first.start == self.prefix_tokens and first.chunk_start > 0
+        behind_fused = self.match is not None and not self.match.is_exact and not is_cut
+        return first.stop == self.segments[0].stop and not behind_fused
 
     def begin_after(self, match: PrefixMatch) -> None:
         """Use the KV of a longer prefix than the header's; it contains none of the request's chunks."""

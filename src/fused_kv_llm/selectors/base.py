@@ -52,7 +52,7 @@ class Probe:
         chunk, and -1 for none. None where it is not known which characters the tokens stand for.
     has_first_chunk : bool
         Whether chunk 0 is the prompt's first: no chunk stands before it whose KV is known from an earlier prompt, or
-        is computed since it could not be read.
+        could not be opened. A chunk that the store has lost is text like any other.
     """
 
     positions: Tensor

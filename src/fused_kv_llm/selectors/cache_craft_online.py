@@ -66,7 +66,9 @@ class CacheCraftOnline:
         if probe.has_first_chunk:
             # It stands where its KV was computed: beta' is 1.
             overhead[:1] = 0.0
-        counts = allocate(budget, overhead * sizes, sizes)
+        # Of a chunk without overhead nothing is recomputed (eq. 12), however large the budget is.
+        room = torch.where(overhead > 0.0, sizes, 0)
+        counts = allocate(min(budget, int(room.sum())), overhead * room, room)
         if self.alpha is not None:
             counts = torch.minimum(counts, (self.alpha * overhead * sizes).ceil().long())
         earlier = torch.arange(given.shape[1])[None, :] < probe.chunk_index[:, None]
