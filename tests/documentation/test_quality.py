@@ -80,6 +80,11 @@ def test_a_hundred_questions() -> None:
     text = prose(PAGE)
     assert f"{shares[0]} % ({100 * low:.0f} to {100 * high:.0f}) are recovered at 0.15 and {shares[1]} % at 0" in text
     assert f"by the geometric mean, {shares[2]} and {shares[3]} %" in text
+    (asked,) = records_of("quality_hundred_short_cpu.records.jsonl").values()
+    kl = {(row["question"], row["method"]): row["kl"] for row in asked}
+    ours = sorted((value, question) for (question, method), value in kl.items() if method.startswith("sink_attention"))
+    assert 0.18 < ours[-1][0] / sum(value for value, _ in ours) < 0.22
+    assert ours[-1][0] > kl[ours[-1][1], "full_reuse/none/0"]
 
 
 def _fair(model: str, dtype: str, ratio: float = 0.15, kind: str = "sets") -> dict[tuple[str, str], dict[str, Any]]:
