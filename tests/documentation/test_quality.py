@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 from statistics import mean, median
 from typing import Any
@@ -412,7 +412,8 @@ def test_adaptive() -> None:
     assert f"recomputes {100 * share:.1f} % on average, and its p95 is {100 * lower:.1f} % lower" in text
     assert lower > 0.3
     assert share < 0.15
-    low, high = _p95_lower_95(f"adaptive {EngineConfig().adaptive_target}")
+    asked = _adaptive("adaptive_sums_cpu.records.jsonl")
+    _, low, high = _lower_than_fixed(asked, f"adaptive {EngineConfig().adaptive_target}", _p95)
     assert f"({100 * low:.0f} to {100 * high:.0f} by a bootstrap over the questions)" in text
     assert rows["adaptive, all to 0.15", "answer"]["rank_correlation"] > 0.6
     musique, *_ = records_of("adaptive_sums_cpu.records.jsonl").values()
@@ -424,22 +425,55 @@ def test_adaptive() -> None:
     assert rows["fixed 0.5", "answer"]["p95"] < default["p95"]
 
 
-def _p95_lower_95(way: str) -> tuple[float, float]:
-    """Return the 95 % interval of how much lower a way's p95 is than a fixed ratio's of the same mean."""
+def _adaptive(name: str) -> dict[str, dict[str, Any]]:
+    """Return the records of a run by question and way."""
     asked: dict[str, dict[str, Any]] = {}
-    for rows in records_of("adaptive_sums_cpu.records.jsonl").values():
+    for rows in records_of(name).values():
         for row in rows:
             asked.setdefault(row["question"], {})[row["method"]] = row
+    return asked
+
+
+def _lower_than_fixed(
+    asked: Mapping[str, Mapping[str, Any]], way: str, of: Callable[[Any], Any]
+) -> tuple[float, float, float]:
+    """Return by how much `of` a way's KL is lower than of a fixed ratio's with the same mean ratio, and its interval."""
     ways = [way, *(method for method in next(iter(asked.values())) if method.startswith("fixed"))]
     kl, share = (
         np.array([[rows[name][key] for name in ways] for rows in asked.values()]) for key in ("answer", "share")
     )
-    found = []
-    for drawn in np.random.default_rng(0).integers(len(kl), size=(2000, len(kl))):
-        (own, *fixed), (mean_share, *shares) = np.quantile(kl[drawn], 0.95, axis=0), share[drawn].mean(0)
-        found.append(1 - own / np.interp(mean_share, shares, fixed))
+
+    def lower(drawn: Any) -> float:
+        (own, *fixed), (mean_share, *shares) = of(kl[drawn]), share[drawn].mean(0)
+        return float(1 - own / np.interp(mean_share, shares, fixed))
+
+    found = [lower(drawn) for drawn in np.random.default_rng(0).integers(len(kl), size=(2000, len(kl)))]
     low, high = np.quantile(found, (0.025, 0.975))
-    return float(low), float(high)
+    return lower(slice(None)), float(low), float(high)
+
+
+def _p95(kl: Any) -> Any:
+    return np.quantile(kl, 0.95, axis=0)
+
+
+def test_adaptive_on_held_back_questions() -> None:
+    first, held = (_adaptive(f"adaptive_{name}_cpu.records.jsonl") for name in ("sums", "held"))
+    way, text = f"adaptive {EngineConfig().adaptive_target}", prose(PAGE)
+    both = {**first, **held}
+    assert (len(held), len(held) + len(first) - len(both), len(both)) == (114, 48, 186)
+    mean_lower, *_ = _lower_than_fixed(held, way, lambda kl: kl.mean(0))
+    lower, low, high = _lower_than_fixed(held, way, _p95)
+    share = mean(rows[way]["share"] for rows in held.values())
+    assert (
+        f"on these 114 it recomputes {100 * share:.1f} % on average, its mean is {100 * mean_lower:.0f} % lower" in text
+    )
+    assert f"its p95 {100 * lower:.1f} % lower ({100 * low:.0f} to {100 * high:.0f})" in text
+    lower, low, high = _lower_than_fixed(both, way, _p95)
+    told = f"On the 186 questions of both runs p95 is {100 * lower:.1f} % lower ({100 * low:.0f} to {100 * high:.0f})"
+    assert told in text
+    rows = {(row["way"], row["along"]): row for row in record("adaptive_held_cpu.json")["rows"]}
+    rank = rows["adaptive, all to 0.15", "answer"]["rank_correlation"]
+    assert f"the rank correlation is {rank:.2f} on the held-back ones" in text
 
 
 def test_long_chunks() -> None:
