@@ -437,7 +437,7 @@ def _adaptive(name: str) -> dict[str, dict[str, Any]]:
 def _lower_than_fixed(
     asked: Mapping[str, Mapping[str, Any]], way: str, of: Callable[[Any], Any]
 ) -> tuple[float, float, float]:
-    """Return by how much `of` a way's KL is lower than of a fixed ratio's with the same mean ratio, and its interval."""
+    """Return by how much `of` a way's KL is lower than of a fixed ratio's with the same mean, and its interval."""
     ways = [way, *(method for method in next(iter(asked.values())) if method.startswith("fixed"))]
     kl, share = (
         np.array([[rows[name][key] for name in ways] for rows in asked.values()]) for key in ("answer", "share")
