@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from .records import prose, record, table
+from statistics import mean
+from typing import Any
+
+from .records import prose, record, records_of, table
 
 PAGE = "docs/methods.md"
 
@@ -24,6 +27,29 @@ def test_the_profile_of_anchors() -> None:
     assert f"The whole context finds {100 * whole:.1f} %" in prose(PAGE)
     assert (found["rule"], found["ratio"]) == ("kvzip", 0.2)
     assert found["recall"]["kvzip"]["0.1"] < 0.95 * whole <= found["recall"]["kvzip"]["0.2"]
+
+
+def test_qcfuse_with_the_anchors_of_the_profile() -> None:
+    asked: dict[str, dict[tuple[str, str], dict[str, Any]]] = {
+        name: {(row["question"], row["method"]): row for rows in
+               records_of(f"quality_qcfuse_{name}_cpu.records.jsonl").values() for row in rows}
+        for name in ("fifth", "tenth")
+    }  # fmt: skip
+    questions = {question for question, _ in asked["fifth"]} & {question for question, _ in asked["tenth"]}
+    kl = {(name, method): sum(rows[question, method]["kl"] for question in questions)
+          for name, rows in asked.items()
+          for method in ("qcfuse/similar/0.15", "sink_attention/similar/0.15", "full_reuse/none/0")}  # fmt: skip
+    fifth, tenth, default = (
+        f"{100 * (1 - kl[name, method] / kl[name, 'full_reuse/none/0']):.1f}"
+        for name, method in (("fifth", "qcfuse/similar/0.15"), ("tenth", "qcfuse/similar/0.15"),
+                             ("tenth", "sink_attention/similar/0.15"))
+    )  # fmt: skip
+    read = (mean(rows[question, "qcfuse/similar/0.15"]["selection_share"] for question in questions)
+            for rows in asked.values())  # fmt: skip
+    text = prose(PAGE)
+    assert f"as much as with a tenth: {fifth} and {tenth} % of {len(questions)} held-back questions" in text
+    assert "reads {:.0f} instead of {:.0f} % of the KV first".format(*(100 * share for share in read)) in text
+    assert f"the default recovers {default} % of them" in text
 
 
 def test_variants_of_chunks() -> None:
