@@ -47,7 +47,8 @@ def test_qcfuse_with_the_anchors_of_the_profile() -> None:
     read = (mean(rows[question, "qcfuse/similar/0.15"]["selection_share"] for question in questions)
             for rows in asked.values())  # fmt: skip
     text = prose(PAGE)
-    assert f"as much as with a tenth: {fifth} and {tenth} % of {len(questions)} held-back questions" in text
+    assert fifth == tenth
+    assert f"as much as with a tenth, {fifth} % of {len(questions)} held-back questions" in text
     assert "reads {:.0f} instead of {:.0f} % of the KV first".format(*(100 * share for share in read)) in text
     assert f"the default recovers {default} % of them" in text
 
