@@ -20,17 +20,15 @@ from fused_kv_llm.selectors import (
     FirstLayersView,
     Probe,
     Selector,
-    SinkAttention,
-    TransferringSelector,
     View,
     resolve_selector,
+    transfer_strength,
     variant_selector,
 )
 
 __all__ = ["all_rules", "base_name", "prefill", "rule_of"]
 
 _GIVEN, _TAKEN = "+transfer", "-transfer"
-_STRENGTH = SinkAttention().transfer
 # They choose nothing: full reuse is ratio 0, and prefix caching computes all of a prompt that is not an exact prefix.
 _WITHOUT_CHOICE = ("full_reuse", "prefix_cache")
 
@@ -41,7 +39,7 @@ class _WithTransfer:
 
     base: Selector
     name: str
-    transfer: float = _STRENGTH
+    transfer: float | None = None
 
     def view(self, num_layers: int) -> View | FirstLayersView:
         """Return what the rule wants to see."""
@@ -58,7 +56,7 @@ class _Chosen:
 
     positions: Tensor
     name: str
-    transfer: float
+    transfer: float | None
 
     def view(self, num_layers: int) -> View:
         """Return that nothing is left to see."""
@@ -75,7 +73,7 @@ def base_name(name: str) -> str:
 
 
 def _transfers(selector: Selector) -> bool:
-    return isinstance(selector, TransferringSelector) and selector.transfer > 0
+    return transfer_strength(selector, shifted=True) > 0
 
 
 def all_rules() -> list[str]:

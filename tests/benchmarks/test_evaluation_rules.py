@@ -13,7 +13,7 @@ from models import smollm2_tokenizer, tiny_model
 
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.errors import ConfigError
-from fused_kv_llm.selectors import SELECTORS, TransferringSelector
+from fused_kv_llm.selectors import SinkAttention, transfer_strength
 
 PROMPT = Question("q", "How many?", ("many",), tuple(SHORT[:4])).prompt("plain")
 
@@ -33,8 +33,9 @@ def test_every_rule_is_there_with_transfer_and_without() -> None:
     assert {"full_reuse", "prefix_cache", "sink_attention_variants"}.isdisjoint(rules)
     for name in {base_name(rule) for rule in rules}:
         both = [rule_of(rule) for rule in rules if base_name(rule) == name]
-        strengths = [rule.transfer if isinstance(rule, TransferringSelector) else 0.0 for rule in both]
-        assert sorted(strengths) == [0.0, SELECTORS["sink_attention"].transfer]
+        for shifted in (True, False):
+            strengths = [transfer_strength(rule, shifted=shifted) for rule in both]
+            assert sorted(strengths) == [0.0, transfer_strength(SinkAttention(), shifted=shifted)]
 
 
 @pytest.mark.parametrize("name", sorted({base_name(rule) for rule in all_rules()}))

@@ -13,7 +13,7 @@ from fused_kv_kernels.reference import token_scores_reference
 from fused_kv_llm import FusedKVEngine
 from fused_kv_llm.online.probe import QuestionProbe
 from fused_kv_llm.report import FusionReport
-from fused_kv_llm.selectors import QueryAttention, SinkAttention, View
+from fused_kv_llm.selectors import QueryAttention, SinkAttention, View, transfer_strength
 
 from .reference_fusion import finish, project, recompute_rows, stitched, stitched_kv
 
@@ -47,7 +47,7 @@ def test_fused_pass_equals_plain_recomputation(engine: FusedKVEngine, selector: 
     request = engine.requests.planner.plan(prompt, FusionReport())
     stored = stitched_kv(engine, request)
     rows = request.rows(fused.selected)
-    transfer = SinkAttention().transfer if selector == "sink_attention" and ratio else 0.0
+    transfer = transfer_strength(SinkAttention(), shifted=False) if selector == "sink_attention" and ratio else 0.0
     logits, keys, values = recompute_rows(
         engine.model, request.ids, rows, stored.keys, stored.values, request.kind, transfer
     )

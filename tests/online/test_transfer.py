@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from corpus import PASSAGES, SHORT, rag_prompt
+from corpus import PASSAGES, SHORT, UnusedEmbedder, rag_prompt
 from models import smollm2_tokenizer, tiny_model
 
 from fused_kv_llm import FusedKVEngine
-from fused_kv_llm.selectors import SinkAttention
+from fused_kv_llm.selectors import SELECTORS, SinkAttention, transfer_strength
 
 
 def test_a_chunk_that_is_exact_is_not_changed(tmp_path: Path) -> None:
@@ -46,3 +46,27 @@ def test_transfer_brings_the_kv_of_other_tokens_closer_to_full_prefill(tmp_path:
             fused.cache.release()
         assert error["keys", 0.5] < 0.97 * error["keys", 0.0]
         assert error["values", 0.5] < 0.97 * error["values", 0.0]
+
+
+def test_strengths() -> None:
+    default = SELECTORS["sink_attention"]
+    assert [transfer_strength(default, shifted=shifted) for shifted in (True, False)] == [0.25, 0.5]
+    assert [transfer_strength(SinkAttention(transfer=0.4), shifted=shifted) for shifted in (True, False)] == [0.4, 0.4]
+    assert [transfer_strength(SELECTORS["cacheblend"], shifted=shifted) for shifted in (True, False)] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(("preprocessing", "strength"), [("none", 0.5), ("similar", 0.25)])
+def test_the_default_transfers_more_where_kv_has_no_context_shifts(
+    tmp_path: Path, preprocessing: str, strength: float
+) -> None:
+    options = {"preprocessing": preprocessing, "embedder": UnusedEmbedder(), "store_misses": False}
+    with FusedKVEngine(tiny_model(), tokenizer=smollm2_tokenizer(), kv_dir=tmp_path, **options) as engine:
+        engine.build_kv_cache(SHORT[:5], preprocess="later", progress=False)
+        prompt = rag_prompt(SHORT[:5])
+        own, other = SinkAttention(transfer=strength), SinkAttention(transfer=0.75 - strength)
+        got, want, unlike = (
+            engine.prefill(prompt, recompute_ratio=0.3, selector=selector)[0].logits
+            for selector in ("sink_attention", own, other)
+        )
+    assert torch.equal(got, want)
+    assert not torch.equal(got, unlike)

@@ -14,7 +14,7 @@ from torch import Tensor
 from fused_kv_llm.decoding import end_token_ids
 from fused_kv_llm.model import FusedCache, PausedError, RaggedPart, forward_rows, pause_at
 from fused_kv_llm.report import FusionReport, SelectionTrace
-from fused_kv_llm.selectors import FirstLayersView, Probe, TransferringSelector, View, budget_tokens
+from fused_kv_llm.selectors import FirstLayersView, Probe, View, budget_tokens, transfer_strength
 
 from .accounting import count_tokens, count_uses, trace_of
 from .adaptive import Rounds
@@ -65,8 +65,8 @@ class Fusion:
         self._deviations: list[tuple[float, int]] = []
         self._rounds: Rounds | None = None
         self._room = capacity - request.num_tokens
-        selector = recipe.selector
-        strength = selector.transfer if isinstance(selector, TransferringSelector) and self._reuses else 0.0
+        shifted = context.shift_name is not None
+        strength = transfer_strength(recipe.selector, shifted=shifted) if self._reuses else 0.0
         with timed(report, "load"), torch.inference_mode():
             self._kv = RequestKV(context, request, capacity)
         self._passes = Passes(request, self._kv, context.loaded.geometry, strength)

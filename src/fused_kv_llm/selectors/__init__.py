@@ -6,7 +6,7 @@ from fused_kv_llm.errors import ConfigError
 from fused_kv_llm.selectors.anchors import anchor_positions, is_of_shift, knorm_scores, sidecar_names, sink_scores
 from fused_kv_llm.selectors.profiles import save_anchors, save_profile
 
-from .base import Probe, ScoringSelector, Selector, TransferringSelector, checked_selection
+from .base import Probe, ScoringSelector, Selector, TransferringSelector, checked_selection, transfer_strength
 from .boundary import Boundary
 from .budget import budget_tokens
 from .cache_craft import (
@@ -63,6 +63,7 @@ __all__ = [
     "save_profile",
     "sidecar_names",
     "sink_scores",
+    "transfer_strength",
     "variant_selector",
 ]
 

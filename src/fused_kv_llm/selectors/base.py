@@ -12,7 +12,18 @@ from fused_kv_llm.errors import ConfigError, FusedKVError
 
 from .views import FirstLayersView, View
 
-__all__ = ["Probe", "ScoringSelector", "Selector", "TransferringSelector", "checked_selection", "required"]
+__all__ = [
+    "Probe",
+    "ScoringSelector",
+    "Selector",
+    "TransferringSelector",
+    "checked_selection",
+    "required",
+    "transfer_strength",
+]
+
+_TRANSFERRED = {False: 0.5, True: 0.25}
+"""By whether KV has context shifts, see :func:`transfer_strength`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +101,25 @@ class TransferringSelector(Selector, Protocol):
     """A selector whose recomputed tokens also correct the others of their chunk."""
 
     @property
-    def transfer(self) -> float:
-        """Share of a chunk's mean KV deviation that is transferred, in [0, 1]."""
+    def transfer(self) -> float | None:
+        """Share of a chunk's mean KV deviation that is transferred, in [0, 1]; None: :func:`transfer_strength` says."""
+
+
+def transfer_strength(selector: Selector, *, shifted: bool) -> float:
+    """Return the share of a chunk's mean KV deviation that a selector transfers; 0 for one that transfers nothing.
+
+    A context shift has taken away most of what a chunk's tokens have in common, so less of what is left is.
+
+    Parameters
+    ----------
+    selector : Selector
+        Its ``transfer`` None stands for a quarter where KV has context shifts, and half where it has none.
+    shifted : bool
+        Whether KV has context shifts.
+    """
+    if not isinstance(selector, TransferringSelector):
+        return 0.0
+    return _TRANSFERRED[shifted] if selector.transfer is None else selector.transfer
 
 
 @runtime_checkable

@@ -28,9 +28,9 @@ class SinkAttention:
     layers choose worse, so the first group scores alone. All tokens of a number get the best of their scores: an answer
     copies a number digit by digit, and the question points to one or two of the digits only.
 
-    A quarter of the mean deviation of a chunk's recomputed tokens, its first four left out, is transferred to its
-    others: more of it, or fitting the chunk's context shift to those tokens first, lost most on the prompts that were
-    worst already.
+    A part of the mean deviation of a chunk's recomputed tokens, its first four left out, is transferred to its others:
+    half of it, or a quarter where KV has context shifts. There, more of it, or fitting the chunk's shift to those
+    tokens first, lost most on the prompts that were worst already.
 
     Parameters
     ----------
@@ -40,8 +40,8 @@ class SinkAttention:
         ``t``.
     full_context : bool
         Whether the question sees the chunks in the probe; with anchors, it sees these.
-    transfer : float
-        Share of the mean deviation that is transferred.
+    transfer : float or None
+        Share of the mean deviation that is transferred; None leaves it to :func:`.transfer_strength`.
     coverage : float
         Adaptive budget: stop once the selected tokens have this share of the sum of ``a`` over all chunk tokens, in
         (0, 1]; the ratio is the most that is recomputed then. 1 always spends the budget.
@@ -58,7 +58,7 @@ class SinkAttention:
     weight: float = 8.0
     tokens: float = 10.0
     full_context: bool = True
-    transfer: float = 0.25
+    transfer: float | None = None
     coverage: float = 1.0
     name: str = "sink_attention"
     takes_variants: bool = False
