@@ -59,10 +59,13 @@ def test_variants_of_chunks() -> None:
     for row in found["rows"][1:]:
         low, high = (f"{100 * end:.0f}" for end in row["interval"])
         recovered = f"{100 * row['recovered']:.0f} % ({low} to {high})"
-        want.append([row["way"], f"{100 * row['computed']:.0f} %", recovered])
+        want.append([row["way"], f"{100 * row['computed']:.0f} %", recovered, f"{row['ttft_median_s']:.2f} s"])
     assert table(PAGE, "KV and rule") == want
     settings, stored = found["settings"], found["stored"]
-    text = prose(PAGE)
+    text, rows = prose(PAGE), {row["way"]: row for row in found["rows"]}
+    early, whole = rows["variants, alpha 1"], rows["variants, alpha 1, all layers"]
+    faster, less = early["ttft_median_s"] / whole["ttft_median_s"], whole["recovered"] - early["recovered"]
+    assert f"takes {faster:.2f} times as long, and wins back {100 * less:.0f} points less" in text
     assert f"Measured on {settings['questions']} questions of {settings['data']} without preprocessing" in text
     assert (settings["askings"], settings["passages"], settings["pool"]) == (3, 5, 8)
     assert round(stored["variants"]["bytes"] / stored["plain"]["bytes"]) == 2
