@@ -561,3 +561,16 @@ def _over(found: dict[str, dict[str, dict[str, float]]], corpus: str, rule: str,
         return "-"
     ours, theirs = (sum(side) for side in zip(*pairs, strict=True))
     return f"{exp(mean(log(one / two) for one, two in pairs)):.2f} ({ours / theirs:.2f})"
+
+
+def test_transfer_without_context_shifts() -> None:
+    found = record("transfer_strength_cpu.json")
+    assert (found["part"], found["passages"], found["ratio"]) == ("held", 10, 0.15)
+    want = []
+    for one in found["results"]:
+        quarter, half = one["rows"]
+        assert (quarter["strength"], half["strength"]) == (0.25, 0.5)
+        logs = [log((kl["0.5"] + 1e-4) / (kl["0.25"] + 1e-4)) for kl in one["kl"].values()]
+        shares = [f"{100 * row['recovered']:.0f} %" for row in (quarter, half)]
+        want.append([f"{one['data']}, `{one['frame']}`", str(one["questions"]), *shares, *ratio_cells(logs)])
+    assert table(PAGE, "set and wording, held back, transfer") == want
