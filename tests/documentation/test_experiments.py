@@ -574,3 +574,9 @@ def test_transfer_without_context_shifts() -> None:
         shares = [f"{100 * row['recovered']:.0f} %" for row in (quarter, half)]
         want.append([f"{one['data']}, `{one['frame']}`", str(one["questions"]), *shares, *ratio_cells(logs)])
     assert table(PAGE, "set and wording, held back, transfer") == want
+    gemma = [one["rows"] for one in record("transfer_strength_gemma_cpu.json")["results"]]
+    shares = [[f"{100 * rows[place]['recovered']:.0f}" for rows in gemma] for place in (1, 0)]
+    told = " and ".join(
+        f"{' and '.join(of)} % with a {name}" for of, name in zip(shares, ("half", "quarter"), strict=True)
+    )
+    assert f"recovers {told}" in prose(PAGE)
