@@ -53,7 +53,7 @@ def parse() -> argparse.Namespace:
     # The same on every machine, so that a run on another one goes on with the same table.
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="float32")
     parser.add_argument("--rules", nargs="+", default=all_rules(), help="all of them without it")
-    parser.add_argument("--only", nargs="+", default=[""], help="cells whose name has one of these: ruler, short, 2500")
+    parser.add_argument("--only", nargs="+", help="cells whose name has one of these, such as ruler or short")
     parser.add_argument("--cells", type=int, default=None, help="only the first so many")
     parser.add_argument("--questions", type=int, default=None, help="at most so many of a cell")
     parser.add_argument("--kv-dir", type=Path, default=Path("build/fair_kv"), help="kept between runs")
@@ -151,7 +151,7 @@ def write(args: argparse.Namespace, grid: list[Cell]) -> None:
 def chosen_cells(args: argparse.Namespace, grid: list[Cell]) -> list[Cell]:
     """Return the cells that the command line asks for, in the grid's order."""
     found = [cell for cell in grid if cell.model in args.models and cell.ratio in args.ratios]
-    named = [cell for cell in found if any(text in cell.name for text in args.only)]
+    named = found if args.only is None else [cell for cell in found if any(text in cell.name for text in args.only)]
     if not named:
         raise SystemExit(f"--only {' '.join(args.only)}: no cell has such a name; one is called {found[0].name!r}")
     return named[: args.cells]

@@ -109,7 +109,7 @@ class FirstLayersPass(NarrowingPass):
             self.selected_at_s, self.selection_bytes = time.perf_counter(), self._kv.bytes_read
             self.selected = checked_selection(self._selector, self._seen_so_far(), self._budget)
             self._go_on_with(self.selected)
-        elif layer_idx > last and self._focus is not None and self._focus.is_stable():
+        elif layer_idx > last and self._focus is not None and self._focus.is_settled():
             kind = self._kind[self.rows]
             self.keep(((kind < 0) | torch.isin(kind, self._focus.chunks.to(kind.device))).nonzero()[:, 0])
             self._focus = None
@@ -176,7 +176,7 @@ class _Focus:
         self._attention.index_add_(0, self._chunk, scores.float().cpu()[self._inside])
         self._history.append(focused_chunks(self._attention))
 
-    def is_stable(self) -> bool:
+    def is_settled(self) -> bool:
         """Whether the focus has been the same for as many layers as the window."""
         return is_settled(self._history, self._window)
 
