@@ -574,6 +574,15 @@ def test_transfer_without_context_shifts() -> None:
         shares = [f"{100 * row['recovered']:.0f} %" for row in (quarter, half)]
         want.append([f"{one['data']}, `{one['frame']}`", str(one["questions"]), *shares, *ratio_cells(logs)])
     assert table(PAGE, "set and wording, held back, transfer") == want
+    dev = [{row["strength"]: row for row in one["rows"]} for one in record("transfer_strength_dev_cpu.json")["results"]]
+    for strength, told in (
+        (0.25, "a quarter recovered"),
+        (0.5, "a half"),
+        (0.75, "three quarters"),
+        (1.0, "the whole"),
+    ):
+        first, second, third = (f"{100 * rows[strength]['recovered']:.0f}" for rows in dev)
+        assert f"{told} {first}, {second} and {third} %" in prose(PAGE)
     gemma = [one["rows"] for one in record("transfer_strength_gemma_cpu.json")["results"]]
     shares = [[f"{100 * rows[place]['recovered']:.0f}" for rows in gemma] for place in (1, 0)]
     told = " and ".join(
